@@ -1,0 +1,33 @@
+"""hf_parallel: unchanged Trainer and Accelerate scripts under every kind of parallelism."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["ParallelConfig", "SpecError", "activate", "parallelize"]
+
+if TYPE_CHECKING:
+    from hf_parallel.config import ParallelConfig, SpecError
+    from hf_parallel.hooks import activate
+    from hf_parallel.parallelize import parallelize
+
+_HOME = {
+    "ParallelConfig": "hf_parallel.config",
+    "SpecError": "hf_parallel.config",
+    "activate": "hf_parallel.hooks",
+    "parallelize": "hf_parallel.parallelize",
+}
+
+if sys.argv[:1] != ["-m"]:  # under `python -m hf_parallel` the runner decides what is touched
+    from hf_parallel.hooks.flag import install_on_import
+
+    install_on_import()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'hf_parallel' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)

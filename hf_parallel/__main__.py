@@ -1,0 +1,260 @@
+"""`python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…`: activate, then run the script.
+
+Works under any launcher that sets RANK and WORLD_SIZE (torchrun, accelerate launch, srun). Without a spec from
+`--parallel`, HF_PARALLEL or the script's own arguments nothing of Transformers or Accelerate is touched.
+
+Exit codes: the script's own; 2 for a spec or command line that cannot work (one line, from rank 0); 1 for anything
+else that the script did not catch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import runpy
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NoReturn
+
+from hf_parallel.cli import choose_spec
+
+USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…"
+#: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
+GRACE = 3.0
+_REFUSED = "hf_parallel/refused"
+_LOST_PEER = (
+    "closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "ncclRemoteError",
+    "NCCL communicator was aborted",
+    "Connection was likely closed",
+)
+
+
+class UsageError(Exception):
+    """The runner's command line cannot be understood. Its message is one line."""
+
+
+@dataclass
+class Command:
+    """What stands on the command line: the runner's own options, then the script and its arguments."""
+
+    parallel: str | None
+    is_module: bool
+    target: str
+    args: list[str]
+
+
+def parse_command(argv: list[str]) -> Command:
+    """Read the runner's options; everything from the script on belongs to the script.
+
+    Raises:
+        UsageError: an unknown option, or no script.
+        SystemExit: `--help`.
+    """
+    parallel, rest = None, list(argv)
+    while rest and rest[0].startswith("-"):
+        option, equals, value = rest.pop(0).partition("=")
+        if option in ("-h", "--help"):
+            print(f"{USAGE}\n\n{__doc__}")
+            raise SystemExit(0)
+        if option == "--":
+            break
+        if option not in ("--parallel", "-m", "--module"):
+            raise UsageError(f"{option}: unknown option before the script; {USAGE}")
+        if not equals:
+            value = rest.pop(0) if rest else ""
+        if not value:
+            raise UsageError(f"{option}: needs a value; {USAGE}")
+        if option != "--parallel":
+            return Command(parallel, True, value, rest)
+        parallel = value
+    if not rest:
+        raise UsageError(f"no script to run; {USAGE}")
+    return Command(parallel, False, rest[0], rest[1:])
+
+
+def prepare(command: Command) -> None:
+    """Touch Transformers and Accelerate as far as the command asks for it, and not at all if it does not."""
+    chosen = choose_spec(command.parallel)
+    if chosen is None and not any(arg.partition("=")[0] == "--parallel" for arg in command.args):
+        for name in [name for name in sys.modules if name.partition(".")[0] == "hf_parallel"]:
+            del sys.modules[name]  # a script that imports it on its own account gets it as if started without us
+        return
+    from hf_parallel.hooks import flag
+
+    flag.install_on_import()
+    if chosen is not None:
+        from hf_parallel import hooks
+
+        spec, source = chosen
+        hooks.activate(spec, source=source)
+
+
+def run(command: Command) -> None:
+    """Run the script or module as `__main__`, with the sys.argv and sys.path[0] that plain Python gives it."""
+    if command.is_module:
+        sys.argv = [command.target, *command.args]
+        runpy.run_module(command.target, run_name="__main__", alter_sys=True)
+        return
+    if not os.path.exists(command.target):
+        raise UsageError(f"{command.target}: no such script")
+    if not getattr(sys.flags, "safe_path", False):
+        path = os.path.realpath(command.target)
+        sys.path[0] = path if os.path.isdir(path) else os.path.dirname(path)
+    script = os.path.abspath(command.target)  # `__file__` is absolute in plain Python, and runpy keeps argv[0] equal
+    sys.argv = [script, *command.args]
+    runpy.run_path(script, run_name="__main__")
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Parse, prepare, run; end every rank with one report where it belongs. Returns after a clean end."""
+    try:
+        command = parse_command(sys.argv[1:] if argv is None else argv)
+        prepare(command)
+        run(command)
+    except SystemExit as stop:
+        if stop.code in (None, 0):
+            _close_process_group()
+        raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        _report_and_leave(error)
+    _close_process_group()
+
+
+def _report_and_leave(error: BaseException) -> NoReturn:
+    refusal = _refusal(error)
+    if refusal is not None:
+        _report_refusal(" ".join(str(refusal).split()))
+        _leave(2)
+    if _is_lost_peer(error):
+        time.sleep(GRACE)  # the rank that really failed is the one to read
+        _write(f"hf_parallel: rank {_rank()} lost its peers ({_gist(_innermost(error))})\n")
+    else:
+        _write(f"hf_parallel: rank {_rank()} failed\n")
+        error = error.with_traceback(_from_the_script_on(error.__traceback__))
+        sys.excepthook(type(error), error, error.__traceback__)
+    _leave(1)
+
+
+def _refusal(error: BaseException) -> BaseException | None:
+    """The error made for people in `error` or among what it was raised from."""
+    config = sys.modules.get("hf_parallel.config")
+    kinds = (UsageError,) if config is None else (UsageError, config.SpecError)
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, kinds):
+        cause = cause.__cause__
+    return cause
+
+
+def _report_refusal(message: str) -> None:
+    """One line for all ranks, from rank 0; from another rank only when rank 0 has nothing to refuse."""
+    if _rank() == 0:
+        _write(f"hf_parallel: {message}\n")
+        _mark_refusal()
+    elif not _rank_0_refuses_too():
+        _write(f"hf_parallel: rank {_rank()}: {message}\n")
+
+
+def _mark_refusal() -> None:
+    if _has_process_group():
+        with contextlib.suppress(RuntimeError):
+            _store().set(_REFUSED, "1")
+
+
+def _rank_0_refuses_too() -> bool:
+    """Wait for rank 0 to have written its line: a launcher kills all ranks as soon as the first one is gone."""
+    if not _has_process_group():
+        time.sleep(GRACE)
+        return True  # before the first collective every rank refuses the same thing
+    end = time.monotonic() + GRACE
+    with contextlib.suppress(RuntimeError):  # the store went down: rank 0, or its launcher, has ended
+        while not _store().check([_REFUSED]):  # `wait` would warn about its time-out
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+    return True
+
+
+def _is_lost_peer(error: BaseException) -> bool:
+    """Whether the first thing that went wrong here is that another rank was gone."""
+    first = _innermost(error)
+    return _has_process_group() and isinstance(first, RuntimeError) and any(text in str(first) for text in _LOST_PEER)
+
+
+def _gist(error: BaseException) -> str:
+    """The first sentence, without the C++ file and line that it begins with."""
+    text = " ".join(str(error).split())
+    return re.sub(r"^\[\S+:\d+\] ", "", text).split(". ")[0][:200]
+
+
+def _innermost(error: BaseException) -> BaseException:
+    *_, first = _chain(error)
+    return first
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    while trace is not None and trace.tb_frame.f_code.co_filename in own:
+        trace = trace.tb_next
+    return trace
+
+
+def _leave(code: int) -> NoReturn:
+    """End now. With other ranks around, without destructors: they may wait for a peer that is gone."""
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        sys.exit(code)
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
+
+
+def _close_process_group() -> None:
+    """After a clean end of an activated script: torch warns about groups that are left open."""
+    hooks = sys.modules.get("hf_parallel.hooks")
+    if hooks is not None and hooks.active() and _has_process_group():
+        with contextlib.suppress(RuntimeError):
+            sys.modules["torch.distributed"].destroy_process_group()
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _store() -> Any:
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", 0))
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Write an ordinary Hub folder from any layout, one tensor at a time.
+
+Rank 0 writes the header of a safetensors file first (all sizes are known beforehand) and then appends tensor after
+tensor as they are gathered, so it never holds more than one whole tensor. Of a tied weight only one name is written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import torch
+import torch.distributed as dist
+from huggingface_hub import split_state_dict_into_shards_factory
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.mesh import ParallelMesh
+
+#: safetensors' names of dtypes (format description in its README).
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the whole model: its name in the model and in the file, and the stage that holds it."""
+
+    key: str
+    saved_as: str
+    stage: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data, bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def save_pretrained(
+    model: Any,
+    mesh: ParallelMesh,
+    save_directory: str | os.PathLike,
+    is_main_process: bool = True,
+    state_dict: dict[str, torch.Tensor] | None = None,
+    push_to_hub: bool = False,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """`PreTrainedModel.save_pretrained` for a parallel model. Collective: every process calls it.
+
+    The folder holds config, generation config, safetensors and index, and loads in plain transformers.
+
+    Raises:
+        NotImplementedError: `push_to_hub=True`, or a weight conversion that joins several tensors into one.
+    """
+    if push_to_hub:
+        raise NotImplementedError("hf_parallel: save first, then upload the folder (or use Trainer's push_to_hub)")
+    if state_dict:  # the script gathered the weights itself (accelerator.get_state_dict): they are whole on rank 0
+        if mesh.rank == 0:
+            type(model).save_pretrained(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
+        dist.barrier()
+        return
+    directory = os.fspath(save_directory)
+    entries = list_entries(model, mesh, convert=kwargs.get("save_original_format", True))
+    if mesh.rank == 0:
+        os.makedirs(directory, exist_ok=True)
+        _write_configs(model, directory)
+    _write_weights(model, mesh, directory, entries, max_shard_size, variant)
+    dist.barrier()  # no rank reads or goes on before the folder is whole
+
+
+def full_state_dict(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
+    """All weights on rank 0's CPU, an empty dict elsewhere. For scripts that ask for it: it needs the memory."""
+    tensors = {}
+    for entry, tensor in _gathered(model, mesh, list_entries(model, mesh, convert=False)):
+        if tensor is not None:
+            tensors[entry.key] = tensor.cpu()
+    return tensors
+
+
+def list_entries(model: Any, mesh: ParallelMesh, convert: bool) -> list[Entry]:
+    """Every tensor of the whole model in the model's order, tied and ignored names left out. Collective over stages."""
+    skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+    skip |= set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
+    own = [(k, tuple(t.shape), t.dtype) for k, t in model.state_dict().items() if k not in skip and torch.is_tensor(t)]
+    stages: list[Any] = [own]
+    if mesh.size("pp") > 1:
+        stages = [None] * mesh.size("pp")
+        dist.all_gather_object(stages, own, group=mesh.group("pp"))
+    entries: dict[str, Entry] = {}
+    for stage, described in enumerate(stages):
+        for key, shape, dtype in described:
+            if key not in entries:  # the first stage's copy of a tied embedding is the one that is written
+                saved_as = _hub_name(model, key, shape) if convert else key
+                entries[key] = Entry(key, saved_as, stage, shape, dtype)
+    return list(entries.values())
+
+
+def _hub_name(model: Any, key: str, shape: tuple[int, ...]) -> str:
+    """The name under which transformers would save this tensor (it renames on loading for some models)."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    reverted = revert_weight_conversion(model, {key: torch.empty(shape, device="meta")})
+    if len(reverted) != 1 or tuple(next(iter(reverted.values())).shape) != shape:
+        raise NotImplementedError(
+            f"hf_parallel: {key} is stored differently on the Hub; pass save_original_format=False to save it as it is"
+        )
+    return next(iter(reverted))
+
+
+def _write_configs(model: Any, directory: str) -> None:
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)
+
+
+def _write_weights(
+    model: nn.Module,
+    mesh: ParallelMesh,
+    directory: str,
+    entries: list[Entry],
+    max_shard_size: int | str,
+    variant: str | None,
+) -> None:
+    stem = f"model.{variant}" if variant else "model"
+    plan = split_state_dict_into_shards_factory(
+        {entry.saved_as: entry for entry in entries},
+        get_storage_size=lambda entry: entry.nbytes,
+        get_storage_id=lambda entry: None,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    by_name = {entry.saved_as: entry for entry in entries}
+    for file, names in plan.filename_to_tensors.items():
+        chosen = [by_name[name] for name in names]
+        with _open_for_writing(os.path.join(directory, file), chosen, mesh.rank == 0) as out:
+            for _, tensor in _gathered(model, mesh, chosen):
+                if out is not None and tensor is not None:
+                    out.write(_raw_bytes(tensor))
+    if mesh.rank == 0:
+        _remove_stale_files(directory, stem, keep=set(plan.filename_to_tensors))
+        if plan.is_sharded:
+            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
+                json.dump(index, out, indent=2, sort_keys=True)
+
+
+@contextlib.contextmanager
+def _open_for_writing(path: str, entries: list[Entry], writer: bool) -> Iterator[BinaryIO | None]:
+    """A safetensors file whose header is written; it takes its final name only once it is whole and flushed."""
+    if not writer:
+        yield None
+        return
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    start = 0
+    for entry in entries:
+        end = start + entry.nbytes
+        header[entry.saved_as] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks
+    with open(path + ".tmp", "wb") as out:
+        out.write(len(text).to_bytes(8, "little") + text)
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
+    os.replace(path + ".tmp", path)
+
+
+def _gathered(
+    model: nn.Module, mesh: ParallelMesh, entries: list[Entry]
+) -> Iterator[tuple[Entry, torch.Tensor | None]]:
+    """Whole tensors, one after the other, on rank 0; None elsewhere. Collective."""
+    state = model.state_dict()
+    stage, leader = mesh.index("pp"), mesh.index("dp_replicate") == mesh.data_rank == mesh.index("tp") == 0
+    for entry in entries:
+        tensor = None
+        if entry.stage == stage:
+            tensor = state[entry.key].detach()
+            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if entry.stage != 0 and leader:  # the ranks that differ from rank 0 in the stage alone
+            tensor = _to_first_stage(tensor, entry, mesh)
+        yield entry, tensor if mesh.rank == 0 else None
+
+
+def _to_first_stage(tensor: torch.Tensor | None, entry: Entry, mesh: ParallelMesh) -> torch.Tensor | None:
+    group = mesh.group("pp")
+    if mesh.index("pp") == entry.stage:
+        dist.send(_as_bytes(tensor).to(mesh.device), group=group, group_dst=0)
+    elif mesh.index("pp") == 0:
+        buffer = torch.empty(entry.nbytes, dtype=torch.uint8, device=mesh.device)
+        dist.recv(buffer, group=group, group_src=entry.stage)
+        return buffer.view(entry.dtype).view(entry.shape)
+    return None
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(_as_bytes(tensor).cpu().numpy())
+
+
+def _remove_stale_files(directory: str, stem: str, keep: set[str]) -> None:
+    """Shards of an earlier save with another count would be read along with the new ones."""
+    pattern = re.compile(re.escape(stem) + r"(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+    for file in os.listdir(directory):
+        if pattern.fullmatch(file) and file not in keep:
+            os.remove(os.path.join(directory, file))

@@ -1,0 +1,263 @@
+"""What the user asks for: one flag string, YAML file or Python call -> one validated value.
+
+    ParallelConfig.parse("tp=2,pp=2").resolve(world_size=8)      # dp_shard takes the two remaining processes
+
+Everything that is not known, or cannot hold, raises `SpecError` with one line that names the key, the number and
+a value that would work. Nothing is ignored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+#: The axes of the mesh from slow links to fast links: replicas across nodes, tensor parallelism inside one.
+AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
+SCHEDULES = ("1f1b", "gpipe")
+_LATER_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+
+
+class SpecError(ValueError):
+    """A specification that is not understood or cannot hold. Its message is one line, written for people."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many processes along which axis, and how each axis behaves.
+
+    The sizes multiply to the number of processes; 1 switches an axis off and the one axis given as -1 takes what is
+    left. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
+    """
+
+    dp_replicate_size: int = 1
+    dp_shard_size: int = -1
+    pp_size: int = 1
+    cp_size: int = 1
+    tp_size: int = 1
+    ep_size: int = 1
+    zero_stage: int = 3
+    sequence_parallel: bool | None = None
+    pipeline_schedule: str = "1f1b"
+    pipeline_microbatches: int | None = None
+    pipeline_split: tuple[int, ...] | None = field(default=None, metadata={"list": True})
+    context_parallel: str = "ring"
+    activation_checkpointing: str = "none"
+    offload: str = "none"
+    quantize_weights: bool = False
+    quantize_gradients: bool = False
+    attention: str = "auto"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.pipeline_split, list):
+            object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
+        _check_sizes(self)
+        _check_choices(self)
+        _refuse_what_is_not_built(self)
+
+    @classmethod
+    def parse(cls, spec: str | ParallelConfig) -> ParallelConfig:
+        """Read `key=value,…`, or a YAML file holding a mapping of the same keys.
+
+        Raises:
+            SpecError: unknown or repeated key, a value of the wrong type, or a file that is no mapping.
+        """
+        if isinstance(spec, ParallelConfig):
+            return spec
+        text = spec.strip()
+        if text == "auto":
+            raise SpecError("parallel=auto needs the planner, which this version does not have; tp=2,dp_shard=-1 works")
+        return cls.from_mapping(_read_yaml(text) if _is_file(text) else _split_pairs(text))
+
+    @classmethod
+    def from_mapping(cls, values: dict[str, Any]) -> ParallelConfig:
+        """Build from a mapping with long or short keys; values may be strings."""
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        chosen: dict[str, Any] = {}
+        for key, value in values.items():
+            name = f"{key}_size" if f"{key}_size" in known else key
+            if name not in known:
+                raise SpecError(_unknown_key(str(key), list(known)))
+            if name in chosen:
+                raise SpecError(f"{key}: given twice (as {name} and its short form); give it once")
+            chosen[name] = _convert(name, known[name].type, value)
+        free = [name for name, value in chosen.items() if name.endswith("_size") and value == -1]
+        if len(free) > 1:
+            raise SpecError(f"{' and '.join(free)} are both -1; only one axis can take the remaining processes")
+        return cls(**chosen)
+
+    def resolve(self, world_size: int) -> ParallelConfig:
+        """Give the axis of size -1 the remaining processes and check that the sizes multiply to `world_size`."""
+        sizes = {axis: getattr(self, f"{axis}_size") for axis in AXES}
+        free = [axis for axis, size in sizes.items() if size == -1]
+        used = math.prod(size for size in sizes.values() if size != -1)
+        if free:
+            if world_size % used:
+                raise SpecError(_sizes_message(sizes, used, world_size))
+            return dataclasses.replace(self, **{f"{free[0]}_size": world_size // used})
+        if used != world_size:
+            raise SpecError(_sizes_message(sizes, used, world_size))
+        return self
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of data ranks: how many different batches are seen in one step. Needs a resolved config."""
+        return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of a resolved config."""
+        return math.prod(getattr(self, f"{axis}_size") for axis in AXES)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values under the long keys, ready for JSON or YAML."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    def to_spec(self) -> str:
+        """The shortest spec string that parses back to this value."""
+        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
+        return ",".join(f"{f.name.removesuffix('_size')}={_spell(getattr(self, f.name))}" for f in changed)
+
+
+def _is_file(text: str) -> bool:
+    return text.endswith((".yaml", ".yml")) or os.path.isfile(text)
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise SpecError(f"{path}: no such spec file; a spec is key=value,… or the path of a YAML file")
+    with open(path, encoding="utf-8") as file:
+        try:
+            values = yaml.safe_load(file)
+        except yaml.YAMLError as error:
+            raise SpecError(f"{path}: not a YAML file ({str(error).splitlines()[0]})") from error
+    if not isinstance(values, dict):
+        raise SpecError(f"{path}: holds a {type(values).__name__}, not a mapping; a line such as `tp_size: 2` works")
+    return values
+
+
+def _split_pairs(text: str) -> dict[str, str]:
+    """`a=1,b=[2,3]` -> {"a": "1", "b": "[2,3]"}; commas inside brackets do not separate."""
+    pairs: dict[str, str] = {}
+    parts, depth = [""], 0
+    for char in text:
+        depth += (char == "[") - (char == "]")
+        if char == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += char
+    for part in filter(None, (p.strip() for p in parts)):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not value:
+            raise SpecError(f"{part}: expected key=value, for example tp=2")
+        if key in pairs:
+            raise SpecError(f"{key}: given twice ({pairs[key]} and {value}); give it once")
+        pairs[key] = value
+    return pairs
+
+
+def _convert(name: str, annotation: Any, value: Any) -> Any:
+    kind = str(annotation).replace(" | None", "")
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and "None" in str(annotation)):
+        return None
+    text = str(value).strip()
+    try:
+        if kind == "bool":
+            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
+        if kind == "int":
+            return int(text)
+        if kind.startswith("tuple"):
+            items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
+            return tuple(int(item) for item in items)
+    except (KeyError, ValueError) as error:
+        example = {"bool": "true", "int": "2"}.get(kind, "[2,2]")
+        raise SpecError(f"{name}={text}: not a value of this key; {name}={example} works") from error
+    return text
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _unknown_key(key: str, known: list[str]) -> str:
+    names = known + [n.removesuffix("_size") for n in known if n.endswith("_size")]
+    close = difflib.get_close_matches(key, names, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+    return f"{key}: unknown key; {hint}"
+
+
+def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
+    given = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
+    rest = math.prod(size for axis, size in sizes.items() if size != -1 and axis != "dp_shard")
+    if world_size % rest == 0:
+        return f"{given} = {used}, but {world_size} processes run; dp_shard={world_size // rest} works"
+    return f"{given} = {used} does not fit {world_size} processes; start {used * max(1, world_size // used)} processes"
+
+
+def _check_sizes(config: ParallelConfig) -> None:
+    sizes = {f"{axis}_size": getattr(config, f"{axis}_size") for axis in (*AXES, "ep")}
+    for name, size in sizes.items():
+        if size != -1 and size < 1:
+            raise SpecError(f"{name}={size}: a size is 1 or more, or -1 for the remaining processes; {name}=1 works")
+    others = [name for name, size in sizes.items() if size == -1 and name != "dp_shard_size"]
+    if others and config.dp_shard_size == -1:  # the default -1 gives way when another axis asks for the rest
+        object.__setattr__(config, "dp_shard_size", 1)
+    if len(others) > 1:
+        raise SpecError(f"{' and '.join(others)} are both -1; only one axis can take the remaining processes")
+
+
+def _check_choices(config: ParallelConfig) -> None:
+    choices = {
+        "zero_stage": (0, 1, 2, 3),
+        "pipeline_schedule": SCHEDULES + _LATER_SCHEDULES,
+        "context_parallel": ("ring", "ulysses"),
+        "activation_checkpointing": ("none", "selective", "full"),
+    }
+    for name, allowed in choices.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            raise SpecError(f"{name}={value}: not one of {', '.join(map(str, allowed))}")
+    micro = config.pipeline_microbatches
+    if micro is not None and micro < max(1, config.pp_size):  # 1F1B keeps every stage busy with one micro-batch each
+        works = max(1, config.pp_size)
+        raise SpecError(f"pipeline_microbatches={micro}: must be at least pp_size={works}; {works} works")
+    if config.pipeline_split is not None and len(config.pipeline_split) != config.pp_size:
+        spelled = _spell(config.pipeline_split)
+        raise SpecError(f"pipeline_split={spelled}: {len(config.pipeline_split)} numbers for pp_size={config.pp_size}")
+
+
+def _refuse_what_is_not_built(config: ParallelConfig) -> None:
+    """Keys of the grammar that this version understands but cannot do: named, never ignored."""
+    wanted = [
+        (config.cp_size != 1, f"cp_size={config.cp_size}", "context parallelism", "cp_size=1"),
+        (config.ep_size != 1, f"ep_size={config.ep_size}", "expert parallelism", "ep_size=1"),
+        (bool(config.sequence_parallel), "sequence_parallel=true", "sequence parallelism", "sequence_parallel=false"),
+        (config.offload != "none", f"offload={config.offload}", "offloading", "offload=none"),
+        (config.quantize_weights, "quantize_weights=true", "ZeRO++ compression", "quantize_weights=false"),
+        (config.quantize_gradients, "quantize_gradients=true", "ZeRO++ compression", "quantize_gradients=false"),
+        (config.zero_stage == 1, "zero_stage=1", "sharding the optimizer alone", "zero_stage=2"),
+        (config.zero_stage == 0, "zero_stage=0", "unsharded data parallelism by this key", "dp_replicate=-1"),
+        (
+            config.activation_checkpointing == "selective",
+            "activation_checkpointing=selective",
+            "selective checkpointing",
+            "activation_checkpointing=full",
+        ),
+        (
+            config.pipeline_schedule in _LATER_SCHEDULES,
+            f"pipeline_schedule={config.pipeline_schedule}",
+            "this schedule",
+            "pipeline_schedule=1f1b",
+        ),
+    ]
+    for asked, spelled, what, works in wanted:
+        if asked:
+            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")

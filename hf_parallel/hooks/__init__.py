@@ -1,0 +1,70 @@
+"""The only room that knows the internals of Trainer, Accelerate and transformers' loader.
+
+`activate` makes this process part of a layout: it creates the process group and the mesh and puts the patches of
+`patches.py` in place. Without it nothing of those libraries changes.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import Patch, apply, undo
+
+#: What is in place now; empty when not active.
+PATCHES: list[Patch] = []
+_undo_list: list[tuple[Any, str, Any]] = []
+
+
+def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
+    """Run everything from here on under `spec`. The same spec again changes nothing.
+
+    Args:
+        spec: a spec string, the path of a YAML file, or a `ParallelConfig`.
+        source: who asked, for the message when two specs conflict.
+
+    Raises:
+        SpecError: the spec is not understood, does not fit the processes, or conflicts with the active one.
+    """
+    config = ParallelConfig.parse(spec).resolve(_world_size())
+    current = runtime.current()
+    if current is not None:
+        if current.config != config:
+            raise SpecError(
+                f"{source} asks for {config.to_spec()}, but {current.source} set {current.config.to_spec()}; "
+                "give one of them, or the same in both"
+            )
+        return
+    if config.world_size == 1:
+        return  # one process: plain Trainer is already what was asked for
+    runtime.start(config, source)
+    from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
+
+    try:
+        _undo_list.extend(apply(all_patches()))
+    except SpecError:
+        runtime.stop()
+        raise
+    PATCHES.extend(all_patches())
+
+
+def active() -> bool:
+    """Is this process part of a layout?"""
+    return runtime.current() is not None
+
+
+def deactivate() -> None:
+    """Undo every patch and forget the layout; the process group stays."""
+    undo(_undo_list)
+    PATCHES.clear()
+    runtime.stop()
+
+
+def _world_size() -> int:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))

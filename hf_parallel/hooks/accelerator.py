@@ -1,0 +1,155 @@
+"""Accelerate: unchanged loops with `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `gather_for_metrics`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.checkpoint import full_state_dict
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.parallelize import parallelize
+from hf_parallel.sharding import clip_grad_norm, sharded_modules
+
+
+def prepare(original: Callable) -> Callable:
+    """Make models parallel and point optimizers that were made before at their new parameters."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_fp16(self.mixed_precision)
+        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
+        for model in (arg for arg in args if isinstance(arg, nn.Module)):
+            if runtime.parallel_state(model) is None:
+                make_parallel(model, optimizers)
+            _normalise_over_data_ranks(model)
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def make_parallel(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+    """`parallelize` on the active mesh; optimizers follow the parameters to their shards."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parallelize(model, mesh=runtime.mesh())
+    parameters = dict(model.named_parameters())
+    for optimizer in optimizers:
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if inner.state and any(id(p) in names for group in inner.param_groups for p in group["params"]):
+            raise SpecError("the optimizer took steps before prepare(); prepare model and optimizer first")
+        for group in inner.param_groups:
+            kept = [names.get(id(p)) for p in group["params"]]
+            # A name that is gone belongs to another stage.
+            group["params"] = [
+                parameters[name] if name else p
+                for name, p in zip(kept, group["params"], strict=True)
+                if name is None or name in parameters
+            ]
+
+
+def _refuse_fp16(mixed_precision: str | None) -> None:
+    if mixed_precision == "fp16":
+        raise SpecError("mixed_precision=fp16: loss scaling over shards is not part of this version; bf16 works")
+
+
+def _normalise_over_data_ranks(model: nn.Module) -> None:
+    """Token-mean losses are means over all data ranks' tokens, not means of their means (which differ when label counts
+    do). Trainer hands over the count itself; for other loops it is filled in here, in training only."""
+    state = runtime.parallel_state(model)
+    if state is None or state.mesh.data_size == 1 or not state.sums_over_tokens or state.counts_tokens:
+        return
+    state.counts_tokens = True
+
+    def count(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        labels = kwargs.get("labels")
+        if labels is None or kwargs.get("num_items_in_batch") is not None:
+            return None
+        if not (module.training and torch.is_grad_enabled()):
+            return None
+        targets = kwargs["shift_labels"] if kwargs.get("shift_labels") is not None else labels[..., 1:]
+        items = (targets != -100).sum()
+        dist.all_reduce(items, group=state.mesh.data_group)
+        return args, {**kwargs, "num_items_in_batch": items / state.mesh.data_size}
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+
+
+def prepare_model(original: Callable) -> Callable:
+    """Autocast and compilation only: placement and reduction belong to the parallel model."""
+
+    def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        if runtime.parallel_state(model) is None:
+            return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        return original(self, model, device_placement=False, evaluation_mode=True)
+
+    return replacement
+
+
+def no_sync(original: Callable) -> Callable:
+    """Hold gradient reduction back until the last micro-step."""
+
+    @contextlib.contextmanager
+    def replacement(self: Any, model: nn.Module) -> Iterator[None]:
+        with defer_reduction(model):
+            yield
+
+    return replacement
+
+
+@contextlib.contextmanager
+def defer_reduction(model: nn.Module) -> Iterator[None]:
+    """Accumulate unreduced gradients inside the block. A pipeline reduces in each of its schedules instead."""
+    state = runtime.parallel_state(model)
+    roots = [] if state is None or state.pipeline else list(sharded_modules(state.root))[:1]
+    for root in roots:
+        root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True)
+
+
+def clip_grad_norm_(original: Callable) -> Callable:
+    """The norm over all stages and shards of the model."""
+
+    def replacement(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        states = [state for state in map(runtime.parallel_state, self._models) if state is not None]
+        if not states:
+            return original(self, parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
+        return clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
+
+    return replacement
+
+
+def get_state_dict(original: Callable) -> Callable:
+    """Whole tensors on rank 0, nothing elsewhere."""
+
+    def replacement(self: Any, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        if runtime.parallel_state(model) is None:
+            return original(self, model, unwrap)
+        return full_state_dict(model, runtime.mesh())
+
+    return replacement
+
+
+def refuse_state(name: str) -> Callable:
+    """`save_state` and `load_state` need sharded optimizer checkpoints."""
+
+    def make(original: Callable) -> Callable:
+        def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+            raise NotImplementedError(
+                f"hf_parallel: accelerator.{name} is not part of this version; save weights with "
+                "unwrap_model(model).save_pretrained(folder)"
+            )
+
+        return replacement
+
+    return make

@@ -1,0 +1,181 @@
+"""Who is a process? For everything that counts data, a *data rank*: the ranks of one model see the same batches.
+
+`process_index` and the main process stay global; only sharding, gathers and counts change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+
+
+def prepare_data_loader(original: Callable) -> Callable:
+    """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
+
+    def replacement(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        from accelerate.data_loader import DataLoaderDispatcher
+
+        mesh = runtime.mesh()
+        if kwargs.get("even_batches") is False and mesh.data_size > 1:
+            raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
+        _seed_workers_by_data_rank(dataloader)
+        kwargs.update(num_processes=mesh.data_size, process_index=mesh.data_rank, torch_device_mesh=None)
+        prepared = original(dataloader, *args, **kwargs)
+        if isinstance(prepared, DataLoaderDispatcher):
+            _dispatch_by_data_rank(prepared)
+        elif mesh.config.world_size > mesh.data_size:
+            _share_random_numbers(prepared)
+        return prepared
+
+    return replacement
+
+
+def _seed_workers_by_data_rank(dataloader: Any) -> None:
+    """Trainer seeds workers by process: those of one model would augment the same samples differently."""
+    init = dataloader.worker_init_fn
+    if isinstance(init, functools.partial) and "rank" in init.keywords:
+        dataloader.worker_init_fn = functools.partial(init, rank=runtime.mesh().data_rank)
+
+
+def _dispatch_by_data_rank(dataloader: Any) -> None:
+    """Rank 0 reads for everybody; each rank then takes the slice of its data rank."""
+    mesh = runtime.mesh()
+    reads = mesh.rank == 0
+    # The dispatcher asks its state who reads (process 0) and how many batches make a step.
+    dataloader.state = types.SimpleNamespace(
+        num_processes=mesh.data_size,
+        process_index=0 if reads else mesh.data_rank or -1,
+        device=mesh.device,
+    )
+    inner = dataloader.slice_fn
+
+    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+        if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
+            wanted = slice(0, -wanted.start)
+        return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
+
+    dataloader.slice_fn = slice_fn
+
+
+class RandomStream:
+    """The random numbers of the data: one stream for all ranks, apart from the model's, which stages use unequally."""
+
+    def __init__(self) -> None:
+        state = [self._get()]
+        dist.broadcast_object_list(state, src=0)
+        self.state = state[0]
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from this stream inside the block."""
+        outside = self._get()
+        self._set(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._get()
+            self._set(outside)
+
+    @staticmethod
+    def _get() -> tuple:
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    @staticmethod
+    def _set(state: tuple) -> None:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+
+
+def _share_random_numbers(dataloader: Any) -> None:
+    """Order and collation come from the shared stream, so that stages cannot disagree about a batch."""
+    base, stream = dataloader.base_dataloader, RandomStream()
+    iterate = base.__iter__
+
+    def shared_iterator() -> Iterator[Any]:
+        with stream.active():
+            batches = iterate()
+        while True:
+            with stream.active():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    base.__iter__ = shared_iterator
+
+
+def gather(original: Callable) -> Callable:
+    """One entry per data rank, in their order."""
+    from accelerate.utils.operations import recursively_apply
+
+    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
+        mesh = runtime.mesh()
+        tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
+        gathered = [torch.empty_like(tensor) for _ in range(mesh.data_size)]
+        dist.all_gather(gathered, tensor, group=mesh.data_group)
+        return torch.cat(gathered)
+
+    return lambda tensor: recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+
+def gather_object(original: Callable) -> Callable:
+    """The lists of all data ranks, joined in their order."""
+
+    def replacement(objects: Any) -> list:
+        mesh = runtime.mesh()
+        gathered: list[Any] = [None] * mesh.data_size
+        dist.all_gather_object(gathered, objects, group=mesh.data_group)
+        return [item for part in gathered for item in part]
+
+    return replacement
+
+
+def reduce(original: Callable) -> Callable:
+    """Sum, mean or maximum over data ranks."""
+    from accelerate.utils.operations import recursively_apply
+
+    def replacement(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        mesh = runtime.mesh()
+
+        def reduce_one(value: torch.Tensor, reduction: str = reduction, scale: float = scale) -> torch.Tensor:
+            value = value.clone()
+            operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            dist.all_reduce(value, operation, group=mesh.data_group)
+            return value / mesh.data_size if reduction == "mean" else value
+
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    return replacement
+
+
+def num_processes(original: Any) -> Any:
+    """The number of data ranks."""
+    return property(lambda self: runtime.mesh().data_size, doc="Number of data ranks.")
+
+
+def scheduler_state(original: Any) -> Any:
+    """AcceleratedScheduler steps once per process that reads data."""
+    return lambda *args, **kwargs: types.SimpleNamespace(num_processes=runtime.mesh().data_size)
+
+
+def real_rows(gradient_state: Any, rows: int) -> int:
+    """How many rows of this rank's batch are not repeated to fill a ragged last batch.
+
+    Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
+    """
+    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0:
+        return rows
+    return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))

@@ -1,0 +1,195 @@
+"""`parallel` as a field of `TrainingArguments`: `--parallel SPEC` for every Trainer script.
+
+The field is added to the class and to everything already derived from it, so the order of imports does not matter;
+classes derived later inherit it like any other field. It is keyword-only: positional arguments keep their meaning.
+A class that declares a field `parallel` of its own keeps it, untouched.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.abc
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+NAME = "parallel"
+SOURCE = "TrainingArguments(parallel=…)"
+_MODULE = "transformers.training_args"
+_HELP = (
+    "How to spread the training over the processes: key=value,… such as tp=2,pp=2,dp_shard=-1, or the path of a YAML "
+    "file with the same keys."
+)
+_undo: list[Callable[[], None]] = []
+
+
+def _make_field() -> dataclasses.Field[Any]:
+    flag = dataclasses.field(default=None, kw_only=True, metadata={"help": _HELP})
+    return dataclasses.fields(dataclasses.make_dataclass("Flag", [(NAME, str | None, flag)]))[0]  # type: ignore[list-item]
+
+
+FIELD = _make_field()
+
+
+def install_on_import() -> None:
+    """Install now if `transformers.training_args` is imported, else right after its import. Imports nothing itself."""
+    if hasattr(sys.modules.get(_MODULE), "TrainingArguments"):
+        install()
+    elif not _undo and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _AfterImport())
+
+
+def install() -> None:
+    """Give `TrainingArguments` and all its present subclasses the field. A second call changes nothing."""
+    if _undo:
+        return
+    from transformers.training_args import TrainingArguments
+
+    adopters = [cls for cls in _family(TrainingArguments) if not _has_its_own(cls)]
+    for cls in adopters:
+        _add_field(cls)
+    _set(TrainingArguments, NAME, FIELD.default)  # also seen by instances that were made, or pickled, before
+    _set(TrainingArguments, "__annotations__", {**TrainingArguments.__annotations__, NAME: str | None})
+    _set(TrainingArguments, "__post_init__", _activating(TrainingArguments.__post_init__))
+
+
+def uninstall() -> None:
+    """Take everything back, for classes derived in between too (their `__init__` goes on accepting the keyword)."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+    if not _undo:
+        return
+    from transformers.training_args import TrainingArguments
+
+    for cls in _family(TrainingArguments):
+        fields = cls.__dict__.get("__dataclass_fields__", {})
+        if fields.get(NAME) is FIELD:
+            del fields[NAME]
+    while _undo:
+        _undo.pop()()
+
+
+def _family(cls: type) -> Iterator[type]:
+    """`cls` and its subclasses, each once, parents first."""
+    seen: set[type] = {cls}
+    waiting: list[type] = [cls]
+    while waiting:
+        parent = waiting.pop(0)
+        yield parent
+        new = [child for child in parent.__subclasses__() if child not in seen]
+        seen.update(new)
+        waiting.extend(new)
+
+
+def _has_its_own(cls: Any) -> bool:
+    return cls.__dataclass_fields__.get(NAME, FIELD) is not FIELD or hasattr(cls, NAME)
+
+
+def _add_field(cls: Any) -> None:
+    if "__dataclass_fields__" in cls.__dict__:  # a plain subclass reads its parent's
+        cls.__dataclass_fields__[NAME] = FIELD
+    if "__init__" in cls.__dict__:
+        _set(cls, "__init__", _accepting(cls.__init__))
+
+
+def _set(cls: type, name: str, value: Any) -> None:
+    missing = object()
+    before = cls.__dict__.get(name, missing)
+    _undo.append(lambda: delattr(cls, name) if before is missing else setattr(cls, name, before))
+    setattr(cls, name, value)
+
+
+def _accepting(init: Callable[..., None]) -> Callable[..., None]:
+    """`init` with the keyword `parallel`, stored before the rest runs because `__post_init__` reads it."""
+    signature = inspect.signature(init)
+    parameters = list(signature.parameters.values())
+    if NAME in signature.parameters or parameters[-1].kind is inspect.Parameter.VAR_KEYWORD:
+        return init  # made after an earlier install, or handing its keywords on
+
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, parallel: Any = None, **kwargs: Any) -> None:
+        if parallel is not None or NAME not in self.__dict__:  # an outer __init__ may have set it already
+            self.parallel = parallel
+        init(self, *args, **kwargs)
+
+    keyword = inspect.Parameter(NAME, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=str | None)
+    __init__.__signature__ = signature.replace(parameters=[*parameters, keyword])  # type: ignore[attr-defined]
+    return __init__
+
+
+def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`post_init` with the plugin activated first: the original picks the devices and starts the process group."""
+
+    @functools.wraps(post_init)
+    def __post_init__(self: Any) -> None:
+        from hf_parallel import hooks
+
+        _activate(self)
+        if hooks.active() and not _accelerator_wanted():
+            self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
+        post_init(self)
+
+    return __post_init__
+
+
+def _activate(args: Any) -> None:
+    from hf_parallel import hooks
+
+    from_environment = os.environ.get("HF_PARALLEL")
+    if from_environment and not hooks.active():  # first, so that a differing flag is told about it
+        hooks.activate(from_environment, source="HF_PARALLEL")
+    if args.__dataclass_fields__.get(NAME) is FIELD and args.parallel:
+        hooks.activate(args.parallel, source=SOURCE)
+        if not isinstance(args.parallel, str):  # a ParallelConfig: the arguments must stay JSON
+            args.parallel = args.parallel.to_spec() or "dp_shard=-1"  # all defaults spell as nothing
+
+
+def _accelerator_wanted() -> bool:
+    """Whether the ranks shall sit on GPUs or their like; `mps` cannot hold more than one process."""
+    import torch
+
+    if os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "on"):
+        return False
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return device is not None and device.type != "mps"
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Waits for `transformers.training_args`, lets the other finders find it and installs once it has run."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != _MODULE:
+            return None
+        for finder in [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = _ThenInstall(spec.loader)
+                return spec
+        return None
+
+
+class _ThenInstall(importlib.abc.Loader):
+    """The real loader, followed by `install()`."""
+
+    def __init__(self, loader: Any):
+        self.loader = loader
+
+    def __getattr__(self, name: str) -> Any:  # get_source, get_resource_reader, …
+        return getattr(self.loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+        install()

@@ -1,0 +1,162 @@
+"""Loading: an unchanged `from_pretrained` call gives each rank only its slices.
+
+transformers builds the model on the meta device, lets `maybe_distribute_model` turn parameters into DTensors, and then
+reads of each file what the DTensors describe. We stand in for that one function. Each patch takes the original.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.parallelize import parallelize
+from hf_parallel.pipeline.stages import PassThrough
+
+
+class Requested:
+    """Stands for the layout in `from_pretrained(distributed_config=…)`; the mesh itself must not be copied around."""
+
+    def __deepcopy__(self, memo: dict) -> Requested:
+        return self
+
+
+def from_pretrained(original: Callable) -> Callable:
+    """Ask for the layout, and make random numbers equal again afterwards."""
+
+    def replacement(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
+            raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+        if kwargs.get("quantization_config") is not None:
+            raise SpecError("quantization_config: quantised models are not part of this version; load in bf16")
+        result = original(cls, *args, distributed_config=Requested(), **kwargs)
+        _equalise_random_state()
+        return result
+
+    return replacement
+
+
+def prepare(original: Callable) -> Callable:
+    """Where to load: this rank's device."""
+
+    def replacement(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
+        if not isinstance(distributed_config, Requested):
+            return original(cls, distributed_config, device_map=device_map)
+        if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+            raise SpecError(f"device_map={device_map}: places layers itself, as --parallel does; remove device_map")
+        if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
+            raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
+        return distributed_config, runtime.mesh().device, None
+
+    return replacement
+
+
+def distribute(original: Callable) -> Callable:
+    """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
+
+    def replacement(cls: type, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        if not isinstance(distributed_config, Requested):
+            return original(cls, model, distributed_config, mesh_manager)
+        del model.config.distributed_config
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise SpecError("quantised checkpoints are not part of this version; load in bf16")
+        before = set(model.state_dict())
+        parallelize(model, mesh=runtime.mesh())
+        local = set(model.state_dict())
+        _ignore_foreign(model, before - local, local)
+        return model
+
+    return replacement
+
+
+def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:
+    """Names that other stages load are no surprise in the checkpoint, whatever prefix it uses."""
+    if not foreign:
+        return
+    prefix = re.escape(model.base_model_prefix) + r"\."
+    gone = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
+    patterns = {rf"^({prefix})?" + re.escape(re.sub(f"^{prefix}", "", name)) + r"(\.|$)" for name in gone}
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= local}
+
+
+def initialize(original: Callable) -> Callable:
+    """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
+
+    def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        new = {
+            name: parameter
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False)
+        }
+        for name, shard in new.items():
+            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
+            module._parameters[name] = nn.Parameter(whole)
+        original(self, module, *args, **kwargs)
+        for name, shard in new.items():
+            with torch.no_grad():
+                shard.to_local().copy_(_slice_of(shard, module._parameters[name].detach()))
+            module._parameters[name] = shard
+
+    return replacement
+
+
+def open_by_reading(original: Callable) -> Callable:
+    """Read slices into memory of their own: a mapped file keeps every page that was touched."""
+
+    def replacement(file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None) -> Any:
+        return original(file, framework=framework, device=device, backend="pread")
+
+    return replacement
+
+
+def convert_and_load(original: Callable) -> Callable:
+    """Refuse checkpoints whose tensors are rearranged on loading in a way that slices cannot follow."""
+
+    def replacement(model: Any, state_dict: dict, load_config: Any, *args: Any, **kwargs: Any) -> Any:
+        from transformers import core_model_loading as loading
+
+        harmless = (loading.MergeModulelist, loading.Concatenate)
+        for converter in load_config.weight_mapping or ():
+            if isinstance(converter, loading.WeightConverter):
+                odd = [operation for operation in converter.operations if not isinstance(operation, harmless)]
+                used = any(re.search(_as_pattern(p), key) for p in converter.source_patterns for key in state_dict)
+                if odd and used:
+                    raise SpecError(
+                        f"{type(model).__name__} is rearranged on loading ({type(odd[0]).__name__}), which slices cannot "
+                        "follow in this version; build it with from_config and load_state_dict, or train in one process"
+                    )
+        return original(model, state_dict, load_config, *args, **kwargs)
+
+    return replacement
+
+
+def _as_pattern(source: str) -> str:
+    return source if "\\" in source else re.escape(source).replace(r"\*", r"[^.]+")
+
+
+def _slice_of(shard: DTensor, whole: torch.Tensor) -> torch.Tensor:
+    from transformers.core_model_loading import DtensorShardOperation
+
+    return DtensorShardOperation(shard).shard_tensor(whole)
+
+
+def _equalise_random_state() -> None:
+    """Only the last stage drew a new head's numbers: let the others go on from its state, as one process would."""
+    mesh = runtime.mesh()
+    if mesh.size("pp") == 1:
+        return
+    device = torch.get_device_module(mesh.device)
+    state = [torch.get_rng_state(), device.get_rng_state() if mesh.device.type != "cpu" else None]
+    dist.broadcast_object_list(state, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        device.set_rng_state(state[1])

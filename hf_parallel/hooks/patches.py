@@ -1,0 +1,57 @@
+"""Every place where another library is changed while a layout is active, and why. Nowhere else is anything patched.
+
+Checked on the versions in `patching.CHECKED`. A target that does not exist, or another version, stops the start.
+"""
+
+from __future__ import annotations
+
+from hf_parallel.hooks import accelerator, data, from_pretrained, trainer
+from hf_parallel.hooks.patching import Patch
+
+_MODEL = "transformers.modeling_utils"
+_TRAINER = "transformers.trainer:Trainer"
+_ACCELERATOR = "accelerate.accelerator:Accelerator"
+_OPERATIONS = "accelerate.utils.operations"
+
+
+def all_patches() -> list[Patch]:
+    """The whole list, in the order in which it is applied."""
+    return [
+        # Loading: each rank reads its slices between meta-init and weight loading.
+        Patch(f"{_MODEL}:PreTrainedModel.from_pretrained", from_pretrained.from_pretrained, "asks for the layout"),
+        Patch(f"{_MODEL}:PreTrainedModel.prepare_distribute_model", from_pretrained.prepare, "knows only its own meshes"),
+        Patch(f"{_MODEL}:PreTrainedModel.maybe_distribute_model", from_pretrained.distribute, "cuts the meta model"),
+        Patch(f"{_MODEL}:PreTrainedModel._initialize_weights", from_pretrained.initialize, "new heads equal on all ranks"),
+        Patch(f"{_MODEL}:safe_open", from_pretrained.open_by_reading, "a file mapping keeps whole tensors in memory"),
+        Patch(f"{_MODEL}:convert_and_load_state_dict_in_model", from_pretrained.convert_and_load, "slices, then converts"),
+        # Data: a "process" that data is counted over is a data rank.
+        Patch("accelerate.accelerator:prepare_data_loader", data.prepare_data_loader, "shards by rank // n"),
+        Patch(f"{_OPERATIONS}:_gpu_gather", data.gather, "gathers over all processes"),
+        Patch(f"{_OPERATIONS}:_gpu_gather_object", data.gather_object, "gathers over all processes"),
+        Patch("accelerate.accelerator:reduce", data.reduce, "reduces over all processes"),
+        Patch(f"{_ACCELERATOR}.num_processes", data.num_processes, "counts all processes"),
+        Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
+        Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
+        # Accelerator: it must neither wrap nor move what is parallel already.
+        Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
+        Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
+        Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),
+        Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
+        Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
+        Patch(f"{_ACCELERATOR}.save_state", accelerator.refuse_state("save_state"), "writes shards over one another"),
+        Patch(f"{_ACCELERATOR}.load_state", accelerator.refuse_state("load_state"), "reads whole weights"),
+        # Trainer.
+        Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
+        Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
+        Patch(f"{_TRAINER}.train", trainer.train, "refuses to resume without optimizer state"),
+        Patch(f"{_TRAINER}.get_batch_samples", trainer.get_batch_samples, "repeats rows to fill a ragged last batch"),
+        Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
+        Patch(f"{_TRAINER}.training_step", trainer.training_step, "does not know which rows are repeated"),
+        Patch(f"{_TRAINER}.prediction_step", trainer.prediction_step, "counts repeated rows of the last batch"),
+        Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config"),
+        Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
+        Patch(f"{_TRAINER}._save", trainer.save, "a plain module's shards are not a checkpoint"),
+        Patch(f"{_TRAINER}._save_optimizer_and_scheduler", trainer.save_scheduler, "optimizer state is sharded"),
+        Patch(f"{_TRAINER}._save_rng_state", trainer.save_rng_state, "ranks of one data rank write one file"),
+        Patch(f"{_TRAINER}._load_best_model", trainer.load_best_model, "reads whole weights"),
+    ]

@@ -1,0 +1,87 @@
+"""What rank 0 says at the start: the layout that is really in force, and where it is written down."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.config import AXES
+from hf_parallel.hooks import runtime
+from hf_parallel.mesh import axis_ranks
+from hf_parallel.parallelize import parameters_per_rank
+
+_GIB = 2**30
+
+
+def say(message: str) -> None:
+    """One line from rank 0."""
+    if dist.get_rank() == 0:
+        print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
+
+
+def at_first_batch(trainer: Any, batches: list) -> None:
+    """Print the layout and write OUTPUT_DIR/hf_parallel.json, once per model, when the first batch is known. Collective."""
+    state = runtime.parallel_state(trainer.model)
+    if state is None or state.reported or not batches:
+        return
+    state.reported = True
+    facts = describe(trainer, batches)
+    if dist.get_rank() != 0:
+        return
+    for line in layout_lines(facts):
+        print(line, file=sys.stderr)
+    sys.stderr.flush()
+    os.makedirs(trainer.args.output_dir, exist_ok=True)
+    with open(os.path.join(trainer.args.output_dir, "hf_parallel.json"), "w", encoding="utf-8") as file:
+        json.dump(facts, file, indent=2)
+
+
+def describe(trainer: Any, batches: list) -> dict[str, Any]:
+    """The facts of this run, JSON-ready. Collective."""
+    mesh, model = runtime.mesh(), trainer.model
+    state = runtime.parallel_state(model)
+    per_rank = parameters_per_rank(model)
+    tokens = sum(b["input_ids"].numel() for b in batches if torch.is_tensor(b.get("input_ids")))
+    return {
+        "spec": mesh.config.to_spec(),
+        "config": mesh.config.to_dict(),
+        "axes": {axis: {"size": mesh.size(axis), "ranks": axis_ranks(mesh.config, axis)} for axis in AXES},
+        "data_ranks": mesh.data_size,
+        "model": type(model).__name__.removeprefix("FSDP"),
+        "parameters_per_rank": per_rank,
+        "global_batch": trainer.get_total_train_batch_size(trainer.args),
+        "tokens_per_step": tokens * mesh.data_size,
+        "attention": getattr(model.config, "_attn_implementation", None) if hasattr(model, "config") else None,
+        "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
+        "notes": state.notes if state else [],
+        "versions": {p: importlib.metadata.version(p) for p in ("hf-parallel", "torch", "transformers", "accelerate")},
+    }
+
+
+def layout_lines(facts: dict[str, Any]) -> list[str]:
+    """The layout for people."""
+    lines = [f"hf_parallel: {facts['model']} under {facts['spec'] or 'one process'}"]
+    for axis, where in facts["axes"].items():
+        if where["size"] > 1:
+            groups = where["ranks"]
+            shown = " ".join(str(tuple(ranks)) for ranks in groups[:4]) + (" …" if len(groups) > 4 else "")
+            lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
+    counts, memory = facts["parameters_per_rank"], facts["estimated_state_bytes_per_rank"]
+    lines.append(f"  parameters per rank  {min(counts):,} to {max(counts):,}")
+    lines.append(f"  global batch         {facts['global_batch']} rows, {facts['tokens_per_step']:,} tokens in the first step")
+    lines.append(f"  attention            {facts['attention']}")
+    lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
+    return lines + [f"  note                 {note}" for note in facts["notes"]]
+
+
+def _state_bytes(trainer: Any, parameters: int) -> int:
+    """Weights, gradients and the optimizer's moments of a rank; activations come on top."""
+    width = next(p.dtype.itemsize for p in trainer.model.parameters())
+    moments = 2 if "adam" in str(trainer.args.optim).lower() else 0
+    return parameters * width * (2 + moments)

@@ -1,0 +1,91 @@
+"""What this process knows while it is part of a layout. Held here, so that no patch needs a global of its own."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.config import ParallelConfig
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.parallelize import ParallelState, default_device, state_of
+
+
+@dataclass
+class Runtime:
+    """The active layout, who asked for it, and whether it started the process group."""
+
+    config: ParallelConfig
+    source: str
+    mesh: ParallelMesh
+    owns_process_group: bool
+    environment: dict[str, str | None] = field(default_factory=dict)
+
+
+_current: Runtime | None = None
+
+
+def current() -> Runtime | None:
+    """The active runtime, or None."""
+    return _current
+
+
+def mesh() -> ParallelMesh:
+    """The active mesh; only called from patches, which are in place only while a runtime is active."""
+    assert _current is not None
+    return _current.mesh
+
+
+def start(config: ParallelConfig, source: str) -> Runtime:
+    """Create the process group (unless there is one) and the mesh."""
+    global _current
+    environment = _set_environment()
+    owns = not dist.is_initialized()
+    # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
+    from accelerate import PartialState
+
+    PartialState(cpu=not torch.accelerator.is_available())
+    _current = Runtime(config, source, ParallelMesh.create(config, default_device()), owns, environment)
+    _quiet_other_ranks()
+    return _current
+
+
+def stop() -> None:
+    """Forget the layout and restore the environment variables."""
+    global _current
+    if _current is None:
+        return
+    for name, value in _current.environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _current = None
+
+
+def parallel_state(model: Any) -> ParallelState | None:
+    """The state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
+    return state_of(getattr(model, "_orig_mod", model))
+
+
+def _set_environment() -> dict[str, str | None]:
+    """Variables that accelerate and transformers read; returns their former values."""
+    wanted = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # load one tensor at a time: all at once would need the whole model
+    if not torch.accelerator.is_available():
+        wanted["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes several CPU processes for single ones
+    former = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    return former
+
+
+def _quiet_other_ranks() -> None:
+    """Rank 0 speaks; the others report errors only."""
+    if dist.get_rank() == 0:
+        return
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()

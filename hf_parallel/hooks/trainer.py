@@ -1,0 +1,344 @@
+"""Trainer: the same numbers per step, in evaluation and on disk as one process would give."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_parallel.checkpoint import full_state_dict, load_weights
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerator import defer_reduction as deferred
+from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.hooks.data import real_rows
+from hf_parallel.pipeline.schedules import micro_batch_count
+
+# ---- set-up ------------------------------------------------------------------------------------------------------
+
+
+def init(original: Callable) -> Callable:
+    """Make a model that was built in code parallel, and refuse settings that cannot hold, before anything trains."""
+
+    def replacement(self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        if args is None:
+            from transformers import TrainingArguments
+
+            args = TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args)
+        if model is not None:
+            _make_ready(model, kwargs.get("optimizers"))
+        with _set(args, save_only_model=True):  # Trainer refuses sharded models that checkpoint; our save handles them
+            original(self, model, args, *rest, **kwargs)
+        self.is_distributed_loading_by_transformers = True
+        self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
+        self._real_rows: dict[int, int] = {}
+        # On the object, so that a subclass's own compute_loss is wrapped as well.
+        self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
+
+    return replacement
+
+
+def call_model_init(original: Callable) -> Callable:
+    """A model from `model_init` becomes parallel before it is used."""
+
+    def replacement(self: Any, trial: Any = None) -> Any:
+        model = original(self, trial)
+        _make_ready(model, None)
+        return model
+
+    return replacement
+
+
+def _make_ready(model: Any, optimizers: Any) -> None:
+    if runtime.parallel_state(model) is None:
+        make_parallel(model, [optimizers[0]] if optimizers and optimizers[0] is not None else ())
+    model._is_distributed_loading_by_transformers = True  # Trainer neither moves nor wraps such a model
+    if not hasattr(type(model), "is_distributed_loading_by_transformers"):
+        model.is_distributed_loading_by_transformers = True
+    model._tp_size = 1  # batches are counted in data ranks already
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what this version cannot do under the active layout, by name."""
+    config = runtime.mesh().config
+    block = config.world_size // config.data_parallel_size
+    refusals = [
+        (args.fp16, "fp16=True", "loss scaling over shards", "bf16=True"),
+        (bool(args.fsdp), f"fsdp={args.fsdp}", "a second sharding beside --parallel", "dp_shard in the spec"),
+        (bool(args.deepspeed), "deepspeed", "a second engine beside --parallel", "dp_shard in the spec"),
+        (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),
+        (bool(getattr(args, "torch_compile", False)), "torch_compile=True", "compiling parallel layers", "False"),
+        (args.parallelism_config is not None, "parallelism_config", "a second layout beside --parallel", "the spec"),
+        (
+            args.train_sampling_strategy == "batch_rebalance" and block > 1,
+            "train_sampling_strategy=batch_rebalance",
+            "rebalancing by process",
+            "group_by_length",
+        ),
+        (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
+        (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
+    ]
+    for asked, spelled, what, works in refusals:
+        if asked:
+            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
+    if config.pp_size > 1:
+        _check_micro_batches(args.per_device_train_batch_size, config)
+
+
+def _check_micro_batches(rows: int, config: Any) -> None:
+    try:
+        micro_batch_count(rows, config)
+    except SpecError as error:
+        raise SpecError(f"per_device_train_batch_size={rows}: {error}") from None
+
+
+@contextlib.contextmanager
+def _set(target: Any, **values: Any) -> Iterator[None]:
+    former = {name: getattr(target, name) for name in values}
+    for name, value in values.items():
+        setattr(target, name, value)
+    try:
+        yield
+    finally:
+        for name, value in former.items():
+            setattr(target, name, value)
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+
+def train(original: Callable) -> Callable:
+    """Checkpoints of this version hold weights only: say so instead of resuming with fresh optimizer moments."""
+
+    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint or self.args.resume_from_checkpoint:
+            raise SpecError(
+                "resume_from_checkpoint: checkpoints hold no optimizer state in this version; start from their weights "
+                "with from_pretrained(checkpoint)"
+            )
+        return original(self, None, *args, **kwargs)
+
+    return replacement
+
+
+def get_batch_samples(original: Callable) -> Callable:
+    """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
+
+    def replacement(self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
+        self._real_rows.clear()
+        samples = original(self, _without_repeats(self, epoch_iterator), num_batches, device)
+        report.at_first_batch(self, samples[0])
+        return samples
+
+    return replacement
+
+
+def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
+    for batch in batches:
+        rows = _rows(batch)
+        real = rows if rows is None else real_rows(trainer.accelerator.gradient_state, rows)
+        if real != rows or trainer.accelerator.gradient_state.end_of_dataloader:
+            batch = _trim(batch, real, rows)
+            trainer._real_rows[id(batch)] = real
+        yield batch
+
+
+def _trim(batch: Any, real: int, rows: int) -> dict:
+    kept = {key: _first(value, max(1, real), rows) for key, value in batch.items()}
+    for key in ("labels", "shift_labels") if real == 0 else ():
+        if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
+            kept[key] = torch.full_like(kept[key], -100)  # a rank without a row takes part without a target
+    return kept
+
+
+def _rows(batch: Any) -> int | None:
+    if not isinstance(batch, dict) and not hasattr(batch, "items"):
+        return None
+    sizes = [value.shape[0] for value in batch.values() if torch.is_tensor(value) and value.ndim > 0]
+    return sizes[0] if sizes else None
+
+
+def _first(value: Any, count: int, rows: int | None) -> Any:
+    cut = torch.is_tensor(value) and value.ndim > 0 and value.shape[0] == rows
+    return value[:count] if cut else value
+
+
+def num_items_in_batch(original: Callable) -> Callable:
+    """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total.
+
+    A model that ignores the number (BERT, T5) returns its mean, which averages to the mean: nothing is multiplied.
+    """
+
+    def replacement(self: Any, batch_samples: list, device: Any) -> Any:
+        items = original(self, batch_samples, device)
+        if items is not None and self.args.average_tokens_across_devices:
+            return items / runtime.mesh().data_size
+        return items
+
+    return replacement
+
+
+def training_step(original: Callable) -> Callable:
+    """Remember how many rows of this batch are real while its loss is computed."""
+
+    def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+        self._rows_of_step = self._real_rows.get(id(inputs))
+        return original(self, model, inputs, *args, **kwargs)
+
+    return replacement
+
+
+def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+    """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
+    real = self._rows_of_step if torch.is_grad_enabled() else None
+    weighted = real is not None and not _is_per_token(self, model, inputs)
+    with _set(self.args, average_tokens_across_devices=False):  # our share of tokens holds that factor already
+        result = own(model, inputs, *args, **kwargs)
+    if not weighted:
+        return result
+    loss, *outputs = result if isinstance(result, tuple) else (result,)
+    loss = loss * _row_weight(real)
+    return (loss, *outputs) if outputs else loss
+
+
+def _is_per_token(trainer: Any, model: Any, inputs: Any) -> bool:
+    """Is the loss a sum over tokens divided by their share? Then rows need no weight: missing ones have no tokens."""
+    if "labels" not in inputs or not trainer.args.average_tokens_across_devices:
+        return False
+    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return True
+    state = runtime.parallel_state(model)
+    return state is not None and state.sums_over_tokens and trainer.model_accepts_loss_kwargs
+
+
+def _row_weight(real: int) -> float:
+    """Mean losses of data ranks with unequal numbers of rows: weight by rows, so that their average is over rows."""
+    mesh = runtime.mesh()
+    total = torch.tensor(float(real), device=mesh.device)
+    dist.all_reduce(total, group=mesh.data_group)
+    return real * mesh.data_size / float(total)
+
+
+def defer_reduction(original: Callable) -> Callable:
+    """`no_sync` of the parallel model."""
+    return lambda self: deferred(self.model)
+
+
+def nothing(original: Callable) -> Callable:
+    """Leave out: all parameters are equal where they must be."""
+    return lambda self, *args, **kwargs: None
+
+
+# ---- evaluation --------------------------------------------------------------------------------------------------
+
+
+def prediction_step(original: Callable) -> Callable:
+    """Evaluate only real rows of a ragged last batch, then fill up again with rows that `gather_for_metrics` drops."""
+
+    def replacement(self: Any, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
+        state, rows = runtime.parallel_state(model), _rows(inputs)
+        real = rows if rows is None else real_rows(self.accelerator.gradient_state, rows)
+        kept = inputs if real == rows else _trim(inputs, real, rows)
+        with _loss_only(state, prediction_loss_only):
+            loss, logits, labels = original(self, model, kept, prediction_loss_only, *args, **kwargs)
+        if loss is not None and self.accelerator.gradient_state.end_of_dataloader and rows is not None:
+            loss = _mean_over_data_ranks(loss, 1 if _is_per_token(self, model, inputs) else real)
+        return loss, _fill(logits, rows), _fill(labels, rows)
+
+    return replacement
+
+
+@contextlib.contextmanager
+def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
+    if state is None or state.pipeline is None:
+        yield
+        return
+    with _set(state.pipeline, loss_only=wanted):
+        yield
+
+
+def _mean_over_data_ranks(loss: torch.Tensor, weight: int) -> torch.Tensor:
+    """evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean."""
+    own = loss.float() * weight if weight else torch.zeros_like(loss, dtype=torch.float32)  # 0 x nan stays out
+    totals = torch.stack([own, torch.full_like(own, weight)])
+    dist.all_reduce(totals, group=runtime.mesh().data_group)
+    return totals[0] / totals[1]
+
+
+def _fill(value: Any, rows: int | None) -> Any:
+    if value is None or rows is None:
+        return value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_fill(item, rows) for item in value)
+    if isinstance(value, dict):
+        return type(value)({key: _fill(item, rows) for key, item in value.items()})
+    if not torch.is_tensor(value) or value.ndim == 0 or value.shape[0] >= rows:
+        return value
+    return torch.cat([value, value[-1:].expand(rows - value.shape[0], *value.shape[1:])])
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def save(original: Callable) -> Callable:
+    """A transformers model saves itself, streamed; another module's weights are gathered first."""
+
+    def replacement(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is None and not hasattr(self.model, "save_pretrained"):
+            state_dict = full_state_dict(self.model, runtime.mesh())
+        original(self, output_dir, state_dict)
+        dist.barrier()
+
+    return replacement
+
+
+def save_scheduler(original: Callable) -> Callable:
+    """The learning-rate schedule; optimizer state is left out, and rank 0 says so once."""
+    told: list[bool] = []
+
+    def replacement(self: Any, output_dir: str) -> None:
+        if not self.args.should_save:
+            return
+        if not told:
+            told.append(True)
+            report.say("checkpoints hold weights and schedule, no optimizer state: they cannot be resumed in this version")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    return replacement
+
+
+def save_rng_state(original: Callable) -> Callable:
+    """One file per process: stages of one model use their random numbers unequally."""
+
+    def replacement(self: Any, output_dir: str) -> None:
+        os.makedirs(output_dir, exist_ok=True)
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.random.get_rng_state()
+        torch.save(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
+
+    return replacement
+
+
+def load_best_model(original: Callable) -> Callable:
+    """Each rank reads its slices of the best checkpoint."""
+
+    def replacement(self: Any) -> None:
+        load_weights(self.model, self.state.best_model_checkpoint)
+
+    return replacement

@@ -1,0 +1,131 @@
+"""Ranks are one n-D tensor and every process group is a slice of it.
+
+The axes, outermost first, are (dp_replicate, pp, dp_shard, cp, tp): tensor parallelism stays inside a node, replicas sit
+on the slowest links. Eight processes under `pp=2,dp_shard=2,tp=2`, rank numbers in the cells:
+
+                       tp=0  tp=1
+    pp=0  dp_shard=0     0     1      ranks 0, 1, 4, 5 hold one model and see the same batch: data rank 0
+          dp_shard=1     2     3      ranks 2, 3, 6, 7                                      : data rank 1
+    pp=1  dp_shard=0     4     5      (0, 4) talk as a pipeline, (0, 2) shard and reduce, (0, 1) split matrices
+          dp_shard=1     6     7
+
+The data rank comes from coordinates, never from `rank // n`: here the ranks of one model are not contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from hf_parallel.config import AXES, ParallelConfig, SpecError
+
+
+def axis_sizes(config: ParallelConfig) -> tuple[int, ...]:
+    """Sizes in the order of `AXES` of a resolved config."""
+    return tuple(getattr(config, f"{axis}_size") for axis in AXES)
+
+
+def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+    """Where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
+    place = {}
+    for axis, size in zip(reversed(AXES), reversed(axis_sizes(config)), strict=True):
+        rank, place[axis] = divmod(rank, size)
+    return {axis: place[axis] for axis in AXES}
+
+
+def data_rank(config: ParallelConfig, rank: int) -> int:
+    """Which share of the data `rank` reads, 0 … data_parallel_size - 1."""
+    place = coordinates(config, rank)
+    return place["dp_replicate"] * config.dp_shard_size + place["dp_shard"]
+
+
+def axis_ranks(config: ParallelConfig, axis: str) -> list[list[int]]:
+    """All groups along one axis, as lists of global ranks."""
+    grid = torch.arange(math.prod(axis_sizes(config))).view(axis_sizes(config))
+    return grid.movedim(AXES.index(axis), -1).reshape(-1, grid.shape[AXES.index(axis)]).tolist()
+
+
+@dataclass
+class ParallelMesh:
+    """The mesh of this process: sizes, coordinates and the groups along each axis."""
+
+    config: ParallelConfig
+    device: torch.device
+    device_mesh: DeviceMesh
+    rank: int
+    data_group: dist.ProcessGroup = field(repr=False)
+
+    @classmethod
+    def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:
+        """Build all groups. Needs an initialised default process group; collective over all processes.
+
+        Raises:
+            SpecError: the sizes do not multiply to the number of processes.
+        """
+        config = config.resolve(dist.get_world_size())
+        if config.world_size != dist.get_world_size():
+            raise SpecError(f"{config.to_spec()} does not fit {dist.get_world_size()} processes")
+        device_mesh = init_device_mesh(device.type, axis_sizes(config), mesh_dim_names=AXES)
+        rank = dist.get_rank()
+        data_group = _own_group(_data_groups(config), rank)
+        return cls(config, device, device_mesh, rank, data_group)
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        return self.device_mesh[axes]
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along `axis`."""
+        return getattr(self.config, f"{axis}_size")
+
+    def index(self, axis: str) -> int:
+        """This rank's place along `axis`."""
+        return coordinates(self.config, self.rank)[axis]
+
+    def group(self, axis: str) -> dist.ProcessGroup:
+        """The process group of the ranks that differ from this one along `axis` alone."""
+        return self.device_mesh.get_group(axis)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the data this rank reads."""
+        return data_rank(self.config, self.rank)
+
+    @property
+    def data_size(self) -> int:
+        """Number of different batches in one step."""
+        return self.config.data_parallel_size
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Does this rank hold the embedding?"""
+        return self.index("pp") == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Does this rank hold the head and compute the loss?"""
+        return self.index("pp") == self.size("pp") - 1
+
+    def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
+        """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
+        ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
+        return _own_group(ends, self.rank)
+
+
+def _data_groups(config: ParallelConfig) -> list[list[int]]:
+    """One group per (pp, cp, tp) place: the ranks that hold the same parameters and see different data."""
+    grid = torch.arange(math.prod(axis_sizes(config))).view(axis_sizes(config))
+    return grid.permute(1, 3, 4, 0, 2).reshape(-1, config.data_parallel_size).tolist()
+
+
+def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+    """Create every group (each rank must take part in each creation) and keep the one that holds `rank`."""
+    own = None
+    for ranks in all_ranks:
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            own = group
+    return own

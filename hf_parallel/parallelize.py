@@ -1,0 +1,173 @@
+"""parallelize(model, config): one page; the order of its lines is the algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.checkpoint import save_pretrained
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.pipeline import PipelineEngine, cut_into_stage
+from hf_parallel.pipeline.stages import tied_embedding
+from hf_parallel.rewrite.identical import make_identical
+from hf_parallel.rewrite.styles import describe, resolve_styles
+from hf_parallel.rewrite.tensor_parallel import tensor_parallel
+from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
+from hf_parallel.sharding import shard_data_parallel
+
+
+@dataclass
+class ParallelState:
+    """What is known about a parallel model; found at `model._hf_parallel`."""
+
+    config: ParallelConfig
+    mesh: ParallelMesh
+    root: nn.Module
+    pipeline: PipelineEngine | None = None
+    sums_over_tokens: bool = False
+    notes: list[str] = field(default_factory=list)
+    reported: bool = False
+    counts_tokens: bool = False
+
+
+def parallelize(
+    model: nn.Module, config: ParallelConfig | str | None = None, mesh: ParallelMesh | None = None
+) -> nn.Module:
+    """Make `model` parallel in place over all processes and return the same object.
+
+    Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
+    averaged over the data ranks. Create the optimizer afterwards. Collective: every process calls it.
+
+    Args:
+        model: with weights, which need not be equal on all ranks (rank 0's win), or on the meta device.
+        config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
+        mesh: reuse an existing mesh.
+
+    Raises:
+        SpecError: the layout cannot hold for this model or number of processes.
+    """
+    if mesh is None:
+        mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
+    config, state = mesh.config, ParallelState(mesh.config, mesh, model)
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    state.sums_over_tokens = loss_sums_over_tokens(model)
+
+    _check_model(model, config)
+    if config.attention != "auto":
+        model.set_attn_implementation(config.attention)
+    if config.activation_checkpointing == "full":
+        model.gradient_checkpointing_enable()
+    if not on_meta:
+        make_identical(model)
+
+    blocks = transformer_blocks(model)
+    tied = tied_embedding(model) is not None if config.pp_size > 1 else False
+    if config.tp_size > 1:
+        styles = resolve_styles(model, config.tp_size)
+        tensor_parallel(model, mesh["tp"], styles, mesh.device)
+        retie(model)
+        state.notes += filter(None, [describe(model, styles, config.tp_size)])
+    if config.pp_size > 1:
+        blocks = cut_into_stage(model, config, mesh.index("pp"))
+        state.pipeline = PipelineEngine(model, blocks, mesh, tied, state.sums_over_tokens)
+        state.root = state.pipeline.stage
+    if not on_meta:
+        model.to(mesh.device)
+    shard_data_parallel(state.root, blocks, mesh)
+    if state.pipeline is not None:
+        state.pipeline.attach()
+
+    _mark(model, state)
+    return model
+
+
+def state_of(model: Any) -> ParallelState | None:
+    """The parallel state of `model`, or None if it was not made parallel."""
+    return getattr(model, "_hf_parallel", None)
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    """Clip the gradients of a parallel model by their norm over all ranks; returns the norm before clipping."""
+    state = state_of(model)
+    if state is None:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
+    copies = state.pipeline.copies if state.pipeline else ()
+    return clip_over_mesh(model.parameters(), max_norm, state.mesh, norm_type, copies)
+
+
+def default_device() -> torch.device:
+    """The device of this process: its accelerator if the machine has one, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, which FSDP2 gathers one at a time: inner lists first."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    blocks = [block for blocks in reversed(lists) for block in blocks if type(block).__name__ in names]
+    if blocks or not lists:
+        return blocks
+    return list(max(lists, key=_parameter_count))
+
+
+def retie(model: nn.Module) -> None:
+    """Splitting made new Parameters: let tied modules share one again before FSDP2 looks."""
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        owner, _, name = target.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
+
+
+def loss_sums_over_tokens(model: nn.Module) -> bool:
+    """Is the model's loss a sum over tokens divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    own = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
+    replaced = hasattr(model, "_loss_function")
+    return own and not replaced and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _check_model(model: nn.Module, config: ParallelConfig) -> None:
+    if state_of(model) is not None:
+        raise SpecError(f"{type(model).__name__} is parallel already; parallelize it once")
+    splits = {key: size for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)) if size > 1}
+    if splits and not hasattr(model, "base_model_prefix"):
+        key, size = next(iter(splits.items()))
+        raise SpecError(f"{key}={size}: {type(model).__name__} is not a transformers model; {key}=1 with dp_shard works")
+    if len({p.device.type == "meta" for p in model.parameters()}) > 1:
+        raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
+
+
+def _mark(model: nn.Module, state: ParallelState) -> None:
+    model._hf_parallel = state
+    model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
+    if hasattr(model, "save_pretrained"):
+        # On the object, so that plain loops without the hooks save whole weights too.
+        model.save_pretrained = lambda *args, **kwargs: save_pretrained(model, state.mesh, *args, **kwargs)
+    if state.pipeline is not None and hasattr(model, "generate"):
+        model.generate = _refuse_generate
+
+
+def _refuse_generate(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("hf_parallel: generate() with pp_size > 1 is not part of this version; pp_size=1 works")
+
+
+def _parameter_count(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def parameters_per_rank(model: nn.Module) -> list[int]:
+    """How many parameters each rank stores, in rank order. Collective."""
+    unique = {id(p): p for p in model.parameters()}.values()
+    own = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in unique)
+    counts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(counts, own)
+    return counts

@@ -1,0 +1,1 @@
+"""Hugging Face module -> parallel module, in place; one file per axis."""

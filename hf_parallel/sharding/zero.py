@@ -1,0 +1,53 @@
+"""ZeRO (Rajbhandari et al., 2020) and its hybrid with replicas, as settings of torch's `fully_shard`.
+
+    spec                          mesh of fully_shard            weights between forward and backward
+    dp_shard=n                    (dp_shard,)                    freed (zero_stage=3) or kept (zero_stage=2)
+    dp_replicate=m,dp_shard=n     (dp_replicate, dp_shard)       the same; gradients also all-reduced over replicas
+    dp_replicate=m                (dp_replicate, 1)              kept: every rank owns the whole weight anyway
+
+With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` would copy every weight at each gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from hf_parallel.mesh import ParallelMesh
+
+
+def shard_data_parallel(root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
+    """Shard `root` over the data axes, one parameter group for each of `blocks` and one for the rest.
+
+    Args:
+        root: what is called in forward; under a pipeline the stage, otherwise the model.
+        blocks: the transformer layers of this rank, gathered one at a time.
+    """
+    if mesh.data_size == 1:
+        return
+    axes = mesh["dp_replicate", "dp_shard"] if mesh.size("dp_replicate") > 1 else mesh["dp_shard"]
+    reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
+    if mesh.size("pp") > 1:
+        reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
+    for block in blocks:
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=axes, reshard_after_forward=reshard)
+    # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
+    fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False)
+    root.register_forward_hook(_reshard_after_evaluation)
+
+
+def _reshard_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:
+    """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors."""
+    if not torch.is_grad_enabled():
+        for module in sharded_modules(root):
+            module.reshard()
+
+
+def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
+    """The modules under FSDP2, outermost first."""
+    return (module for module in model.modules() if isinstance(module, FSDPModule))
