@@ -14,7 +14,7 @@ from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stage
-from hf_parallel.pipeline.stages import tied_embedding
+from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.styles import describe, resolve_styles
 from hf_parallel.rewrite.tensor_parallel import tensor_parallel
@@ -31,6 +31,7 @@ class ParallelState:
     root: nn.Module
     pipeline: PipelineEngine | None = None
     sums_over_tokens: bool = False
+    flops_per_token: float = 0.0
     notes: list[str] = field(default_factory=list)
     reported: bool = False
     counts_tokens: bool = False
@@ -57,6 +58,7 @@ def parallelize(
     config, state = mesh.config, ParallelState(mesh.config, mesh, model)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     state.sums_over_tokens = loss_sums_over_tokens(model)
+    state.flops_per_token = flops_per_token(model) * config.data_parallel_size / config.world_size
 
     _check_model(model, config)
     if config.attention != "auto":
@@ -67,7 +69,7 @@ def parallelize(
         make_identical(model)
 
     blocks = transformer_blocks(model)
-    tied = tied_embedding(model) is not None if config.pp_size > 1 else False
+    tied = config.pp_size > 1 and has_tied_embedding(model)
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
         tensor_parallel(model, mesh["tp"], styles, mesh.device)
@@ -79,7 +81,7 @@ def parallelize(
         state.root = state.pipeline.stage
     if not on_meta:
         model.to(mesh.device)
-    shard_data_parallel(state.root, blocks, mesh)
+    shard_data_parallel(model, state.root, blocks, mesh)
     if state.pipeline is not None:
         state.pipeline.attach()
 
@@ -133,6 +135,13 @@ def loss_sums_over_tokens(model: nn.Module) -> bool:
     own = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
     replaced = hasattr(model, "_loss_function")
     return own and not replaced and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Training FLOPs per token as Trainer counts them: six per parameter, embeddings and tied copies left out."""
+    left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
+    left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)
 
 
 def _check_model(model: nn.Module, config: ParallelConfig) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -128,7 +129,7 @@ def _hub_name(model: Any, key: str, shape: tuple[int, ...]) -> str:
 
 def _write_configs(model: Any, directory: str) -> None:
     model.config.dtype = str(model.dtype).removeprefix("torch.")
-    model.config.architectures = [type(model).__name__.removeprefix("FSDP")]
+    model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
     if model.can_generate():
         model.generation_config.save_pretrained(directory)
@@ -196,11 +197,22 @@ def _gathered(
     for entry in entries:
         tensor = None
         if entry.stage == stage:
-            tensor = state[entry.key].detach()
-            tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            tensor = _whole(state[entry.key].detach())
         if entry.stage != 0 and leader:  # the ranks that differ from rank 0 in the stage alone
             tensor = _to_first_stage(tensor, entry, mesh)
         yield entry, tensor if mesh.rank == 0 else None
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, DTensor):
+        return tensor
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # it warns that dim 0 cut by dp_shard and tp takes two gathers, for every tensor
+    try:
+        return tensor.full_tensor()
+    finally:
+        logger.setLevel(level)
 
 
 def _to_first_stage(tensor: torch.Tensor | None, entry: Entry, mesh: ParallelMesh) -> torch.Tensor | None:

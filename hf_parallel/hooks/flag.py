@@ -80,7 +80,8 @@ def _family(cls: type) -> Iterator[type]:
     while waiting:
         parent = waiting.pop(0)
         yield parent
-        new = [child for child in parent.__subclasses__() if child not in seen]
+        children: list[type] = parent.__subclasses__()
+        new = [child for child in children if child not in seen]
         seen.update(new)
         waiting.extend(new)
 

@@ -53,7 +53,7 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
         "config": mesh.config.to_dict(),
         "axes": {axis: {"size": mesh.size(axis), "ranks": axis_ranks(mesh.config, axis)} for axis in AXES},
         "data_ranks": mesh.data_size,
-        "model": type(model).__name__.removeprefix("FSDP"),
+        "model": type(model).__name__,
         "parameters_per_rank": per_rank,
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "tokens_per_step": tokens * mesh.data_size,

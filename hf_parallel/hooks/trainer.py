@@ -228,6 +228,18 @@ def _row_weight(real: int) -> float:
     return real * mesh.data_size / float(total)
 
 
+def floating_point_ops(original: Callable) -> Callable:
+    """Trainer adds up what all ranks count: each gives its share, whatever part of the model it holds."""
+
+    def replacement(self: Any, inputs: dict) -> float:
+        state, name = runtime.parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
+        if state is None or name not in inputs:
+            return original(self, inputs)
+        return state.flops_per_token * inputs[name].numel()
+
+    return replacement
+
+
 def defer_reduction(original: Callable) -> Callable:
     """`no_sync` of the parallel model."""
     return lambda self: deferred(self.model)

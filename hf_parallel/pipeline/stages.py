@@ -40,7 +40,7 @@ def cut_into_stage(model: nn.Module, config: ParallelConfig, index: int) -> list
         if not first <= i < last:
             layers[i] = PassThrough()
     is_first, is_last = index == 0, index == config.pp_size - 1
-    if not is_first and not (is_last and tied_embedding(model)):
+    if not is_first and not (is_last and has_tied_embedding(model)):
         _replace(backbone, before)  # a tied head keeps the embedding beside it: the shared parameter's home
     if not is_last:
         _replace(backbone, after)
@@ -63,16 +63,17 @@ def layer_range(layers: int, config: ParallelConfig, index: int) -> tuple[int, i
     return first, first + counts[index]
 
 
-def tied_embedding(model: nn.Module) -> nn.Parameter | None:
-    """The parameter that the embedding and the head share, or None."""
+def has_tied_embedding(model: nn.Module) -> bool:
+    """Do the embedding and the head share their weight?"""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
     if weight is None or head_weight is None:
-        return None
+        return False
+    # While a model is loaded on the meta device the two are tied by name only.
     names = dict(model.named_parameters(remove_duplicate=False))
-    tied = getattr(model, "all_tied_weights_keys", {})
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
     by_name = any(names.get(target) is head_weight and names.get(source) is weight for target, source in tied.items())
-    return weight if weight is head_weight or by_name else None
+    return weight is head_weight or by_name
 
 
 def _plan(model: nn.Module, stages: int) -> tuple[list[str], str, list[str]]:

@@ -10,6 +10,7 @@ With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from hf_parallel.mesh import ParallelMesh
 
 
-def shard_data_parallel(root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
+def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
     """Shard `root` over the data axes, one parameter group for each of `blocks` and one for the rest.
 
     Args:
-        root: what is called in forward; under a pipeline the stage, otherwise the model.
+        model: what the script calls.
+        root: what runs its layers: under a pipeline the stage, otherwise the model.
         blocks: the transformer layers of this rank, gathered one at a time.
     """
     if mesh.data_size == 1:
@@ -38,11 +40,17 @@ def shard_data_parallel(root: nn.Module, blocks: list[nn.Module], mesh: Parallel
             fully_shard(block, mesh=axes, reshard_after_forward=reshard)
     # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
     fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False)
-    root.register_forward_hook(_reshard_after_evaluation)
+    for module in sharded_modules(root):
+        # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
+        type(module).__name__ = type(module).__name__.removeprefix("FSDP")
+    model.register_forward_hook(functools.partial(_reshard_after_evaluation, root))
 
 
-def _reshard_after_evaluation(root: nn.Module, args: Any, output: Any) -> None:
-    """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors."""
+def _reshard_after_evaluation(root: nn.Module, model: nn.Module, args: Any, output: Any) -> None:
+    """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors.
+
+    After the script's call, not after each pass through a stage: data ranks with fewer rows make fewer passes.
+    """
     if not torch.is_grad_enabled():
         for module in sharded_modules(root):
             module.reshard()
