@@ -71,7 +71,9 @@ class ParallelConfig:
             return spec
         text = spec.strip()
         if text == "auto":
-            raise SpecError("parallel=auto needs the planner, which this version does not have; tp=2,dp_shard=-1 works")
+            raise SpecError(
+                "parallel=auto needs the planner, which this version does not have; tp=2,dp_shard=-1 works"
+            )
         return cls.from_mapping(_read_yaml(text) if _is_file(text) else _split_pairs(text))
 
     @classmethod

@@ -1,7 +1,7 @@
 """Ranks are one n-D tensor and every process group is a slice of it.
 
-The axes, outermost first, are (dp_replicate, pp, dp_shard, cp, tp): tensor parallelism stays inside a node, replicas sit
-on the slowest links. Eight processes under `pp=2,dp_shard=2,tp=2`, rank numbers in the cells:
+The axes, outermost first, are (dp_replicate, pp, dp_shard, cp, tp): tensor parallelism stays inside a node, replicas
+sit on the slowest links. Eight processes under `pp=2,dp_shard=2,tp=2`, rank numbers in the cells:
 
                        tp=0  tp=1
     pp=0  dp_shard=0     0     1      ranks 0, 1, 4, 5 hold one model and see the same batch: data rank 0
@@ -57,7 +57,7 @@ class ParallelMesh:
     device: torch.device
     device_mesh: DeviceMesh
     rank: int
-    data_group: dist.ProcessGroup = field(repr=False)
+    data_group: dist.ProcessGroup | None = field(repr=False)
 
     @classmethod
     def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:

@@ -37,9 +37,7 @@ class ParallelState:
     counts_tokens: bool = False
 
 
-def parallelize(
-    model: nn.Module, config: ParallelConfig | str | None = None, mesh: ParallelMesh | None = None
-) -> nn.Module:
+def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: ParallelMesh | None = None) -> Any:
     """Make `model` parallel in place over all processes and return the same object.
 
     Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
@@ -121,15 +119,15 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     return list(max(lists, key=_parameter_count))
 
 
-def retie(model: nn.Module) -> None:
+def retie(model: Any) -> None:
     """Splitting made new Parameters: let tied modules share one again before FSDP2 looks."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         owner, _, name = target.rpartition(".")
         model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
 
 
-def loss_sums_over_tokens(model: nn.Module) -> bool:
-    """Is the model's loss a sum over tokens divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
+def loss_sums_over_tokens(model: Any) -> bool:
+    """Is the model's loss a token sum divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     own = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
@@ -144,25 +142,36 @@ def flops_per_token(model: nn.Module) -> float:
     return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)
 
 
-def _check_model(model: nn.Module, config: ParallelConfig) -> None:
+def _check_model(model: Any, config: ParallelConfig) -> None:
     if state_of(model) is not None:
         raise SpecError(f"{type(model).__name__} is parallel already; parallelize it once")
     splits = {key: size for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)) if size > 1}
     if splits and not hasattr(model, "base_model_prefix"):
         key, size = next(iter(splits.items()))
-        raise SpecError(f"{key}={size}: {type(model).__name__} is not a transformers model; {key}=1 with dp_shard works")
+        raise SpecError(
+            f"{key}={size}: {type(model).__name__} is not a transformers model; {key}=1 with dp_shard works"
+        )
     if len({p.device.type == "meta" for p in model.parameters()}) > 1:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
 
 
-def _mark(model: nn.Module, state: ParallelState) -> None:
+def _mark(model: Any, state: ParallelState) -> None:
     model._hf_parallel = state
     model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
     if hasattr(model, "save_pretrained"):
         # On the object, so that plain loops without the hooks save whole weights too.
         model.save_pretrained = lambda *args, **kwargs: save_pretrained(model, state.mesh, *args, **kwargs)
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = _refuse_resize
     if state.pipeline is not None and hasattr(model, "generate"):
         model.generate = _refuse_generate
+
+
+def _refuse_resize(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError(
+        "hf_parallel: resize_token_embeddings on a parallel model is not part of this version; "
+        "resize and save the model in one process first"
+    )
 
 
 def _refuse_generate(*args: Any, **kwargs: Any) -> None:

@@ -98,7 +98,7 @@ def full_state_dict(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Ten
 
 
 def list_entries(model: Any, mesh: ParallelMesh, convert: bool) -> list[Entry]:
-    """Every tensor of the whole model in the model's order, tied and ignored names left out. Collective over stages."""
+    """Every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
     skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     skip |= set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
     own = [(k, tuple(t.shape), t.dtype) for k, t in model.state_dict().items() if k not in skip and torch.is_tensor(t)]
@@ -218,6 +218,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _to_first_stage(tensor: torch.Tensor | None, entry: Entry, mesh: ParallelMesh) -> torch.Tensor | None:
     group = mesh.group("pp")
     if mesh.index("pp") == entry.stage:
+        assert tensor is not None
         dist.send(_as_bytes(tensor).to(mesh.device), group=group, group_dst=0)
     elif mesh.index("pp") == 0:
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8, device=mesh.device)
@@ -230,8 +231,8 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _raw_bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(_as_bytes(tensor).cpu().numpy())
+def _raw_bytes(tensor: torch.Tensor) -> Any:
+    return _as_bytes(tensor).cpu().numpy().data
 
 
 def _remove_stale_files(directory: str, stem: str, keep: set[str]) -> None:

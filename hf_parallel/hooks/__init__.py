@@ -9,11 +9,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch.distributed as dist
-
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import Patch, apply, undo
+
+# torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
 #: What is in place now; empty when not active.
 PATCHES: list[Patch] = []
@@ -30,6 +29,8 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     Raises:
         SpecError: the spec is not understood, does not fit the processes, or conflicts with the active one.
     """
+    from hf_parallel.hooks import runtime
+
     config = ParallelConfig.parse(spec).resolve(_world_size())
     current = runtime.current()
     if current is not None:
@@ -54,17 +55,21 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
 
 def active() -> bool:
     """Is this process part of a layout?"""
-    return runtime.current() is not None
+    return bool(PATCHES)
 
 
 def deactivate() -> None:
     """Undo every patch and forget the layout; the process group stays."""
+    from hf_parallel.hooks import runtime
+
     undo(_undo_list)
     PATCHES.clear()
     runtime.stop()
 
 
 def _world_size() -> int:
+    import torch.distributed as dist
+
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -57,8 +57,10 @@ def _refuse_fp16(mixed_precision: str | None) -> None:
 
 
 def _normalise_over_data_ranks(model: nn.Module) -> None:
-    """Token-mean losses are means over all data ranks' tokens, not means of their means (which differ when label counts
-    do). Trainer hands over the count itself; for other loops it is filled in here, in training only."""
+    """Token-mean losses are means over all data ranks' tokens, not means of means, which differ when label counts do.
+
+    Trainer hands over the count itself; for other loops it is filled in here, in training only.
+    """
     state = runtime.parallel_state(model)
     if state is None or state.mesh.data_size == 1 or not state.sums_over_tokens or state.counts_tokens:
         return

@@ -92,7 +92,7 @@ def initialize(original: Callable) -> Callable:
     """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
 
     def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        new = {
+        new: dict[str, Any] = {
             name: parameter
             for name, parameter in module._parameters.items()
             if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False)
@@ -103,7 +103,7 @@ def initialize(original: Callable) -> Callable:
         original(self, module, *args, **kwargs)
         for name, shard in new.items():
             with torch.no_grad():
-                shard.to_local().copy_(_slice_of(shard, module._parameters[name].detach()))
+                shard.to_local().copy_(_slice_of(shard, module.get_parameter(name).detach()))
             module._parameters[name] = shard
 
     return replacement
@@ -131,8 +131,8 @@ def convert_and_load(original: Callable) -> Callable:
                 used = any(re.search(_as_pattern(p), key) for p in converter.source_patterns for key in state_dict)
                 if odd and used:
                     raise SpecError(
-                        f"{type(model).__name__} is rearranged on loading ({type(odd[0]).__name__}), which slices cannot "
-                        "follow in this version; build it with from_config and load_state_dict, or train in one process"
+                        f"{type(model).__name__} is rearranged on loading ({type(odd[0]).__name__}), which slices "
+                        "cannot follow in this version; from_config and load_state_dict work"
                     )
         return original(model, state_dict, load_config, *args, **kwargs)
 
@@ -155,7 +155,7 @@ def _equalise_random_state() -> None:
     if mesh.size("pp") == 1:
         return
     device = torch.get_device_module(mesh.device)
-    state = [torch.get_rng_state(), device.get_rng_state() if mesh.device.type != "cpu" else None]
+    state: list[Any] = [torch.get_rng_state(), device.get_rng_state() if mesh.device.type != "cpu" else None]
     dist.broadcast_object_list(state, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
     torch.set_rng_state(state[0])
     if state[1] is not None:

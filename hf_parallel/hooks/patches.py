@@ -19,11 +19,17 @@ def all_patches() -> list[Patch]:
     return [
         # Loading: each rank reads its slices between meta-init and weight loading.
         Patch(f"{_MODEL}:PreTrainedModel.from_pretrained", from_pretrained.from_pretrained, "asks for the layout"),
-        Patch(f"{_MODEL}:PreTrainedModel.prepare_distribute_model", from_pretrained.prepare, "knows only its own meshes"),
+        Patch(
+            f"{_MODEL}:PreTrainedModel.prepare_distribute_model", from_pretrained.prepare, "knows only its own meshes"
+        ),
         Patch(f"{_MODEL}:PreTrainedModel.maybe_distribute_model", from_pretrained.distribute, "cuts the meta model"),
-        Patch(f"{_MODEL}:PreTrainedModel._initialize_weights", from_pretrained.initialize, "new heads equal on all ranks"),
+        Patch(
+            f"{_MODEL}:PreTrainedModel._initialize_weights", from_pretrained.initialize, "new heads equal on all ranks"
+        ),
         Patch(f"{_MODEL}:safe_open", from_pretrained.open_by_reading, "a file mapping keeps whole tensors in memory"),
-        Patch(f"{_MODEL}:convert_and_load_state_dict_in_model", from_pretrained.convert_and_load, "slices, then converts"),
+        Patch(
+            f"{_MODEL}:convert_and_load_state_dict_in_model", from_pretrained.convert_and_load, "slices, then converts"
+        ),
         # Data: a "process" that data is counted over is a data rank.
         Patch("accelerate.accelerator:prepare_data_loader", data.prepare_data_loader, "shards by rank // n"),
         Patch(f"{_OPERATIONS}:_gpu_gather", data.gather, "gathers over all processes"),

@@ -26,7 +26,7 @@ def say(message: str) -> None:
 
 
 def at_first_batch(trainer: Any, batches: list) -> None:
-    """Print the layout and write OUTPUT_DIR/hf_parallel.json, once per model, when the first batch is known. Collective."""
+    """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective."""
     state = runtime.parallel_state(trainer.model)
     if state is None or state.reported or not batches:
         return
@@ -74,7 +74,9 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
             lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
     counts, memory = facts["parameters_per_rank"], facts["estimated_state_bytes_per_rank"]
     lines.append(f"  parameters per rank  {min(counts):,} to {max(counts):,}")
-    lines.append(f"  global batch         {facts['global_batch']} rows, {facts['tokens_per_step']:,} tokens in the first step")
+    lines.append(
+        f"  global batch         {facts['global_batch']} rows, {facts['tokens_per_step']:,} tokens in the first step"
+    )
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
     return lines + [f"  note                 {note}" for note in facts["notes"]]

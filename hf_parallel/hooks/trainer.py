@@ -40,7 +40,7 @@ def init(original: Callable) -> Callable:
             original(self, model, args, *rest, **kwargs)
         self.is_distributed_loading_by_transformers = True
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
-        self._real_rows: dict[int, int] = {}
+        self._real_rows = {}  # id of a trimmed batch -> its rows
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
 
@@ -122,8 +122,8 @@ def train(original: Callable) -> Callable:
     def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if resume_from_checkpoint or self.args.resume_from_checkpoint:
             raise SpecError(
-                "resume_from_checkpoint: checkpoints hold no optimizer state in this version; start from their weights "
-                "with from_pretrained(checkpoint)"
+                "resume_from_checkpoint: checkpoints hold no optimizer state in this version; "
+                "from_pretrained(checkpoint) starts from their weights"
             )
         return original(self, None, *args, **kwargs)
 
@@ -145,8 +145,8 @@ def get_batch_samples(original: Callable) -> Callable:
 def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
     for batch in batches:
         rows = _rows(batch)
-        real = rows if rows is None else real_rows(trainer.accelerator.gradient_state, rows)
-        if real != rows or trainer.accelerator.gradient_state.end_of_dataloader:
+        if rows is not None and trainer.accelerator.gradient_state.end_of_dataloader:
+            real = real_rows(trainer.accelerator.gradient_state, rows)
             batch = _trim(batch, real, rows)
             trainer._real_rows[id(batch)] = real
         yield batch
@@ -200,10 +200,10 @@ def training_step(original: Callable) -> Callable:
 def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     real = self._rows_of_step if torch.is_grad_enabled() else None
-    weighted = real is not None and not _is_per_token(self, model, inputs)
+    weighted = not _is_per_token(self, model, inputs)
     with _set(self.args, average_tokens_across_devices=False):  # our share of tokens holds that factor already
         result = own(model, inputs, *args, **kwargs)
-    if not weighted:
+    if real is None or not weighted:
         return result
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     loss = loss * _row_weight(real)
@@ -258,8 +258,8 @@ def prediction_step(original: Callable) -> Callable:
 
     def replacement(self: Any, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         state, rows = runtime.parallel_state(model), _rows(inputs)
-        real = rows if rows is None else real_rows(self.accelerator.gradient_state, rows)
-        kept = inputs if real == rows else _trim(inputs, real, rows)
+        real = 0 if rows is None else real_rows(self.accelerator.gradient_state, rows)
+        kept = inputs if rows is None or real == rows else _trim(inputs, real, rows)
         with _loss_only(state, prediction_loss_only):
             loss, logits, labels = original(self, model, kept, prediction_loss_only, *args, **kwargs)
         if loss is not None and self.accelerator.gradient_state.end_of_dataloader and rows is not None:
@@ -322,7 +322,9 @@ def save_scheduler(original: Callable) -> Callable:
             return
         if not told:
             told.append(True)
-            report.say("checkpoints hold weights and schedule, no optimizer state: they cannot be resumed in this version")
+            report.say(
+                "checkpoints hold weights and schedule, no optimizer state: they cannot be resumed in this version"
+            )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))

@@ -57,7 +57,7 @@ class PipelineEngine:
     """Runs one pipelined model. Attributes `loss_only` and `copies` are for the callers in `hooks/`."""
 
     def __init__(
-        self, model: nn.Module, layers: list[nn.Module], mesh: ParallelMesh, tied: bool, sums_over_tokens: bool
+        self, model: Any, layers: list[nn.Module], mesh: ParallelMesh, tied: bool, sums_over_tokens: bool
     ) -> None:
         self.model, self.layers, self.mesh, self.config = model, layers, mesh, mesh.config
         self.group, self.first, self.last = mesh.group("pp"), mesh.is_first_stage, mesh.is_last_stage
@@ -151,7 +151,9 @@ class PipelineEngine:
             return output
         hidden = output[0]
         expected = boundary_dtype(self.layers)
-        if hidden.dtype != expected:  # the receiver's buffer has the weights' dtype: another one would arrive as garbage
+        if (
+            hidden.dtype != expected
+        ):  # the receiver's buffer has the weights' dtype: another one would arrive as garbage
             raise RuntimeError(f"hf_parallel: activations are {hidden.dtype}, weights {expected}: cannot cross stages")
         raise LeaveAtBackbone(hidden)
 
@@ -183,7 +185,9 @@ class PipelineEngine:
         dtype = boundary_dtype(self.layers)
         key = (micro_batches, rows, length, dtype)
         if key not in self._schedules:
-            boundary = torch.empty(rows, length, hidden_size(self.model), dtype=dtype, device="meta", requires_grad=True)
+            boundary = torch.empty(
+                rows, length, hidden_size(self.model), dtype=dtype, device="meta", requires_grad=True
+            )
             self._schedules[key] = build_schedule(
                 self.stage, self.config, self.group, self.mesh.device, micro_batches, boundary
             )
@@ -191,7 +195,7 @@ class PipelineEngine:
 
     @contextlib.contextmanager
     def _autocast_per_stage(self) -> Iterator[Callable[[], Any]]:
-        """The schedule runs backward passes too, which must not be autocast: leave it, re-enter around each forward."""
+        """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
         kind = self.mesh.device.type
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
@@ -206,11 +210,17 @@ class PipelineEngine:
         chunks = 1 if grad else min(rows, 2 * self.config.pp_size)
         parameters = self._trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
         tape: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        outputs = self._last_stage(batch, chunks, tape) if self.last else self._earlier_stage(batch, chunks, tape)
+        outputs = None
+        if self.last:
+            outputs = self._last_stage(batch, chunks, tape)
+        else:
+            self._earlier_stage(batch, chunks, tape)
         outputs, tensors = broadcast_outputs(outputs, self.group, self.mesh.device, self.loss_only)
         values = [tensor.detach() for tensor in tensors]
         if grad:
-            values = detached_node(values, lambda gradients: self._backward_whole(parameters, tape, tensors, gradients))
+            values = detached_node(
+                values, lambda gradients: self._backward_whole(parameters, tape, tensors, gradients)
+            )
         return outputs(values)
 
     def _last_stage(self, batch: Batch, chunks: int, tape: list) -> Any:

@@ -25,7 +25,9 @@ def micro_batch_count(rows: int, config: ParallelConfig) -> int:
     """
     stages, asked = config.pp_size, config.pipeline_microbatches
     if rows < stages:
-        raise SpecError(f"a batch of {rows} rows per data rank cannot feed pp_size={stages} stages; {stages} rows work")
+        raise SpecError(
+            f"a batch of {rows} rows per data rank cannot feed pp_size={stages} stages; {stages} rows work"
+        )
     divisors = [n for n in range(stages, rows + 1) if rows % n == 0]
     if asked is None:
         return max((n for n in divisors if n <= 4 * stages), default=divisors[0])

@@ -2,7 +2,7 @@
 
 The model object itself becomes this rank's stage: layers of other stages turn into pass-throughs, so the names of what
 stays are the Hub's names and the script's own object is the one that trains. What belongs where comes from the
-backbone's own `base_model_pp_plan` (embedding, layers, final norm); everything outside the backbone is on the last stage.
+backbone's own `base_model_pp_plan` (embedding, layers, final norm); what is outside the backbone is on the last stage.
 
     four layers, pp=2      embed_tokens   layers.0  layers.1  layers.2  layers.3   norm   lm_head
     stage 0                     x            x         x         ->        ->       ->      ->
@@ -26,7 +26,7 @@ class PassThrough(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-def cut_into_stage(model: nn.Module, config: ParallelConfig, index: int) -> list[nn.Module]:
+def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> list[nn.Module]:
     """Keep the modules of stage `index` in `model`, replace the others. Returns the layers that stay.
 
     Raises:
@@ -58,12 +58,14 @@ def layer_range(layers: int, config: ParallelConfig, index: int) -> tuple[int, i
     if sum(counts) != layers or min(counts) < 1:
         works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
         given = ",".join(map(str, counts))
-        raise SpecError(f"pipeline_split=[{given}]: needs {stages} positive numbers that add to {layers}; [{works}] works")
+        raise SpecError(
+            f"pipeline_split=[{given}]: needs {stages} positive numbers that add to {layers}; [{works}] works"
+        )
     first = sum(counts[:index])
     return first, first + counts[index]
 
 
-def has_tied_embedding(model: nn.Module) -> bool:
+def has_tied_embedding(model: Any) -> bool:
     """Do the embedding and the head share their weight?"""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
@@ -76,7 +78,7 @@ def has_tied_embedding(model: nn.Module) -> bool:
     return weight is head_weight or by_name
 
 
-def _plan(model: nn.Module, stages: int) -> tuple[list[str], str, list[str]]:
+def _plan(model: Any, stages: int) -> tuple[list[str], str, list[str]]:
     """Names in the backbone that come before the layers, of the layers, and after them."""
     backbone = getattr(model, "base_model", model)
     plan = dict(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
@@ -103,9 +105,9 @@ def _replace(parent: nn.Module, names: list[str]) -> None:
             setattr(parent, name, PassThrough())
 
 
-def hidden_size(model: nn.Module) -> int:
+def hidden_size(model: Any) -> int:
     """Width of the activations that travel between stages."""
-    config: Any = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     return config.hidden_size
 
 

@@ -26,7 +26,7 @@ SUPPORTED = {
 VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 
 
-def resolve_styles(model: nn.Module, tp_size: int) -> dict[str, str]:
+def resolve_styles(model: Any, tp_size: int) -> dict[str, str]:
     """Map the full name of each module that is split to its style.
 
     Raises:
@@ -35,13 +35,15 @@ def resolve_styles(model: nn.Module, tp_size: int) -> dict[str, str]:
     plan = dict(getattr(model, "tp_plan", None) or {})
     if not plan:
         raise SpecError(
-            f"tp_size={tp_size}: {type(model).__name__} publishes no tensor-parallel plan; tp_size=1 with dp_shard works"
+            f"tp_size={tp_size}: {type(model).__name__} publishes no tensor-parallel plan; tp_size=1 works"
         )
     _check_heads(model, tp_size)
     styles = {name: style for name, _, style in _matches(model, plan)}
     unknown = sorted({style for style in styles.values() if style not in SUPPORTED})
     if unknown:
-        raise SpecError(f"tp_size={tp_size}: style {unknown[0]} of {type(model).__name__} is not supported; tp_size=1 works")
+        raise SpecError(
+            f"tp_size={tp_size}: style {unknown[0]} of {type(model).__name__} is not supported; tp_size=1 works"
+        )
     if not _vocabulary_divides(model, styles, tp_size):
         styles = {name: style for name, style in styles.items() if style not in VOCABULARY}
     _check_widths(model, styles, tp_size)
@@ -55,9 +57,9 @@ def _matches(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.M
             yield name, module, style
 
 
-def _check_heads(model: nn.Module, tp_size: int) -> None:
+def _check_heads(model: Any, tp_size: int) -> None:
     """Every rank holds whole heads, of queries and of keys and values alike."""
-    config: Any = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
@@ -70,7 +72,7 @@ def _check_heads(model: nn.Module, tp_size: int) -> None:
         )
 
 
-def _vocabulary_divides(model: nn.Module, styles: dict[str, str], tp_size: int) -> bool:
+def _vocabulary_divides(model: Any, styles: dict[str, str], tp_size: int) -> bool:
     modules = (model.get_submodule(name) for name, style in styles.items() if style in VOCABULARY)
     return all(module.weight.shape[0] % tp_size == 0 for module in modules)
 
@@ -83,7 +85,7 @@ def _check_widths(model: nn.Module, styles: dict[str, str], tp_size: int) -> Non
             raise SpecError(f"tp_size={tp_size} does not divide {name}.weight dim {dim} of {weight.shape[dim]}")
 
 
-def describe(model: nn.Module, styles: dict[str, str], tp_size: int) -> str | None:
+def describe(model: Any, styles: dict[str, str], tp_size: int) -> str | None:
     """One line for the layout when the vocabulary stays whole, else None."""
     plan = getattr(model, "tp_plan", None) or {}
     skipped = [style for style in plan.values() if style in VOCABULARY]

@@ -8,12 +8,13 @@ the local shard and calls explicit collectives.
     rowwise                          Shard(1)           y = g(x_local W_localᵀ) + b
     colwise_gather_output            Shard(0)           y = gather(f(x) W_localᵀ)
     embedding_rowwise                Shard(0)           y = g(masked lookup in the local rows)
-    replicated_with_grad_allreduce   plain              y = layer(x) with weight f(w): its gradient is partial on each rank
+    replicated_with_grad_allreduce   plain              y = layer(x) with weight f(w), whose gradient is a part
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,8 +38,8 @@ def tensor_parallel(model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], 
         expected, build = _STYLES[style]
         if expected is not nn.Module and type(module) is not expected:  # a subclass may compute something else
             raise SpecError(
-                f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, style {style} needs {expected.__name__}; "
-                "tp_size=1 works"
+                f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, but style {style} is for "
+                f"{expected.__name__}; tp_size=1 works"
             )
         build(module, mesh, device)
 
@@ -93,24 +94,25 @@ class PartialGradientLayer(TensorParallelLayer):
 
     def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         whole = dict(self._parameters)
-        self._parameters.update({n: copy_to_group(p, self.tp_group) for n, p in whole.items() if p is not None})
+        partial: Any = {name: copy_to_group(p, self.tp_group) for name, p in whole.items() if p is not None}
+        self._parameters.update(partial)
         try:
             return super().forward(*args, **kwargs)
         finally:
             self._parameters.update(whole)
 
 
-def local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def local(parameter: Any) -> Any:
     """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _become(module: nn.Module, parallel_class: type, mesh: DeviceMesh) -> None:
+def _become(module: Any, parallel_class: type, mesh: DeviceMesh) -> None:
     module.__class__ = parallel_class
     module.tp_group = mesh.get_group()
 
 
-def _shard(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, device: torch.device) -> None:
+def _shard(module: Any, name: str, mesh: DeviceMesh, dim: int, device: torch.device) -> None:
     parameter = module._parameters.get(name)
     if parameter is None:
         return
@@ -120,29 +122,29 @@ def _shard(module: nn.Module, name: str, mesh: DeviceMesh, dim: int, device: tor
     module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
 
 
-def _column(module: nn.Module, mesh: DeviceMesh, device: torch.device, cls: type = ColumnParallelLinear) -> None:
+def _column(module: Any, mesh: DeviceMesh, device: torch.device, cls: type = ColumnParallelLinear) -> None:
     _shard(module, "weight", mesh, 0, device)
     _shard(module, "bias", mesh, 0, device)
     _become(module, cls, mesh)
 
 
-def _head(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def _head(module: Any, mesh: DeviceMesh, device: torch.device) -> None:
     _column(module, mesh, device, ColumnParallelHead)
 
 
-def _row(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def _row(module: Any, mesh: DeviceMesh, device: torch.device) -> None:
     _shard(module, "weight", mesh, 1, device)
     _become(module, RowParallelLinear, mesh)
 
 
-def _embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def _embedding(module: Any, mesh: DeviceMesh, device: torch.device) -> None:
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise SpecError("embedding with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
     _shard(module, "weight", mesh, 0, device)
     _become(module, VocabParallelEmbedding, mesh)
 
 
-def _partial_gradient(module: nn.Module, mesh: DeviceMesh, device: torch.device) -> None:
+def _partial_gradient(module: Any, mesh: DeviceMesh, device: torch.device) -> None:
     cls = type(module)
     _become(module, type(f"PartialGradient{cls.__name__}", (PartialGradientLayer, cls), {}), mesh)
 

@@ -74,7 +74,9 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
-    norms = [n.float().to(device) for part in _by_device_and_dtype(gradients) for n in torch._foreach_norm(part, norm_type)]
+    norms = [
+        n.float().to(device) for part in _by_device_and_dtype(gradients) for n in torch._foreach_norm(part, norm_type)
+    ]
     stacked = torch.stack(norms)
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
