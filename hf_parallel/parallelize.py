@@ -59,12 +59,11 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     state.flops_per_token = flops_per_token(model) * config.data_parallel_size / config.world_size
 
     _check_model(model, config)
-    if config.attention != "auto":
-        model.set_attn_implementation(config.attention)
+    _use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
-        model.gradient_checkpointing_enable()
+        model.activation_checkpointing_enable()
     if not on_meta:
-        make_identical(model)
+        make_identical(model, mesh.device)
 
     blocks = transformer_blocks(model)
     tied = config.pp_size > 1 and has_tied_embedding(model)
@@ -153,6 +152,15 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         )
     if len({p.device.type == "meta" for p in model.parameters()}) > 1:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
+
+
+def _use_attention(model: Any, name: str) -> None:
+    if name == "auto":
+        return
+    try:
+        model.set_attn_implementation(name)
+    except (ImportError, ValueError) as error:
+        raise SpecError(f"attention={name}: {str(error).splitlines()[0]}; attention=sdpa works") from error
 
 
 def _mark(model: Any, state: ParallelState) -> None:

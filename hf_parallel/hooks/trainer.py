@@ -40,7 +40,7 @@ def init(original: Callable) -> Callable:
             original(self, model, args, *rest, **kwargs)
         self.is_distributed_loading_by_transformers = True
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
-        self._real_rows = {}  # id of a trimmed batch -> its rows
+        self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
 

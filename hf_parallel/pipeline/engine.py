@@ -72,15 +72,18 @@ class PipelineEngine:
     # ---- attaching ---------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Put the engine behind `model.forward` and cut the backbone's forward. Plain functions, as accelerate may
-        rebind bound methods to the model."""
+        """Put the engine behind `model.forward` and cut the backbone's forward.
+
+        Plain functions, called with the model as first argument or without: accelerate rebinds what it wraps.
+        """
         backbone = self.model.base_model
         self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
         self._signature = inspect.signature(self._model_forward)
+        self._backbone_names = list(inspect.signature(self._backbone_forward).parameters)
 
         @functools.wraps(self._model_forward)
         def model_forward(*args: Any, **kwargs: Any) -> Any:
-            return self.run(*args, **kwargs)
+            return self.run(*(args[1:] if args and args[0] is self.model else args), **kwargs)
 
         @functools.wraps(self._backbone_forward)
         def backbone_forward(*args: Any, **kwargs: Any) -> Any:
@@ -103,14 +106,23 @@ class PipelineEngine:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
         batch: Batch = {**self._signature.bind_partial(*args).arguments, **kwargs}
-        if batch.get("past_key_values") is not None:
-            raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
+        self._refuse_partial_outputs(batch)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
         rows = _tokens(batch).shape[0]
         if self._schedulable(batch, rows):
             return self._scheduled(batch, micro_batch_count(rows, self.config))
         return self._whole(batch, rows)
+
+    def _refuse_partial_outputs(self, batch: Batch) -> None:
+        """What each stage would have only a part of."""
+        for key in ("output_hidden_states", "output_attentions"):
+            if batch.get(key) or getattr(self.model.config, key, False):
+                raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
+        if batch.get("past_key_values") is not None:
+            raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
+        if batch.get("return_dict") is False:
+            raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
         training = torch.is_grad_enabled() and self.model.training
@@ -143,8 +155,7 @@ class PipelineEngine:
 
     def _run_backbone(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         if not self.first:
-            names = list(inspect.signature(self._backbone_forward).parameters)
-            kwargs = {**dict(zip(names, args, strict=False)), **kwargs, "input_ids": None, "inputs_embeds": hidden}
+            kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": hidden}
             args = ()
         output = self._backbone_forward(*args, **kwargs)
         if self.last:
@@ -156,6 +167,9 @@ class PipelineEngine:
         ):  # the receiver's buffer has the weights' dtype: another one would arrive as garbage
             raise RuntimeError(f"hf_parallel: activations are {hidden.dtype}, weights {expected}: cannot cross stages")
         raise LeaveAtBackbone(hidden)
+
+    def _named(self, args: tuple, kwargs: Batch) -> Batch:
+        return {**dict(zip(self._backbone_names, args, strict=False)), **kwargs}
 
     # ---- scheduled ---------------------------------------------------------------------------------------------
 
@@ -225,8 +239,7 @@ class PipelineEngine:
 
     def _last_stage(self, batch: Batch, chunks: int, tape: list) -> Any:
         def backbone(*args: Any, **kwargs: Any) -> Any:
-            names = list(inspect.signature(self._backbone_forward).parameters)
-            parts = split_rows({**dict(zip(names, args, strict=False)), **kwargs}, chunks)
+            parts = split_rows(self._named(args, kwargs), chunks)
             results = []
             for part in parts:
                 hidden = self._receive(part)

@@ -7,8 +7,11 @@ import torch.distributed as dist
 from torch import nn
 
 
-def make_identical(model: nn.Module) -> bool:
+def make_identical(model: nn.Module, device: torch.device) -> bool:
     """Compare checksums over all ranks; if they differ, send rank 0's tensors one by one. Collective.
+
+    Args:
+        device: where this process communicates from; the model may still be on the CPU.
 
     Returns:
         Whether anything had to be sent.
@@ -16,7 +19,6 @@ def make_identical(model: nn.Module) -> bool:
     tensors = [tensor.detach() for tensor in (*model.parameters(), *model.buffers())]
     if not tensors:
         return False
-    device = _communication_device()
     checksums = torch.stack([_checksum(tensor) for tensor in tensors]).to(device)
     extremes = torch.stack([checksums, -checksums])
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -37,7 +39,3 @@ def _checksum(tensor: torch.Tensor) -> torch.Tensor:
         weights = torch.arange(1, part.numel() + 1, dtype=torch.float64, device=part.device).sin_()
         total += (i + 1) * torch.dot(part.double(), weights).cpu()
     return total
-
-
-def _communication_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
