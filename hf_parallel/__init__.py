@@ -7,21 +7,23 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["ParallelConfig", "SpecError", "activate", "parallelize"]
+__all__ = ["ParallelConfig", "SpecError", "activate", "clip_grad_norm", "parallelize"]
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
-    from hf_parallel.parallelize import parallelize
+    from hf_parallel.parallelize import clip_grad_norm, parallelize
 
 _HOME = {
     "ParallelConfig": "hf_parallel.config",
     "SpecError": "hf_parallel.config",
     "activate": "hf_parallel.hooks",
+    "clip_grad_norm": "hf_parallel.parallelize",
     "parallelize": "hf_parallel.parallelize",
 }
 
-if sys.argv[:1] != ["-m"]:  # under `python -m hf_parallel` the runner decides what is touched
+# Under `python -m hf_parallel` the runner decides what is touched; argv[0] is "-m" while it is being found.
+if not (sys.argv[:1] == ["-m"] and "hf_parallel" in sys.orig_argv):
     from hf_parallel.hooks.flag import install_on_import
 
     install_on_import()

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hf_parallel.cli import choose_spec
+from hf_parallel.config import ParallelConfig
 
 USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…"
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
@@ -83,18 +84,20 @@ def parse_command(argv: list[str]) -> Command:
 
 def prepare(command: Command) -> None:
     """Touch Transformers and Accelerate as far as the command asks for it, and not at all if it does not."""
+    if not command.is_module and not os.path.exists(command.target):
+        raise UsageError(f"{command.target}: no such script")
     chosen = choose_spec(command.parallel)
     if chosen is None and not any(arg.partition("=")[0] == "--parallel" for arg in command.args):
         for name in [name for name in sys.modules if name.partition(".")[0] == "hf_parallel"]:
             del sys.modules[name]  # a script that imports it on its own account gets it as if started without us
         return
+    from hf_parallel import hooks
     from hf_parallel.hooks import flag
 
     flag.install_on_import()
     if chosen is not None:
-        from hf_parallel import hooks
-
         spec, source = chosen
+        ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
         hooks.activate(spec, source=source)
 
 
@@ -104,8 +107,6 @@ def run(command: Command) -> None:
         sys.argv = [command.target, *command.args]
         runpy.run_module(command.target, run_name="__main__", alter_sys=True)
         return
-    if not os.path.exists(command.target):
-        raise UsageError(f"{command.target}: no such script")
     if not getattr(sys.flags, "safe_path", False):
         path = os.path.realpath(command.target)
         sys.path[0] = path if os.path.isdir(path) else os.path.dirname(path)
@@ -219,7 +220,7 @@ def _from_the_script_on(trace: TracebackType | None) -> TracebackType | None:
 
 def _leave(code: int) -> NoReturn:
     """End now. With other ranks around, without destructors: they may wait for a peer that is gone."""
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if _world_size() == 1:
         sys.exit(code)
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
@@ -249,6 +250,10 @@ def _store() -> Any:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", 0))
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def _write(text: str) -> None:

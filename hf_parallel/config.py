@@ -124,7 +124,8 @@ class ParallelConfig:
     def to_spec(self) -> str:
         """The shortest spec string that parses back to this value."""
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        return ",".join(f"{f.name.removesuffix('_size')}={_spell(getattr(self, f.name))}" for f in changed)
+        spelled = ",".join(f"{f.name.removesuffix('_size')}={_spell(getattr(self, f.name))}" for f in changed)
+        return spelled or "dp_shard=-1"
 
 
 def _is_file(text: str) -> bool:

@@ -66,7 +66,7 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
 
 def layout_lines(facts: dict[str, Any]) -> list[str]:
     """The layout for people."""
-    lines = [f"hf_parallel: {facts['model']} under {facts['spec'] or 'one process'}"]
+    lines = [f"hf_parallel: {facts['model']} under {facts['spec']}"]
     for axis, where in facts["axes"].items():
         if where["size"] > 1:
             groups = where["ranks"]
