@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -27,6 +28,16 @@ if not (sys.argv[:1] == ["-m"] and "hf_parallel" in sys.orig_argv):
     from hf_parallel.hooks.flag import install_on_import
 
     install_on_import()
+
+
+class _Package(types.ModuleType):
+    """Importing the module `hf_parallel.parallelize` must not hide the function of that name."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.parallelize if name == "parallelize" and hasattr(value, name) else value)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
