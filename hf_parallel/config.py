@@ -132,12 +132,23 @@ def _is_file(text: str) -> bool:
     return text.endswith((".yaml", ".yml")) or os.path.isfile(text)
 
 
+class _StrictLoader(yaml.SafeLoader):
+    """YAML itself lets the last of two equal keys win in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise SpecError(f"{key}: given twice; give it once")
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise SpecError(f"{path}: no such spec file; a spec is key=value,… or the path of a YAML file")
     with open(path, encoding="utf-8") as file:
         try:
-            values = yaml.safe_load(file)
+            values = yaml.load(file, Loader=_StrictLoader)
         except yaml.YAMLError as error:
             raise SpecError(f"{path}: not a YAML file ({str(error).splitlines()[0]})") from error
     if not isinstance(values, dict):
@@ -157,7 +168,7 @@ def _split_pairs(text: str) -> dict[str, str]:
             parts[-1] += char
     for part in filter(None, (p.strip() for p in parts)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or not value:
+        if not key or not equals or not value:
             raise SpecError(f"{part}: expected key=value, for example tp=2")
         if key in pairs:
             raise SpecError(f"{key}: given twice ({pairs[key]} and {value}); give it once")
@@ -167,9 +178,10 @@ def _split_pairs(text: str) -> dict[str, str]:
 
 def _convert(name: str, annotation: Any, value: Any) -> Any:
     kind = str(annotation).replace(" | None", "")
-    if value is None or (isinstance(value, str) and value.lower() in ("none", "null") and "None" in str(annotation)):
+    optional = "None" in str(annotation)
+    if optional and (value is None or str(value).lower() in ("none", "null")):
         return None
-    text = str(value).strip()
+    text = "" if value is None else str(value).strip()
     try:
         if kind == "bool":
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
@@ -232,7 +244,7 @@ def _check_choices(config: ParallelConfig) -> None:
     if micro is not None and micro < max(1, config.pp_size):  # 1F1B keeps every stage busy with one micro-batch each
         works = max(1, config.pp_size)
         raise SpecError(f"pipeline_microbatches={micro}: must be at least pp_size={works}; {works} works")
-    if config.pipeline_split is not None and len(config.pipeline_split) != config.pp_size:
+    if config.pipeline_split is not None and config.pp_size not in (-1, len(config.pipeline_split)):
         spelled = _spell(config.pipeline_split)
         raise SpecError(f"pipeline_split={spelled}: {len(config.pipeline_split)} numbers for pp_size={config.pp_size}")
 

@@ -147,16 +147,32 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
         rows = _rows(batch)
         if rows is not None and trainer.accelerator.gradient_state.end_of_dataloader:
             real = real_rows(trainer.accelerator.gradient_state, rows)
-            batch = _trim(batch, real, rows)
+            # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
+            keep = _runs_scheduled(trainer)
+            batch = _without_targets(batch, real) if keep else _trim(batch, real, rows)
             trainer._real_rows[id(batch)] = real
         yield batch
 
 
+def _runs_scheduled(trainer: Any) -> bool:
+    state = runtime.parallel_state(trainer.model)
+    own_loss = trainer.label_smoother is None and trainer.compute_loss_func is None
+    return state is not None and state.pipeline is not None and state.sums_over_tokens and own_loss
+
+
 def _trim(batch: Any, real: int, rows: int) -> dict:
+    """Only the real rows; one row without a target where there are none, so that the rank still takes part."""
     kept = {key: _first(value, max(1, real), rows) for key, value in batch.items()}
-    for key in ("labels", "shift_labels") if real == 0 else ():
+    return kept if real else _without_targets(kept, 0)
+
+
+def _without_targets(batch: Any, real: int) -> dict:
+    """The same rows, but only the first `real` have targets: the others add nothing to a loss per token."""
+    kept = dict(batch)
+    for key in ("labels", "shift_labels"):
         if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
-            kept[key] = torch.full_like(kept[key], -100)  # a rank without a row takes part without a target
+            kept[key] = kept[key].clone()
+            kept[key][real:] = -100
     return kept
 
 
@@ -206,7 +222,8 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     if real is None or not weighted:
         return result
     loss, *outputs = result if isinstance(result, tuple) else (result,)
-    loss = loss * _row_weight(real)
+    # A mean over no target is not a number, and stays so times zero.
+    loss = (loss if real else torch.nan_to_num(loss)) * _row_weight(real)
     return (loss, *outputs) if outputs else loss
 
 

@@ -1,0 +1,58 @@
+# Two commands do everything, set-up included: `make demo` and `make test`. They need python3 (3.10 or newer) only.
+#
+#   make demo      train the example in one process and under tp=2,pp=2, compare, let plain transformers generate
+#   make test      lint, types, import contracts, then the tests      (PYTEST_ARGS="-k mesh" selects)
+#   make lint      the checks of `make test` without the tests
+#   make format    let ruff rewrite the files
+#   make matrix    run the parity tests and write the support matrix into README.md
+#   make clean     remove the virtual environment, caches and outputs
+
+PYTHON      ?= python3
+TORCH       ?= torch==2.13.0
+EXTRAS      ?= dev,data
+PYTEST_ARGS ?=
+VENV        := .venv
+BIN         := $(VENV)/bin
+STAMP       := $(VENV)/.hf_parallel_installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint format matrix clean
+
+help:
+	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
+
+install: $(STAMP)
+
+# torch goes first and alone: it is the one package whose build (CPU, CUDA) a machine may have to choose.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("$(PYTHON) is Python %d.%d; 3.10 or newer is needed" % sys.version_info[:2] if sys.version_info < (3, 10) else 0)'
+	@test -x $(BIN)/python || { echo "==> making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@$(BIN)/python -m pip --version > /dev/null 2>&1 || $(BIN)/python -m ensurepip --upgrade
+	@echo "==> installing $(TORCH) (the largest download)"
+	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)"
+	@echo "==> installing hf-parallel with its extras [$(EXTRAS)]"
+	$(BIN)/python -m pip install --disable-pip-version-check "$(TORCH)" --editable ".[$(EXTRAS)]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+matrix: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support_matrix.py
+
+clean:
+	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,95 @@
+"""An ordinary Accelerate loop, without Trainer and without a word of hf_parallel, against one process."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from tests.distributed import run, run_alone
+from tests.models import Rows
+from tests.training import axes, close, layouts, none, weight_differences
+
+GLOBAL_BATCH = 8
+TOLERANCE = 1e-5  # relative, losses and norms: sums in another order
+WEIGHTS = 1e-6  # absolute, after three SGD steps
+LOGITS = 1e-4  # absolute, on logits of size ~10
+
+
+def accelerate_loop(folder: str, out: str, data_ranks: int, even: bool) -> dict:
+    """Three steps of two micro-batches, then evaluation and saving, as the Accelerate guides write them."""
+    accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = torch.Generator().manual_seed(3)
+    batch_size = GLOBAL_BATCH // data_ranks
+    loader = DataLoader(Rows(48, seed=11, even=even), batch_size=batch_size, shuffle=True, generator=order)
+    held_out = DataLoader(Rows(13, seed=12), batch_size=batch_size)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=len(loader) // 2)
+    model, optimizer, loader, held_out, scheduler = accelerator.prepare(model, optimizer, loader, held_out, scheduler)
+
+    seen: dict = {"losses": [], "norms": [], "rates": []}
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                seen["norms"].append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                seen["rates"].append(scheduler.get_last_lr()[0])
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        seen["losses"].append(accelerator.gather(loss.detach()).mean().item())
+
+    model.eval()
+    rows = []
+    for batch in held_out:
+        with torch.no_grad():
+            outputs = model(**batch)
+        rows.append(accelerator.gather_for_metrics((outputs.logits[:, -1].contiguous(), batch["input_ids"])))
+    seen["logits"], seen["tokens"] = (torch.cat(parts) for parts in zip(*rows, strict=True))
+    accelerator.wait_for_everyone()
+    accelerator.unwrap_model(model).save_pretrained(
+        out, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )
+    return seen
+
+
+def parallel_loop(spec: str, *args) -> dict:
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    return accelerate_loop(*args)
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["even", "uneven label counts"])
+def reference(request, runs, tmp_path_factory):
+    """What one process does, and which labels it did it with."""
+    out = str(tmp_path_factory.mktemp("alone"))
+    return run_alone(accelerate_loop, runs.initial("llama"), out, 1, request.param), out, request.param
+
+
+@pytest.mark.parametrize(
+    "spec", layouts("Accelerate loop", "dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2", "pp=2,dp_shard=2")
+)
+def test_same_numbers_as_one_process(runs, reference, spec, tmp_path):
+    expected, saved, even = reference
+    out, size = str(tmp_path / "saved"), axes(spec)
+    arguments = (spec, runs.initial("llama"), out, size["data_ranks"], even)
+    ranks = run(parallel_loop, size["world"], *arguments, init=False, timeout=90)
+    found = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in _differences(seen, expected)]
+    none(found + weight_differences(out, saved, WEIGHTS))
+
+
+def _differences(seen: dict, expected: dict) -> list[str]:
+    found = []
+    for key in ("losses", "norms", "rates"):
+        if len(seen[key]) != len(expected[key]):
+            found.append(f"{len(seen[key])} {key}, one process {len(expected[key])}")
+        for index, (ours, theirs) in enumerate(zip(seen[key], expected[key], strict=False)):
+            found += close(f"{key}[{index}]", ours, theirs, TOLERANCE)
+    if not torch.equal(seen["tokens"], expected["tokens"]):
+        return [*found, f"gathered {len(seen['tokens'])} rows, not the {len(expected['tokens'])} of the set in order"]
+    gap = (seen["logits"] - expected["logits"]).abs().max().item()
+    return found if gap <= LOGITS else [*found, f"logits off by {gap:.2e}"]

@@ -1,0 +1,71 @@
+"""`hf_parallel.parallelize` in a hand-written torch loop: nothing of Trainer, Accelerate or the hooks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import axes, close, layouts, none, weight_differences
+
+STEPS, BATCH = 3, 8
+
+
+def loop(model, shares: int, share: int, out: str, even: bool) -> list[float]:
+    """Three SGD steps on this share of each batch; returns the losses and saves the model."""
+    rows = models.Rows(STEPS * BATCH, seed=11, even=even)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(STEPS):
+        chosen = [rows[index] for index in range(step * BATCH, (step + 1) * BATCH)][share::shares]
+        batch = {key: torch.stack([row[key] for row in chosen]) for key in chosen[0]}
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.save_pretrained(out)
+    return losses
+
+
+def alone(name: str, out: str, even: bool) -> list[float]:
+    return loop(models.build(name), 1, 0, out, even)
+
+
+def parallel(name: str, spec: str, out: str, even: bool) -> list[float]:
+    import hf_parallel
+
+    model = models.build(name)
+    config = hf_parallel.ParallelConfig.parse(spec)
+    assert hf_parallel.parallelize(model, config) is model
+    data_ranks = axes(spec)["data_ranks"]
+    return loop(model, data_ranks, dist.get_rank() if data_ranks > 1 else 0, out, even)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+@pytest.mark.parametrize("spec", layouts("library", "tp=2", "pp=2", "tp=2,pp=2", "dp_shard=2"))
+def test_same_numbers_as_one_process(name, spec, tmp_path):
+    data_ranks = axes(spec)["data_ranks"]
+    even = data_ranks > 1  # a loop written by hand averages means: equal only where every rank has as many labels
+    expected = run_alone(alone, name, str(tmp_path / "alone"), even)
+    ranks = run(parallel, axes(spec)["world"], name, spec, str(tmp_path / "parallel"), even)
+    found = []
+    for step, theirs in enumerate(expected):
+        losses = [rank[step] for rank in ranks]
+        if data_ranks > 1:
+            losses = [sum(losses) / len(losses)]
+        for ours in losses:
+            found += close(f"loss in step {step + 1}", ours, theirs, 1e-5)  # relative; sums in another order
+    # absolute; the steps move every tensor by 1e-3 or more
+    none(found + weight_differences(str(tmp_path / "parallel"), str(tmp_path / "alone"), 1e-6))
+
+
+def test_a_spec_string_will_do_and_twice_is_refused():
+    def twice():
+        import hf_parallel
+
+        model = hf_parallel.parallelize(models.build("llama"), "dp_shard=2")
+        with pytest.raises(hf_parallel.SpecError, match="once"):
+            hf_parallel.parallelize(model, "dp_shard=2")
+
+    run(twice, 2)

@@ -1,0 +1,138 @@
+"""What cannot work is refused at start: on every rank, in one line that names the key, the number and what works."""
+
+import os
+
+import pytest
+import torch
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
+
+from tests import models
+from tests.distributed import RankFailure, run
+from tests.reliability.launching import hf_parallel_launch, launch, torchrun
+
+
+class NotReached(TrainerCallback):
+    """Turns a step into a failure: the refusal must come first."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        raise AssertionError("training began")
+
+
+def train(spec: str, folder: str, out: str, batch_size: int = 8) -> None:
+    """An ordinary start of training under a spec."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    config = AutoConfig.from_pretrained(folder)
+    model = models.auto_class(config).from_pretrained(folder)
+    arguments = TrainingArguments(
+        out, per_device_train_batch_size=batch_size, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    data = models.data("bert" if config.model_type == "bert" else "llama", 16, seed=1)
+    Trainer(model, arguments, train_dataset=data, callbacks=[NotReached()]).train()
+
+
+def refusal(world: int, fn, *args, env=None) -> str:
+    """The message of the `SpecError` that every rank raised."""
+    with pytest.raises(RankFailure) as caught:
+        run(fn, world, *args, init=False, timeout=60, env=env)
+    assert caught.value.kinds == dict.fromkeys(range(world), "SpecError"), str(caught.value)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("spec", "world", "model", "words"),
+    [
+        pytest.param("tp=2,pp_sise=2", 2, "llama", ["pp_sise", "pp_size"], id="unknown key"),
+        pytest.param("tp=2,pp=2", 2, "llama", ["4", "2"], id="sizes above the world"),
+        pytest.param("tp=1,dp_shard=1", 2, "llama", ["1", "2", "dp_shard=2"], id="sizes below the world"),
+        pytest.param("tp=3", 3, "llama", ["tp_size=3", "4 attention heads", "tp_size=2"], id="heads"),
+        pytest.param("tp=4", 4, "llama", ["tp_size=4", "2 key/value heads", "tp_size=2"], id="key-value heads"),
+        pytest.param("pp=5", 5, "llama", ["pp_size=5", "4 layers", "pp_size=4"], id="more stages than layers"),
+        pytest.param("pp=2,pipeline_microbatches=3", 2, "llama", ["pipeline_microbatches=3", "8"], id="micro-batches"),
+        pytest.param("pp=2,pipeline_split=[3,2]", 2, "llama", ["pipeline_split", "[3,2]", "4"], id="split"),
+        pytest.param("tp=2", 2, "bert", ["tp_size=2", "Bert", "tp_size=1"], id="no tensor-parallel plan"),
+        pytest.param("pp=2", 2, "bert", ["pp_size=2", "Bert", "pp_size=1"], id="no pipeline plan"),
+        pytest.param("cp=2", 2, "llama", ["cp_size=2", "cp_size=1"], id="context parallelism"),
+        pytest.param("ep=2", 2, "llama", ["ep_size=2", "ep_size=1"], id="expert parallelism"),
+        pytest.param("tp=2,sequence_parallel=true", 2, "llama", ["sequence_parallel=true"], id="sequence parallelism"),
+        pytest.param("offload=cpu", 2, "llama", ["offload=cpu", "offload=none"], id="offload"),
+        pytest.param("quantize_weights=true", 2, "llama", ["quantize_weights=true"], id="ZeRO++"),
+        pytest.param("zero_stage=1", 2, "llama", ["zero_stage=1", "zero_stage=2"], id="ZeRO-1"),
+        pytest.param("auto", 2, "llama", ["auto"], id="auto"),
+    ],
+)
+def test_refused_on_every_rank_before_any_step(runs, tmp_path, spec, world, model, words):
+    message = refusal(world, train, spec, runs.initial(model), str(tmp_path))
+    assert [word for word in words if word not in message] == [], message
+
+
+def test_yaml_that_is_no_mapping(runs, tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text("- tp_size: 2\n")
+    message = refusal(2, train, str(file), runs.initial("llama"), str(tmp_path))
+    assert "spec.yaml" in message
+    assert "mapping" in message
+
+
+def test_batch_smaller_than_the_stages(runs, tmp_path):
+    message = refusal(2, train, "pp=2", runs.initial("llama"), str(tmp_path), 1)
+    assert "pp_size=2" in message
+
+
+def test_a_second_spec_names_both_sources():
+    def twice():
+        from hf_parallel import hooks
+
+        hooks.activate("tp=2", source="the first")
+        hooks.activate("tp_size=2", source="the same again")
+        hooks.activate("pp=2", source="the second")
+
+    message = refusal(2, twice)
+    assert [word for word in ("the first", "the second", "tp=2", "pp=2") if word not in message] == []
+
+
+def test_a_flag_against_the_environment_names_both(tmp_path):
+    def conflict():
+        import hf_parallel  # noqa: F401 - gives TrainingArguments its field
+
+        TrainingArguments(str(tmp_path), use_cpu=True, parallel="pp=2")
+
+    message = refusal(2, conflict, env={"HF_PARALLEL": "tp=2"})
+    assert [word for word in ("HF_PARALLEL", "TrainingArguments", "tp=2", "pp=2") if word not in message] == []
+
+
+SCRIPT = """
+import sys
+
+from transformers import AutoModelForCausalLM
+
+AutoModelForCausalLM.from_pretrained(sys.argv[1])
+print("still here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "processes", "spec", "words"),
+    [
+        pytest.param(torchrun, 2, "tq=2", ["tq", "tp"], id="torchrun, unknown key"),
+        pytest.param(torchrun, 3, "tp=3", ["tp_size=3", "4 attention heads", "tp_size=2"], id="torchrun, heads"),
+        pytest.param(hf_parallel_launch, 2, "tp=3", ["tp=3", "2 processes"], id="hf-parallel launch, sizes"),
+    ],
+)
+def test_a_launched_script_ends_with_one_line(runs, tmp_path, launcher, processes, spec, words):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    ended = launch(launcher(processes, spec), str(script), runs.initial("llama"))
+    assert ended.code != 0
+    assert "still here" not in ended.out
+    assert len(ended.refusals) == 1, ended.err[-3000:]
+    assert [word for word in words if word not in ended.refusals[0]] == [], ended.refusals[0]
+
+
+def test_torch_is_not_initialised_in_the_parent():
+    """The fork harness depends on it; a test module that trains at import would break every later test."""
+    assert not torch.distributed.is_initialized()
+    assert "RANK" not in os.environ

@@ -1,0 +1,210 @@
+"""`hf-parallel launch`: which processes accelerate is told to start, and what is refused before it starts any."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from accelerate.commands import launch as accelerate_launch
+from accelerate.commands.config import config_args
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from hf_parallel import cli
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def launched(monkeypatch, tmp_path):
+    """The namespaces that accelerate's `launch_command` receives, on a machine without accelerators or config."""
+    calls = []
+    monkeypatch.setattr(accelerate_launch, "launch_command", calls.append)
+    monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
+    monkeypatch.setattr(cli, "_accelerators", lambda: 0)
+    monkeypatch.setattr(os, "environ", os.environ.copy())  # `launch` sets variables for the ranks
+    for name in ("HF_PARALLEL", "OMP_NUM_THREADS", "ACCELERATE_USE_CPU"):
+        os.environ.pop(name, None)
+    return calls
+
+
+def config_file(folder, **changes):
+    """An accelerate config as `accelerate config` writes it."""
+    values = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_processes": 4} | changes
+    path = folder / "accelerate.yaml"
+    path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()))
+    return str(path)
+
+
+def refused(capsys, *argv):
+    """The one line that a launch which must not start anything prints."""
+    assert cli.main(["launch", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("hf_parallel: ")
+    return err
+
+
+def test_runner_is_filled_in(launched):
+    argv = ["--num_processes", "4", "--parallel", "tp=2,pp=2", "train.py", "--lr", "1", "--parallel", "own", "-m"]
+    assert cli.main(["launch", *argv]) == 0
+    (args,) = launched
+    assert (args.module, args.training_script) == (True, "hf_parallel")
+    assert args.training_script_args == ["--parallel", "tp=2,pp=2", *argv[4:]]
+    assert (args.multi_gpu, args.cpu, args.num_processes, args.num_machines) == (True, False, 4, 1)
+    assert args.num_cpu_threads_per_process == 1
+    assert args.main_process_port == 0
+
+
+def test_module_scripts(launched):
+    assert cli.main(["launch", "--num-processes=2", "--parallel=tp=2", "-m", "pkg.train", "--lr", "1"]) == 0
+    assert launched[0].training_script_args == ["--parallel", "tp=2", "-m", "pkg.train", "--lr", "1"]
+    assert (launched[0].module, launched[0].training_script) == (True, "hf_parallel")
+
+
+def test_environment_spec_is_checked_and_left_to_the_ranks(launched, capsys):
+    os.environ["HF_PARALLEL"] = "tp=2"
+    assert cli.main(["launch", "--num_processes", "2", "train.py"]) == 0
+    assert launched[0].training_script_args == ["train.py"]
+    assert "tp=2" in refused(capsys, "--num_processes", "3", "train.py")
+    line = refused(capsys, "--num_processes", "2", "--parallel", "pp=2", "train.py")
+    assert "HF_PARALLEL" in line
+    assert "--parallel" in line
+
+
+def test_without_a_spec_accelerate_is_left_alone(launched):
+    assert cli.main(["launch", "--num_processes", "2", "--use_fsdp", "train.py"]) == 0
+    assert launched[0].use_fsdp
+    assert not launched[0].multi_gpu
+    assert launched[0].training_script_args == ["train.py"]
+
+
+def test_cpu_on_a_machine_with_gpus(launched, monkeypatch):
+    monkeypatch.setattr(cli, "_accelerators", lambda: 8)
+    assert cli.main(["launch", "--cpu", "--num_processes", "2", "--parallel", "tp=2", "train.py"]) == 0
+    assert (launched[0].multi_gpu, launched[0].cpu) == (True, False)
+    assert (os.environ["ACCELERATE_USE_CPU"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("true", "")
+
+
+def test_gpus_decide_the_number_of_processes_and_threads_are_left_to_accelerate(launched, monkeypatch):
+    monkeypatch.setattr(cli, "_accelerators", lambda: 8)
+    assert cli.main(["launch", "--parallel", "tp=2", "train.py"]) == 0
+    assert (launched[0].num_processes, launched[0].num_cpu_threads_per_process) == (8, None)
+    assert "ACCELERATE_USE_CPU" not in os.environ
+
+
+def test_threads_given_by_the_user_stay(launched):
+    os.environ["OMP_NUM_THREADS"] = "3"
+    assert cli.main(["launch", "--num_processes", "2", "train.py"]) == 0
+    assert launched[0].num_cpu_threads_per_process is None
+
+
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "MULTI_CPU", "'NO'"])
+def test_config_file(launched, tmp_path, kind):
+    path = config_file(tmp_path, distributed_type=kind, num_processes=4, main_process_port=29512)
+    assert cli.main(["launch", "--config_file", path, "--parallel", "tp=4", "train.py"]) == 0
+    assert (launched[0].multi_gpu, launched[0].num_processes) == (True, 4)
+    assert launched[0].main_process_port is None  # accelerate takes the file's
+
+
+def test_several_machines(launched, capsys):
+    machines = ["--num_machines", "2", "--num_processes", "4", "--parallel", "dp_replicate=2,tp=2"]
+    where = ["--machine_rank", "1", "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]
+    assert cli.main(["launch", *machines, *where, "train.py"]) == 0
+    assert (launched[0].num_machines, launched[0].machine_rank, launched[0].main_process_port) == (2, 1, 29500)
+    assert "--machine_rank" in refused(capsys, *machines, "train.py")
+    assert "--num_processes 2 works" in refused(capsys, "--num_machines", "2", "--num_processes", "3", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--num_processes", "4", "--parallel", "tpp=2", "train.py"], ["tpp", "tp"]),
+        (["--num_processes", "4", "--parallel", "tp=3", "train.py"], ["tp=3", "4 processes"]),
+        (["--parallel", "tp=2", "train.py"], ["tp=2", "1 process"]),
+        (["--num_processes", "2", "--use_fsdp", "--parallel", "tp=2", "train.py"], ["--use_fsdp", "dp_shard"]),
+        (["--num_processes", "2", "--no_python", "--parallel", "tp=2", "train.sh"], ["--no_python"]),
+        (["--config_file", "missing.yaml", "--parallel", "tp=2", "train.py"], ["--config_file", "missing.yaml"]),
+    ],
+)
+def test_refusals(launched, capsys, argv, words):
+    line = refused(capsys, *argv)
+    assert all(word in line for word in words), line
+    assert launched == []
+
+
+def test_other_ways_to_distribute_in_the_config_file(launched, tmp_path, capsys):
+    path = config_file(tmp_path, distributed_type="FSDP")
+    assert "FSDP" in refused(capsys, "--config_file", path, "--parallel", "tp=2", "train.py")
+    path = config_file(tmp_path, parallelism_config="{parallelism_config_tp_size: 2}")
+    assert "parallelism_config" in refused(capsys, "--config_file", path, "--parallel", "tp=2", "train.py")
+    path = config_file(tmp_path, unheard_of=1)
+    assert "unheard_of" in refused(capsys, "--config_file", path, "--parallel", "tp=2", "train.py")
+
+
+@pytest.mark.parametrize(
+    ("ended", "code", "words"),
+    [(1, 1, "rank 3 ended with exit code 1"), (-9, 137, "rank 3 was killed by SIGKILL"), (2, 2, "")],
+)
+def test_the_rank_that_ended_first_is_named(launched, monkeypatch, capsys, ended, code, words):
+    def fail(args):
+        raise ChildFailedError("hf_parallel", {3: ProcessFailure(3, 1, ended, "")})
+
+    monkeypatch.setattr(accelerate_launch, "launch_command", fail)
+    assert cli.main(["launch", "--num_processes", "4", "train.py"]) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == bool(words)
+
+
+def test_help_version_and_unknown_commands(capsys):
+    for argv, code, words in (
+        (["--help"], 0, "launch"),
+        (["--version"], 0, "hf-parallel 0."),
+        (["plan"], 2, "choose from"),
+        (["launch", "--help"], 0, "--parallel SPEC"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == code
+        assert words in "".join(capsys.readouterr())
+    assert cli.main([]) == 2
+    assert "launch" in capsys.readouterr().err
+
+
+def command(*argv, cwd=ROOT, **environment):
+    """Run `hf-parallel` in an interpreter of its own."""
+    code = "import sys; sys.argv[0] = 'hf-parallel'; from hf_parallel import cli; sys.exit(cli.main())"
+    kept = {name: value for name, value in os.environ.items() if name not in ("HF_PARALLEL", "OMP_NUM_THREADS")}
+    kept |= {"PYTHONPATH": str(ROOT), **environment}
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=cwd, env=kept, capture_output=True, text=True)
+
+
+def test_help_is_quick():
+    code = (
+        "import sys; sys.argv = ['hf-parallel', '--help']\n"
+        "from hf_parallel import cli\n"
+        "try: cli.main()\n"
+        "except SystemExit: print([name for name in ('torch', 'transformers', 'accelerate') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done
+
+
+def test_two_processes_start_without_gpus(tmp_path):
+    names = ("RANK", "WORLD_SIZE", "OMP_NUM_THREADS")
+    (tmp_path / "train.py").write_text(f"import os; print([os.environ[n] for n in {names}], flush=True)")
+    done = command("launch", "--num_processes", "2", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert "['0', '2', '1']" in done.stdout
+    assert "['1', '2', '1']" in done.stdout
+
+
+def test_the_failing_ranks_report_is_what_one_reads(tmp_path):
+    (tmp_path / "train.py").write_text("import os\nif os.environ['RANK'] == '1': raise ValueError('here')\n")
+    done = command("launch", "--num_processes", "2", "train.py", cwd=tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    lines = done.stderr.splitlines()
+    assert lines[0] == "hf_parallel: rank 1 failed"
+    assert lines[-2:] == ["ValueError: here", "hf_parallel: rank 1 ended with exit code 1; all ranks ended"]

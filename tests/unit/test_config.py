@@ -1,0 +1,261 @@
+"""ParallelConfig: every key, every way to write it, and what is refused with which words. No process group."""
+
+import dataclasses
+
+import pytest
+
+from hf_parallel.config import ParallelConfig, SpecError
+
+AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
+
+# key -> (text, value) for a value this version accepts and that is not the default where one exists
+VALUES = {
+    "zero_stage": ("2", 2),
+    "sequence_parallel": ("false", False),
+    "pipeline_schedule": ("gpipe", "gpipe"),
+    "pipeline_microbatches": ("4", 4),
+    "context_parallel": ("ulysses", "ulysses"),
+    "activation_checkpointing": ("full", "full"),
+    "offload": ("none", "none"),
+    "quantize_weights": ("false", False),
+    "quantize_gradients": ("false", False),
+    "attention": ("eager", "eager"),
+}
+
+
+def refusal(spec, world_size=None) -> str:
+    """The one line a person reads when the spec is wrong, or wrong for this many processes."""
+    with pytest.raises(SpecError) as caught:
+        understood(spec, world_size)
+    message = str(caught.value)
+    assert message
+    assert "\n" not in message
+    return message
+
+
+def understood(spec, world_size=None) -> ParallelConfig:
+    config = ParallelConfig.parse(spec)
+    return config if world_size is None else config.resolve(world_size)
+
+
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in ("cp", "ep")])
+def test_long_and_short_axis_keys_mean_the_same(axis):
+    short, long = ParallelConfig.parse(f"{axis}=2"), ParallelConfig.parse(f"{axis}_size=2")
+    assert short == long
+    assert getattr(short, f"{axis}_size") == 2
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_every_other_key(key):
+    text, value = VALUES[key]
+    read = getattr(ParallelConfig.parse(f"{key}={text}"), key)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_every_key_of_the_config_is_tested_here():
+    tested = {*VALUES, *(f"{axis}_size" for axis in AXES), "pipeline_split"}
+    assert {field.name for field in dataclasses.fields(ParallelConfig)} == tested
+
+
+def test_defaults():
+    config = ParallelConfig.parse("tp=2")
+    assert (config.dp_replicate_size, config.dp_shard_size, config.pp_size) == (1, -1, 1)
+    assert (config.zero_stage, config.pipeline_schedule) == (3, "1f1b")
+
+
+def test_spaces_are_allowed():
+    assert ParallelConfig.parse(" tp = 2 , pp=2 ") == ParallelConfig.parse("tp=2,pp=2")
+
+
+def test_pipeline_split_is_a_list():
+    assert ParallelConfig.parse("pp=2,pipeline_split=[3,1],tp=2").pipeline_split == (3, 1)
+
+
+def test_yaml_file_holds_the_same_keys(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text("tp: 2\npp_size: 2\npipeline_split: [3, 1]\npipeline_schedule: gpipe\nsequence_parallel: false\n")
+    expected = ParallelConfig.parse("tp=2,pp=2,pipeline_split=[3,1],pipeline_schedule=gpipe,sequence_parallel=false")
+    assert ParallelConfig.parse(str(file)) == expected
+
+
+@pytest.mark.parametrize("content", ["- tp: 2\n", "tp=2\n", "2\n", "", "{tp: 2\n"])
+def test_yaml_that_is_no_mapping(tmp_path, content):
+    file = tmp_path / "spec.yaml"
+    file.write_text(content)
+    message = refusal(str(file))
+    assert "spec.yaml" in message
+
+
+def test_yaml_that_is_not_there(tmp_path):
+    assert "nowhere.yaml" in refusal(str(tmp_path / "nowhere.yaml"))
+
+
+def test_unknown_key_in_yaml(tmp_path):
+    file = tmp_path / "spec.yaml"
+    file.write_text("tp_sise: 2\n")
+    message = refusal(str(file))
+    assert "tp_sise" in message
+    assert "tp_size" in message
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("tp_sise", "tp_size"), ("zero_stadge", "zero_stage"), ("dp_shart", "dp_shard")]
+)
+def test_unknown_key_suggests_the_nearest(typed, meant):
+    message = refusal(f"tp=2,{typed}=2")
+    assert typed in message
+    assert meant in message.replace(typed, "")
+
+
+def test_unknown_key_without_a_near_one_lists_the_keys():
+    message = refusal("gpus=2")
+    assert "gpus" in message
+    assert "tp_size" in message
+
+
+@pytest.mark.parametrize("spec", ["tp=2,tp=4", "tp=2,tp_size=2", "pp_size=2,tp=2,pp=2"])
+def test_key_given_twice(spec):
+    assert "twice" in refusal(spec)
+
+
+@pytest.mark.parametrize("content", ["tp: 2\ntp: 4\n", "tp: 2\ntp_size: 2\n"])
+def test_key_given_twice_in_yaml(tmp_path, content):
+    file = tmp_path / "spec.yaml"
+    file.write_text(content)
+    assert "twice" in refusal(str(file))
+
+
+@pytest.mark.parametrize(
+    "spec", ["tp=two", "tp=2.5", "tp=0", "tp=-2", "zero_stage=4", "pipeline_schedule=2f2b", "tp=none"]
+)
+def test_impossible_value_names_key_and_value(spec):
+    key, value = spec.split("=")
+    message = refusal(spec)
+    assert key in message
+    assert value in message
+
+
+@pytest.mark.parametrize("content", ["tp_size:\n", "tp_size: true\n", "tp_size: [2]\n", "tp_size: 2.0\n"])
+def test_impossible_value_in_yaml_names_the_key(tmp_path, content):
+    file = tmp_path / "spec.yaml"
+    file.write_text(content)
+    assert "tp_size" in refusal(str(file))
+
+
+@pytest.mark.parametrize("spec", ["tp", "tp=", "=2", "tp=2,pp"])
+def test_what_is_no_pair_is_refused_with_an_example(spec):
+    assert "=" in refusal(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "world", "words"),
+    [
+        ("tp=2,dp_shard=2", 8, ["tp=2", "dp_shard=2", "4", "8", "dp_shard=4"]),
+        ("tp=2,pp=2,dp_replicate=1,dp_shard=1", 8, ["4", "8", "dp_shard=2"]),
+        ("dp_replicate=2,dp_shard=3", 8, ["6", "8", "dp_shard=4"]),
+        ("tp=3", 8, ["tp=3", "8", "6"]),
+        ("tp=16", 8, ["tp=16", "8"]),
+    ],
+)
+def test_sizes_that_do_not_multiply_to_the_world(spec, world, words):
+    message = refusal(spec, world)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+    ("spec", "world", "sizes"),
+    [
+        ("tp=2", 8, {"tp": 2, "dp_shard": 4}),
+        ("tp=2,pp=2", 8, {"tp": 2, "pp": 2, "dp_shard": 2}),
+        ("tp=2,pp=2", 4, {"tp": 2, "pp": 2}),
+        ("dp_replicate=2", 4, {"dp_replicate": 2, "dp_shard": 2}),
+        ("dp_replicate=-1", 4, {"dp_replicate": 4}),
+        ("tp=-1,pp=2", 8, {"tp": 4, "pp": 2}),
+        ("dp_shard=-1", 1, {}),
+        ("", 4, {"dp_shard": 4}),
+    ],
+)
+def test_the_one_free_axis_takes_the_remaining_processes(spec, world, sizes):
+    config = ParallelConfig.parse(spec).resolve(world)
+    assert {axis: getattr(config, f"{axis}_size") for axis in AXES} == {**dict.fromkeys(AXES, 1), **sizes}
+    assert config.world_size == world
+
+
+@pytest.mark.parametrize("spec", ["tp=-1,pp=-1", "tp=-1,dp_shard=-1", "dp_replicate=-1,dp_shard_size=-1"])
+def test_only_one_axis_may_be_free(spec):
+    message = refusal(spec, 8)
+    assert "-1" in message
+    assert all(item.split("=")[0].removesuffix("_size") in message for item in spec.split(","))
+
+
+def test_free_axis_that_nothing_is_left_for():
+    message = refusal("tp=3,pp=-1", 8)
+    assert "tp=3" in message
+    assert "8" in message
+
+
+def test_data_parallel_size():
+    assert ParallelConfig.parse("dp_replicate=2,tp=2").resolve(8).data_parallel_size == 4
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "",
+        "tp=2",
+        "tp=2,pp=2",
+        "dp_replicate=2,dp_shard=4,zero_stage=2",
+        "dp_shard=4,pp=2,pipeline_split=[3,1],pipeline_microbatches=4,pipeline_schedule=gpipe",
+        "tp=-1",
+        "sequence_parallel=false,attention=sdpa,activation_checkpointing=full",
+    ],
+)
+def test_round_trip_through_the_spec_string(spec):
+    config = ParallelConfig.parse(spec)
+    assert ParallelConfig.parse(config.to_spec()) == config
+    resolved = config.resolve(8)
+    assert ParallelConfig.parse(resolved.to_spec()) == resolved
+    assert ParallelConfig.from_mapping(resolved.to_dict()) == resolved
+
+
+def test_a_config_parses_to_itself():
+    config = ParallelConfig(tp_size=2)
+    assert ParallelConfig.parse(config) is config
+    assert config == ParallelConfig.parse("tp=2")
+
+
+@pytest.mark.parametrize("world", [2, 8])
+def test_fewer_microbatches_than_stages(world):
+    message = refusal("pp=2,pipeline_microbatches=1", world)
+    assert "pipeline_microbatches=1" in message
+    assert "2" in message
+
+
+def test_pipeline_split_needs_one_number_per_stage():
+    message = refusal("pp=2,pipeline_split=[2,1,1]")
+    assert "pipeline_split" in message
+    assert "pp_size=2" in message
+
+
+@pytest.mark.parametrize(
+    ("spec", "works"),
+    [
+        ("cp=2", "cp_size=1"),
+        ("ep=2", "ep_size=1"),
+        ("tp=2,sequence_parallel=true", "sequence_parallel=false"),
+        ("offload=cpu", "offload=none"),
+        ("offload=nvme:/scratch", "offload=none"),
+        ("quantize_weights=true", "quantize_weights=false"),
+        ("quantize_gradients=true", "quantize_gradients=false"),
+        ("zero_stage=0", "dp_replicate"),
+        ("zero_stage=1", "zero_stage=2"),
+        ("activation_checkpointing=selective", "activation_checkpointing=full"),
+        ("pp=2,pipeline_schedule=interleaved_1f1b", "pipeline_schedule=1f1b"),
+        ("auto", "tp=2"),
+    ],
+)
+def test_what_this_version_lacks_is_refused_by_name(spec, works):
+    message = refusal(spec)
+    assert spec.split(",")[-1].split("=")[0] in message
+    assert works in message

@@ -1,0 +1,98 @@
+"""The fork harness itself: results in order, the right rank blamed, nothing left running."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import RankFailure, run, run_alone
+
+
+def test_results_come_back_in_rank_order(distributed):
+    def work(offset):
+        total = torch.tensor(dist.get_rank() + offset)
+        dist.all_reduce(total)
+        return {"rank": dist.get_rank(), "total": total, "port": os.environ["MASTER_PORT"]}
+
+    results = distributed(work, 3, 10)
+    assert [result["rank"] for result in results] == [0, 1, 2]
+    assert all(result["total"].item() == 33 for result in results)
+    assert len({result["port"] for result in results}) == 1
+
+
+def test_rendezvous_through_the_environment():
+    def work():
+        dist.init_process_group("gloo")
+        total = torch.ones(())
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run(work, 2, init=False) == [2.0, 2.0]
+
+
+def test_a_process_alone_sees_no_launcher():
+    names = run_alone(lambda: [name for name in ("RANK", "WORLD_SIZE", "MASTER_PORT") if name in os.environ])
+    assert names == []
+
+
+def test_large_results_fit_through_the_pipe():
+    assert run(lambda: torch.arange(300_000), 2)[1].sum().item() == sum(range(300_000))
+
+
+def test_the_first_failing_rank_is_blamed_and_its_traceback_comes_first():
+    def work():
+        if dist.get_rank() == 1:
+            raise LookupError("the reason")
+        dist.all_reduce(torch.ones(()))
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run(work, 3)
+    assert time.monotonic() - start < 15
+    assert str(caught.value).startswith("[rank 1] Traceback")
+    assert "tests/distributed.py" not in str(caught.value)
+    assert (caught.value.rank, caught.value.kind, caught.value.message) == (1, "LookupError", "the reason")
+
+
+def test_a_killed_rank_is_named():
+    def work():
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(torch.ones(()))
+
+    with pytest.raises(RankFailure, match=r"\A\[rank 2\] ended without a result, exit code -9"):
+        run(work, 3)
+
+
+def test_a_crashed_rank_shows_where_it_crashed():
+    def crashing_here():
+        os.abort()
+
+    with pytest.raises(RankFailure, match=r"(?s)exit code -6\n.*crashing_here"):
+        run(crashing_here, 2)
+
+
+def test_a_hung_rank_shows_where_it_hangs():
+    def stuck_here():
+        time.sleep(60)
+
+    def work():
+        if dist.get_rank() == 0:
+            stuck_here()
+
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="stuck_here") as caught:
+        run(work, 2, timeout=2)
+    assert time.monotonic() - start < 10
+    assert caught.value.kinds == {0: "Hung"}
+
+
+def test_exiting_the_script_is_a_failure():
+    def work():
+        raise SystemExit(3)
+
+    with pytest.raises(RankFailure, match="SystemExit"):
+        run(work, 2)

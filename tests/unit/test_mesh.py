@@ -1,0 +1,87 @@
+"""Coordinates and data ranks of eight processes, against tables written by hand. No process group."""
+
+import pytest
+
+from hf_parallel.config import ParallelConfig
+from hf_parallel.mesh import axis_ranks, axis_sizes, coordinates, data_rank
+
+
+def resolved(spec: str, world: int = 8) -> ParallelConfig:
+    return ParallelConfig.parse(spec).resolve(world)
+
+
+# rank 0 .. 7 -> coordinates along the named axes; every other axis is at 0
+PLACES = {
+    "tp=2,pp=2,dp_shard=2": {
+        "pp": [0, 0, 0, 0, 1, 1, 1, 1],
+        "dp_shard": [0, 0, 1, 1, 0, 0, 1, 1],
+        "tp": [0, 1, 0, 1, 0, 1, 0, 1],
+    },
+    "dp_replicate=2,dp_shard=2,tp=2": {
+        "dp_replicate": [0, 0, 0, 0, 1, 1, 1, 1],
+        "dp_shard": [0, 0, 1, 1, 0, 0, 1, 1],
+        "tp": [0, 1, 0, 1, 0, 1, 0, 1],
+    },
+    "dp_replicate=2,pp=2,dp_shard=2": {
+        "dp_replicate": [0, 0, 0, 0, 1, 1, 1, 1],
+        "pp": [0, 0, 1, 1, 0, 0, 1, 1],
+        "dp_shard": [0, 1, 0, 1, 0, 1, 0, 1],
+    },
+    "pp=4,tp=2": {"pp": [0, 0, 1, 1, 2, 2, 3, 3], "tp": [0, 1, 0, 1, 0, 1, 0, 1]},
+    "dp_shard=8": {"dp_shard": [0, 1, 2, 3, 4, 5, 6, 7]},
+    "tp=8": {"tp": [0, 1, 2, 3, 4, 5, 6, 7]},
+}
+
+# rank 0 .. 7 -> which share of the data it reads
+SHARES = {
+    "tp=2,pp=2,dp_shard=2": [0, 0, 1, 1, 0, 0, 1, 1],
+    "dp_replicate=2,dp_shard=2,tp=2": [0, 0, 1, 1, 2, 2, 3, 3],
+    "dp_replicate=2,pp=2,dp_shard=2": [0, 1, 0, 1, 2, 3, 2, 3],
+    "dp_replicate=2,pp=2,tp=2": [0, 0, 0, 0, 1, 1, 1, 1],
+    "pp=4,tp=2": [0, 0, 0, 0, 0, 0, 0, 0],
+    "pp=4,dp_shard=2": [0, 1, 0, 1, 0, 1, 0, 1],
+    "dp_shard=8": [0, 1, 2, 3, 4, 5, 6, 7],
+}
+
+# (spec, axis) -> the groups that talk along it
+GROUPS = {
+    ("tp=2,pp=2,dp_shard=2", "tp"): [[0, 1], [2, 3], [4, 5], [6, 7]],
+    ("tp=2,pp=2,dp_shard=2", "pp"): [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ("tp=2,pp=2,dp_shard=2", "dp_shard"): [[0, 2], [1, 3], [4, 6], [5, 7]],
+    ("dp_replicate=2,dp_shard=2,tp=2", "dp_replicate"): [[0, 4], [1, 5], [2, 6], [3, 7]],
+    ("pp=4,tp=2", "pp"): [[0, 2, 4, 6], [1, 3, 5, 7]],
+    ("pp=4,tp=2", "dp_shard"): [[rank] for rank in range(8)],
+}
+
+
+@pytest.mark.parametrize("spec", PLACES)
+def test_coordinates(spec):
+    config = resolved(spec)
+    for rank in range(8):
+        named = {axis: column[rank] for axis, column in PLACES[spec].items()}
+        expected = {**dict.fromkeys(("dp_replicate", "pp", "dp_shard", "cp", "tp"), 0), **named}
+        assert coordinates(config, rank) == expected
+
+
+def test_axes_run_from_slow_links_to_fast_links():
+    config = resolved("dp_replicate=2,pp=3,dp_shard=5,tp=7", 210)
+    assert axis_sizes(config) == (2, 3, 5, 1, 7)
+    assert list(coordinates(config, 0)) == ["dp_replicate", "pp", "dp_shard", "cp", "tp"]
+
+
+@pytest.mark.parametrize("spec", SHARES)
+def test_data_rank(spec):
+    config = resolved(spec)
+    assert [data_rank(config, rank) for rank in range(8)] == SHARES[spec]
+    assert set(SHARES[spec]) == set(range(config.data_parallel_size))
+
+
+@pytest.mark.parametrize(("spec", "axis"), GROUPS)
+def test_groups_along_an_axis(spec, axis):
+    assert sorted(axis_ranks(resolved(spec), axis)) == GROUPS[spec, axis]
+
+
+def test_the_picture_in_the_docstring_is_right():
+    config = resolved("pp=2,dp_shard=2,tp=2")
+    assert [data_rank(config, rank) for rank in (0, 1, 4, 5)] == [0] * 4
+    assert [data_rank(config, rank) for rank in (2, 3, 6, 7)] == [1] * 4

@@ -1,0 +1,268 @@
+"""`python -m hf_parallel`: what the script sees, what is left alone, and how every rank ends."""
+
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from hf_parallel import __main__ as runner
+from hf_parallel import hooks
+from tests.distributed import run
+
+ROOT = Path(__file__).parents[2]
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "HF_PARALLEL")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """`script(code)` writes a script and returns its path."""
+
+    def write(code, name="train.py"):
+        path = tmp_path / "scripts" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(textwrap.dedent(code))
+        return path
+
+    return write
+
+
+def start(*arguments, cwd, rank=None, world_size=1, port=0, **environment):
+    """Start `python -m hf_parallel …` as one rank; returns the process."""
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    kept |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environment}
+    if rank is not None:
+        kept |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+        kept |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "hf_parallel", *map(str, arguments)]
+    return subprocess.Popen(command, cwd=cwd, env=kept, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(*arguments, **options):
+    """Run to the end: (exit code, stdout, stderr)."""
+    process = start(*arguments, **options)
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def test_script_sees_what_plain_python_gives_it(script, tmp_path):
+    train = script(
+        """
+        import sys, helper
+        from pathlib import Path
+        assert __name__ == "__main__" and sys.modules["__main__"].__dict__ is globals()
+        script = Path(__file__)
+        print(sys.argv[1:], Path(sys.argv[0]).name, sys.path[0] == str(script.parent), script.is_absolute())
+        """
+    )
+    script("", name="helper.py")
+    code, out, err = finish("scripts/train.py", "--lr", "1", "-m", cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert out.strip() == "['--lr', '1', '-m'] train.py True True"
+    assert train.exists()
+
+
+def test_module(script, tmp_path):
+    script("import sys; print(__name__, sys.argv[1:])", name="tool.py")
+    code, out, err = finish("-m", "tool", "--x", cwd=tmp_path / "scripts")
+    assert (code, out.strip(), err) == (0, "__main__ ['--x']", "")
+
+
+def test_without_a_spec_nothing_is_imported(script, tmp_path):
+    script(
+        "import sys; print([n for n in sys.modules if n.split('.')[0] in ('torch', 'transformers', 'hf_parallel')])"
+    )
+    assert finish("scripts/train.py", cwd=tmp_path)[1].strip() == "[]"
+
+
+def test_without_a_spec_nothing_is_patched(script, tmp_path):
+    script(
+        """
+        import inspect, sys
+        from accelerate import Accelerator
+        from transformers import HfArgumentParser, PreTrainedModel, Trainer, TrainingArguments
+
+        def bare(value):
+            if isinstance(value, property):
+                return value.fget
+            return value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
+
+        def replaced():
+            loaded = list(sys.modules.items())
+            modules = [module for name, module in loaded if name.partition(".")[0] in ("transformers", "accelerate")]
+            held = [value for module in modules for value in list(vars(module).values())]
+            held += [bare(value) for owner in held if inspect.isclass(owner) for value in list(vars(owner).values())]
+            functions = [value for value in held if inspect.isfunction(value)]
+            assert len(functions) > 1000
+            return {f.__qualname__ for f in functions if "hf_parallel/hooks" in f.__code__.co_filename}
+
+        assert replaced() == set()
+        assert not hasattr(TrainingArguments, "parallel")
+        assert "--parallel " not in HfArgumentParser(TrainingArguments).format_help()
+        assert not [name for name in sys.modules if name.startswith("hf_parallel")]
+        import hf_parallel
+        assert "TrainingArguments.__post_init__" in replaced()
+        """
+    )
+    code, _, err = finish("scripts/train.py", "--output_dir", "x", cwd=tmp_path)
+    assert code == 0, err
+
+
+def test_a_script_that_imports_us_gets_the_field(script, tmp_path):
+    script(
+        """
+        import hf_parallel
+        from transformers import TrainingArguments
+        assert TrainingArguments("out", parallel="dp_shard=-1", use_cpu=True).parallel == "dp_shard=-1"
+        """
+    )
+    code, _, err = finish("scripts/train.py", cwd=tmp_path)
+    assert code == 0, err
+
+
+def test_the_scripts_own_flag_installs_the_field(script, tmp_path):
+    script(
+        """
+        from transformers import HfArgumentParser, TrainingArguments
+        (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+        print(args.parallel)
+        """
+    )
+    code, out, err = finish("scripts/train.py", "--output_dir", "x", "--parallel=dp_shard=-1", cwd=tmp_path)
+    assert (code, out.strip()) == (0, "dp_shard=-1"), err
+    code, _, err = finish("scripts/train.py", "--parallel", "tp=3", cwd=tmp_path, rank=0)
+    assert code == 2
+    assert [line for line in err.splitlines() if "tp=3" in line] == [err.strip().splitlines()[-1]]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"), [("sys.exit(7)", 7), ("sys.exit()", 0), ("raise KeyboardInterrupt", -2), ("sys.exit('no')", 1)]
+)
+def test_exit_codes_pass_through(script, tmp_path, end, code):
+    script(f"import sys; {end}")
+    assert finish("scripts/train.py", cwd=tmp_path)[0] == code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "words"),
+    [
+        (["--parallel", "tpp=2", "scripts/train.py"], {}, ["tpp", "tp"]),
+        (["--parallel", "tp=3", "scripts/train.py"], {}, ["tp=3", "1 process"]),
+        (["--parallel", "tp=2", "scripts/train.py"], {"HF_PARALLEL": "pp=2"}, ["--parallel", "HF_PARALLEL", "pp=2"]),
+        (["scripts/train.py"], {"HF_PARALLEL": "tp"}, ["tp", "key=value"]),
+        (["scripts/missing.py"], {}, ["missing.py", "no such script"]),
+        (["--spec", "tp=2", "scripts/train.py"], {}, ["--spec", "unknown option"]),
+        (["--parallel", "tp=2"], {}, ["no script"]),
+        ([], {}, ["no script", "usage"]),
+    ],
+)
+def test_refusals_are_one_line(script, tmp_path, arguments, environment, words):
+    script("print('ran')")
+    code, out, err = finish(*arguments, cwd=tmp_path, rank=0, **environment)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1, err
+    assert err.startswith("hf_parallel: ")
+    assert all(word in err for word in words), err
+
+
+def test_only_rank_0_speaks(script, tmp_path):
+    script("")
+    ranks = [
+        start("--parallel", "tpp=2", "scripts/train.py", cwd=tmp_path, rank=rank, world_size=2) for rank in range(2)
+    ]
+    reports = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert [len(report.splitlines()) for report in reports] == [1, 0]
+
+
+def test_equal_specs_from_two_sources_agree(monkeypatch):
+    monkeypatch.setenv("HF_PARALLEL", "tp_size=2")
+    assert runner.choose_spec("tp=2") == ("tp=2", "the runner's --parallel")
+    assert runner.choose_spec(None) == ("tp_size=2", "HF_PARALLEL")
+    monkeypatch.setenv("HF_PARALLEL", "")
+    assert runner.choose_spec(None) is None
+
+
+def test_command_line():
+    command = runner.parse_command(["--parallel=tp=2", "train.py", "--parallel", "x", "-m"])
+    assert command == runner.Command("tp=2", False, "train.py", ["--parallel", "x", "-m"])
+    assert runner.parse_command(["--parallel", "a", "-m", "pkg.train", "b"]) == runner.Command(
+        "a", True, "pkg.train", ["b"]
+    )
+    with pytest.raises(SystemExit):
+        runner.parse_command(["--help"])
+
+
+FAILING = """
+    import os
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    ones = torch.ones(2)
+    dist.all_reduce(ones)
+    if dist.get_rank() == 1:
+        {end}
+    dist.all_reduce(ones)
+    """
+
+
+def free_port():
+    """A port nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.mark.parametrize("end", ["raise ValueError('the real reason')", "os.kill(os.getpid(), 9)"])
+def test_a_failing_rank_reports_and_its_peers_end(script, tmp_path, end):
+    script(FAILING.format(end=end))
+    port = free_port()
+    ranks = [start("scripts/train.py", cwd=tmp_path, rank=rank, world_size=2, port=port) for rank in range(2)]
+    (_, peer), (_, failed) = [rank.communicate(timeout=60) for rank in ranks]
+    assert ranks[0].returncode == 1
+    assert "hf_parallel: rank 0 lost its peers (" in peer.splitlines()[-1]
+    assert "Traceback" not in peer
+    if "ValueError" in end:
+        assert ranks[1].returncode == 1
+        assert "hf_parallel: rank 1 failed" in failed
+        assert "ValueError: the real reason" in failed.splitlines()[-1]
+        assert "runpy" not in failed
+    else:
+        assert ranks[1].returncode == -9
+
+
+def test_a_refusal_of_one_rank_alone_is_not_lost(script, tmp_path):
+    refuse = "from hf_parallel.config import SpecError; raise SpecError('tp=3: only here')"
+    script(FAILING.format(end=refuse))
+    port = free_port()
+    ranks = [start("scripts/train.py", cwd=tmp_path, rank=rank, world_size=2, port=port) for rank in range(2)]
+    reports = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert ranks[1].returncode == 2
+    assert reports[1].splitlines()[-1] == "hf_parallel: rank 1: tp=3: only here"
+
+
+def test_an_own_error_is_not_taken_for_a_lost_peer(script, tmp_path):
+    script("raise ConnectionError('Connection reset by peer')")
+    code, _, err = finish("scripts/train.py", cwd=tmp_path)
+    assert code == 1
+    assert err.splitlines()[0] == "hf_parallel: rank 0 failed"
+    assert err.splitlines()[1].startswith("Traceback")
+
+
+def test_process_group_is_closed_after_a_clean_end(script):
+    train = str(script("import sys; sys.exit(0)"))
+
+    def body():
+        import torch.distributed as dist
+
+        hooks.activate = lambda spec, source: None
+        hooks.active = lambda: True
+        with pytest.raises(SystemExit):
+            runner.main(["--parallel", "dp_shard=-1", train])
+        return dist.is_initialized()
+
+    assert run(body, 1) == [False]

@@ -1,0 +1,48 @@
+"""The README's support matrix says what the results say, and nothing else."""
+
+import json
+
+import pytest
+
+from tests import support_matrix
+from tests.support_matrix import BEGIN, END
+
+RESULTS = {
+    "versions": {"torch": "2.13.0"},
+    "cells": {"tp=2,pp=2": {"Llama": "passed", "BERT": "failed"}, "dp_shard=2": {"Llama": "passed"}},
+}
+
+
+@pytest.fixture
+def files(tmp_path):
+    readme, results = tmp_path / "README.md", tmp_path / "support.json"
+    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    results.write_text(json.dumps(RESULTS))
+    return readme, ["--readme", str(readme), "--results", str(results)]
+
+
+def test_rows_columns_and_signs():
+    lines = support_matrix.table(RESULTS).splitlines()
+    header = [cell.strip() for cell in lines[0].strip("|").split("|")]
+    first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4])
+    assert (first[0], second[0]) == ("`dp_shard=2`", "`tp=2,pp=2`")
+    assert dict(zip(header, second, strict=True))["Llama"] == "✓"
+    assert dict(zip(header, second, strict=True))["BERT"] == "✗"
+    assert dict(zip(header, first, strict=True))["BERT"] == ""
+    assert "torch 2.13.0" in lines[-1]
+
+
+def test_write_then_check(files):
+    readme, arguments = files
+    assert support_matrix.main([*arguments, "--check"]) == 1
+    assert "old" in readme.read_text()
+    assert support_matrix.main(arguments) == 0
+    assert support_matrix.main([*arguments, "--check"]) == 0
+    assert readme.read_text().startswith("# Title\n\n")
+    assert readme.read_text().endswith("\n\nThe end.\n")
+    assert "old" not in readme.read_text()
+
+
+def test_a_column_nobody_knows_is_an_error():
+    with pytest.raises(ValueError, match="Lama"):
+        support_matrix.table({**RESULTS, "cells": {"tp=2": {"Lama": "passed"}}})
