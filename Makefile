@@ -51,7 +51,8 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 matrix: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python tests/support_matrix.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity --record-support
+	$(BIN)/python -m tests.support_matrix
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -38,7 +38,7 @@ def read_documents() -> list[str]:
 def _prose(text: str) -> str:
     text = text.replace('"', "").replace("*", "")
     paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return "\n".join(p for p in paragraphs if p[:1].isalpha() and p.endswith(".") and p.count(" ") > 5)
+    return " ".join(p for p in paragraphs if p[:1].isalpha() and p.endswith(".") and p.count(" ") > 5)
 
 
 def train_tokenizer(documents: list[str], vocab_size: int = 4096) -> PreTrainedTokenizerFast:

@@ -73,8 +73,8 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         retie(model)
         state.notes += filter(None, [describe(model, styles, config.tp_size)])
     if config.pp_size > 1:
-        blocks = cut_into_stage(model, config, mesh.index("pp"))
-        state.pipeline = PipelineEngine(model, blocks, mesh, tied, state.sums_over_tokens)
+        blocks, entry = cut_into_stage(model, config, mesh.index("pp"))
+        state.pipeline = PipelineEngine(model, blocks, entry, mesh, tied, state.sums_over_tokens)
         state.root = state.pipeline.stage
     if not on_meta:
         model.to(mesh.device)

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.outputs import PipelineLoss, broadcast_outputs, detached_node
 from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count
-from hf_parallel.pipeline.stages import boundary_dtype, hidden_size
+from hf_parallel.pipeline.stages import Entry, boundary_dtype, hidden_size
 
 Batch = dict[str, Any]
 
@@ -57,9 +57,15 @@ class PipelineEngine:
     """Runs one pipelined model. Attributes `loss_only` and `copies` are for the callers in `hooks/`."""
 
     def __init__(
-        self, model: Any, layers: list[nn.Module], mesh: ParallelMesh, tied: bool, sums_over_tokens: bool
+        self,
+        model: Any,
+        layers: list[nn.Module],
+        entry: Entry | None,
+        mesh: ParallelMesh,
+        tied: bool,
+        sums_over_tokens: bool,
     ) -> None:
-        self.model, self.layers, self.mesh, self.config = model, layers, mesh, mesh.config
+        self.model, self.layers, self.entry, self.mesh, self.config = model, layers, entry, mesh, mesh.config
         self.group, self.first, self.last = mesh.group("pp"), mesh.is_first_stage, mesh.is_last_stage
         self.tied_group = mesh.first_and_last_stage_group() if tied else None
         self.sums_over_tokens = sums_over_tokens
@@ -154,10 +160,13 @@ class PipelineEngine:
         return self._run_backbone(self._arriving, *args, **kwargs)
 
     def _run_backbone(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        if not self.first:
-            kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": hidden}
-            args = ()
+        if self.entry is not None and hidden is not None:
+            # The model sees the shape to make masks and positions of; the values come in at the entry.
+            kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": hidden.detach()}
+            args, self.entry.hidden = (), hidden
         output = self._backbone_forward(*args, **kwargs)
+        if self.entry is not None:
+            self.entry.hidden = None
         if self.last:
             return output
         hidden = output[0]

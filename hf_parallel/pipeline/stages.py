@@ -6,7 +6,10 @@ backbone's own `base_model_pp_plan` (embedding, layers, final norm); what is out
 
     four layers, pp=2      embed_tokens   layers.0  layers.1  layers.2  layers.3   norm   lm_head
     stage 0                     x            x         x         ->        ->       ->      ->
-    stage 1                     ->           ->        ->        x         x        x       x
+    stage 1                     ->           ->       entry      x         x        x       x
+
+The layer just before a later stage's own is its entry: it gives what the previous stage computed. So what the model
+does between embedding and layers (scaling, positions, dropout) happens once, on the first stage.
 """
 
 from __future__ import annotations
@@ -26,8 +29,20 @@ class PassThrough(nn.Module):
         return args[0] if args else next(iter(kwargs.values()))
 
 
-def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> list[nn.Module]:
-    """Keep the modules of stage `index` in `model`, replace the others. Returns the layers that stay.
+class Entry(PassThrough):
+    """Stands where the previous stage's last layer was: gives that layer's output."""
+
+    hidden: torch.Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.hidden
+
+
+def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> tuple[list[nn.Module], Entry | None]:
+    """Keep the modules of stage `index` in `model`, replace the others.
+
+    Returns:
+        The layers that stay, and where the activations of the previous stage enter (None on the first stage).
 
     Raises:
         SpecError: the model publishes no pipeline plan, or has fewer layers than stages.
@@ -38,14 +53,14 @@ def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> list[nn.Mo
     first, last = layer_range(len(layers), config, index)
     for i in range(len(layers)):
         if not first <= i < last:
-            layers[i] = PassThrough()
+            layers[i] = Entry() if i == first - 1 else PassThrough()
     is_first, is_last = index == 0, index == config.pp_size - 1
     if not is_first and not (is_last and has_tied_embedding(model)):
         _replace(backbone, before)  # a tied head keeps the embedding beside it: the shared parameter's home
     if not is_last:
         _replace(backbone, after)
         _replace(model, [name for name, child in model.named_children() if child is not backbone])
-    return [layers[i] for i in range(first, last)]
+    return [layers[i] for i in range(first, last)], None if is_first else layers[first - 1]
 
 
 def layer_range(layers: int, config: ParallelConfig, index: int) -> tuple[int, int]:
