@@ -308,7 +308,7 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
     if state is None or state.pipeline is None:
         yield
         return
-    with _set(state.pipeline, loss_only=wanted):
+    with _set(state.pipeline, loss_only=wanted and not state.pipeline.keep_outputs):
         yield
 
 
