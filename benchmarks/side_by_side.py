@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.counting import CountCollectives
 from tests.distributed import run
 
 ROWS, LENGTH = 8, 128
