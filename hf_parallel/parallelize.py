@@ -18,7 +18,7 @@ from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
 from hf_parallel.rewrite.styles import resolve_styles
-from hf_parallel.rewrite.tensor_parallel import tensor_parallel
+from hf_parallel.rewrite.tensor_parallel import Switch, tensor_parallel
 from hf_parallel.rewrite.vocab_parallel import vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel
@@ -73,11 +73,12 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
         state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
-        tensor_parallel(model, mesh["tp"], styles, mesh.device, state.sequence_parallel)
+        switch = Switch(state.sequence_parallel)
+        tensor_parallel(model, mesh["tp"], styles, mesh.device, switch)
         vocab_parallel(model, mesh["tp"], styles, mesh.device, state.sums_over_tokens)
         retie(model)
         if state.sequence_parallel:
-            sequence_parallel(model, mesh["tp"], styles, mesh.device)
+            sequence_parallel(model, mesh["tp"], styles, mesh.device, switch)
     if config.pp_size > 1:
         blocks, entry = cut_into_stage(model, config, mesh.index("pp"))
         parts = config.tp_size if state.sequence_parallel else 1
@@ -89,7 +90,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     if state.pipeline is not None:
         state.pipeline.attach()
     if state.sequence_parallel:
-        pad_sequences(model, config.tp_size)
+        pad_sequences(model, config.tp_size, switch)
 
     _mark(model, state)
     return model

@@ -21,8 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.collectives import join_sequence, split_sequence
-from hf_parallel.config import SpecError
-from hf_parallel.rewrite.tensor_parallel import Region, partial_gradient
+from hf_parallel.rewrite.tensor_parallel import Region, Switch, partial_gradient
 
 
 def obstacle(model: Any, styles: dict[str, str]) -> str | None:
@@ -43,7 +42,9 @@ def obstacle(model: Any, styles: dict[str, str]) -> str | None:
     return None
 
 
-def sequence_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device) -> None:
+def sequence_parallel(
+    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, switch: Switch
+) -> None:
     """Let norms work on parts, split before the first layer and join after the final norm. Before stages are cut."""
     layers, final = _layers_and_final_norm(model)
     assert layers is not None
@@ -54,14 +55,17 @@ def sequence_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], devi
     for layer in layers:
         for child in layer.children():
             if names[child] not in regions and any(True for _ in child.parameters()):
-                partial_gradient(child, mesh, device, Region(layer, group))
-    partial_gradient(final, mesh, device, Region(model, group))
-    layers[0].register_forward_pre_hook(functools.partial(_split_input, group), with_kwargs=True)
-    final.register_forward_hook(lambda module, args, output: join_sequence(output, group))
+                partial_gradient(child, mesh, device, Region(layer, group, switch))
+    partial_gradient(final, mesh, device, Region(model, group, switch))
+    layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
+    final.register_forward_hook(lambda module, args, output: join_sequence(output, group) if switch.on else output)
 
 
-def pad_sequences(model: Any, multiple: int) -> None:
-    """Pad to a multiple of tp around the model's forward: the outermost wrapper, around a pipeline too."""
+def pad_sequences(model: Any, multiple: int, switch: Switch) -> None:
+    """Pad to a multiple of tp around the model's forward: the outermost wrapper, around a pipeline too.
+
+    A call with a key/value cache (generation) runs with whole sequences instead: its steps are one token long.
+    """
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
 
@@ -69,6 +73,13 @@ def pad_sequences(model: Any, multiple: int) -> None:
     def padded(*args: Any, **kwargs: Any) -> Any:
         args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        generates = batch.get("use_cache") and not torch.is_grad_enabled()
+        if generates or batch.get("past_key_values") is not None:
+            switch.on = False
+            try:
+                return forward(**batch)
+            finally:
+                switch.on = True
         rows_and_length = next(
             (batch[k].shape[:2] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None
         )
@@ -86,8 +97,6 @@ def pad_sequences(model: Any, multiple: int) -> None:
 
 
 def _padded_batch(model: Any, batch: dict[str, Any], shape: torch.Size, extra: int) -> dict[str, Any]:
-    if batch.get("past_key_values") is not None:
-        raise SpecError("sequence_parallel: a key/value cache holds whole sequences; sequence_parallel=false works")
     token = getattr(model.config, "pad_token_id", None)
     fill = {"labels": -100, "shift_labels": -100, "input_ids": 0 if token is None else token}
     padded = {}
@@ -98,7 +107,11 @@ def _padded_batch(model: Any, batch: dict[str, Any], shape: torch.Size, extra: i
     return padded
 
 
-def _split_input(group: dist.ProcessGroup, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _split_input(
+    group: dist.ProcessGroup, switch: Switch, layer: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    if not switch.on:
+        return args, kwargs
     if args:
         return (split_sequence(args[0], group), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}

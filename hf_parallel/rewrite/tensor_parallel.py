@@ -17,6 +17,7 @@ layers that read it, so there is one collective forward and one backward per reg
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,16 +32,30 @@ from hf_parallel.collectives import copy_to_group, gather_sequence, reduce_from_
 from hf_parallel.config import SpecError
 
 
+class Switch:
+    """Is sequence parallelism on? Shared by all of a model, which turns it off while it generates."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+
 class Region:
     """The layers between one `enter` and one `leave`: an attention, an MLP, or a single layer."""
 
-    def __init__(self, owner: Any, group: dist.ProcessGroup, sequence_parallel: bool = False) -> None:
-        self.owner, self.group, self.sequence_parallel = owner, group, sequence_parallel
+    def __init__(self, owner: Any, group: dist.ProcessGroup, switch: Switch) -> None:
+        self.owner, self.group, self.switch = owner, group, switch
         self._input: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
+    @property
+    def sequence_parallel(self) -> bool:
+        """Do inputs come, and outputs go, as parts of the sequence?"""
+        return self.switch.on
+
     def gather(self, owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Forward pre-hook of the owner under sequence parallelism: it works on the whole sequence."""
+        if not self.switch.on:
+            return args, kwargs
         if args:
             return (gather_sequence(args[0], self.group), *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": gather_sequence(kwargs["hidden_states"], self.group)}
@@ -64,7 +79,7 @@ class Region:
 
 
 def tensor_parallel(
-    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, sequence_parallel: bool = False
+    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, switch: Switch
 ) -> None:
     """Split the modules named in `styles` over the one-axis `mesh`, in place.
 
@@ -84,11 +99,23 @@ def tensor_parallel(
             )
         if parent not in regions:
             owner = model.get_submodule(parent)
-            regions[parent] = Region(owner, mesh.get_group(), sequence_parallel)
+            regions[parent] = Region(owner, mesh.get_group(), switch)
             owner.register_forward_hook(regions[parent].close, always_call=True)
-            if sequence_parallel:
+            if switch.on:
                 owner.register_forward_pre_hook(regions[parent].gather, with_kwargs=True)
         build(module, mesh, device, regions[parent])
+    model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
+
+
+def _refuse_partial_outputs(switch: Switch, model: Any, args: tuple, kwargs: dict) -> None:
+    """What each rank would have only a part of must not look whole."""
+    wanted = {
+        key for key in ("output_attentions", "output_hidden_states") if kwargs.get(key, getattr(model.config, key))
+    }
+    if "output_attentions" in wanted:
+        raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
+    if wanted and switch.on:
+        raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
 
 
 class TensorParallelLayer(nn.Module):

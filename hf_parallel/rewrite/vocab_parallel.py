@@ -23,6 +23,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.rewrite.tensor_parallel import (
     ColumnParallelLinear,
     Region,
+    Switch,
     TensorParallelLayer,
     become,
     local,
@@ -38,7 +39,7 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
     """
     for name, style in styles.items():
         module = model.get_submodule(name)
-        region = Region(model, mesh.get_group())
+        region = Region(model, mesh.get_group(), Switch(False))  # whole sequences on both sides
         if style == "embedding_rowwise":
             _embedding(name, module, mesh, device, region)
         elif style == "colwise_gather_output":

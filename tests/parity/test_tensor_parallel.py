@@ -5,7 +5,7 @@ import torch
 
 from tests import models
 from tests.counting import CountCollectives
-from tests.distributed import run
+from tests.distributed import run, run_alone
 from tests.training import Script, layouts
 
 LAYERS = models.DECODER["num_hidden_layers"]
@@ -72,3 +72,29 @@ def test_sequence_parallelism_replaces_each_all_reduce():
     norms = 2 * LAYERS + 1
     split_and_join = 2
     assert counts == {"gather": 4 * LAYERS + split_and_join, "scatter": 4 * LAYERS, "reduce": norms + 4}
+
+
+def generate(spec: str | None) -> tuple[list[list[int]], str]:
+    """Greedy tokens after a prompt of odd length, and how asking for hidden states is answered."""
+    model = models.build("qwen3")
+    if spec:
+        from hf_parallel import parallelize
+
+        parallelize(model, spec)
+    model.eval().config.use_cache = True
+    prompt = torch.arange(3, 8).view(1, 5)
+    tokens = model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    try:
+        model(input_ids=prompt, output_hidden_states=True)
+    except NotImplementedError as error:
+        return tokens.tolist(), str(error)
+    return tokens.tolist(), ""
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "tp=4"])
+def test_generation_with_a_cache(spec):
+    """One token at a time, so with whole sequences; parts of hidden states are refused, not returned."""
+    expected, _ = run_alone(generate, None)
+    for tokens, answer in run(generate, int(spec[-1]), spec):
+        assert tokens == expected
+        assert "sequence_parallel=false" in answer
