@@ -73,8 +73,8 @@ def pad_sequences(model: Any, multiple: int, switch: Switch) -> None:
     def padded(*args: Any, **kwargs: Any) -> Any:
         args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
-        generates = batch.get("use_cache") and not torch.is_grad_enabled()
-        if generates or batch.get("past_key_values") is not None:
+        caches = batch.get("use_cache", getattr(model.config, "use_cache", False)) and not torch.is_grad_enabled()
+        if caches or batch.get("past_key_values") is not None:
             switch.on = False
             try:
                 return forward(**batch)
