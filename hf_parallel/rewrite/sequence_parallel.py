@@ -104,7 +104,14 @@ def _padded_batch(model: Any, batch: dict[str, Any], shape: torch.Size, extra: i
         fits = torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == shape
         after = [0, 0] * (value.dim() - 2) if fits else []
         padded[key] = F.pad(value, [*after, 0, extra], value=fill.get(key, 0)) if fits else value
+    last = batch.get("logits_to_keep", 0)
+    if isinstance(last, int) and last > 0:  # counted from the end, which is padding now
+        padded["logits_to_keep"] = torch.arange(shape[1] - last, shape[1], device=_device(padded))
     return padded
+
+
+def _device(batch: dict[str, Any]) -> torch.device:
+    return next(value.device for value in batch.values() if torch.is_tensor(value))
 
 
 def _split_input(
