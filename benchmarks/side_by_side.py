@@ -22,9 +22,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from tests.counting import CountCollectives
 from tests.distributed import run
 
 ROWS, LENGTH = 8, 128
@@ -82,19 +82,14 @@ def measure(setting: Setting, model: Any, data_ranks: int) -> tuple[float, str]:
         optimizer.zero_grad()
 
     step()
-    collectives = "-"
-    if (
-        getattr(getattr(model, "_hf_parallel", None), "pipeline", None) is None
-    ):  # its counter breaks point-to-point sends
-        with CommDebugMode() as counted:
-            step()
-        collectives = str(counted.get_total_counts())
+    with CountCollectives() as counted:
+        step()
     times = []
     for _ in range(setting.steps):
         start = time.perf_counter()
         step()
         times.append(time.perf_counter() - start)
-    return statistics.median(times), collectives
+    return statistics.median(times), str(sum(counted.counts.values()))
 
 
 CASES: list[tuple[str, int, dict[str, int], str]] = [

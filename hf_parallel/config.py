@@ -254,7 +254,6 @@ def _refuse_what_is_not_built(config: ParallelConfig) -> None:
     wanted = [
         (config.cp_size != 1, f"cp_size={config.cp_size}", "context parallelism", "cp_size=1"),
         (config.ep_size != 1, f"ep_size={config.ep_size}", "expert parallelism", "ep_size=1"),
-        (bool(config.sequence_parallel), "sequence_parallel=true", "sequence parallelism", "sequence_parallel=false"),
         (config.offload != "none", f"offload={config.offload}", "offloading", "offload=none"),
         (config.quantize_weights, "quantize_weights=true", "ZeRO++ compression", "quantize_weights=false"),
         (config.quantize_gradients, "quantize_gradients=true", "ZeRO++ compression", "quantize_gradients=false"),

@@ -16,8 +16,10 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stage
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite.identical import make_identical
-from hf_parallel.rewrite.styles import describe, resolve_styles
-from hf_parallel.rewrite.tensor_parallel import tensor_parallel
+from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
+from hf_parallel.rewrite.styles import resolve_styles
+from hf_parallel.rewrite.tensor_parallel import Switch, tensor_parallel
+from hf_parallel.rewrite.vocab_parallel import vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel
 
@@ -31,6 +33,7 @@ class ParallelState:
     root: nn.Module
     pipeline: PipelineEngine | None = None
     sums_over_tokens: bool = False
+    sequence_parallel: bool = False
     flops_per_token: float = 0.0
     notes: list[str] = field(default_factory=list)
     reported: bool = False
@@ -69,18 +72,25 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     tied = config.pp_size > 1 and has_tied_embedding(model)
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
-        tensor_parallel(model, mesh["tp"], styles, mesh.device)
+        state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
+        switch = Switch(state.sequence_parallel)
+        tensor_parallel(model, mesh["tp"], styles, mesh.device, switch)
+        vocab_parallel(model, mesh["tp"], styles, mesh.device, state.sums_over_tokens)
         retie(model)
-        state.notes += filter(None, [describe(model, styles, config.tp_size)])
+        if state.sequence_parallel:
+            sequence_parallel(model, mesh["tp"], styles, mesh.device, switch)
     if config.pp_size > 1:
         blocks, entry = cut_into_stage(model, config, mesh.index("pp"))
-        state.pipeline = PipelineEngine(model, blocks, entry, mesh, tied, state.sums_over_tokens)
+        parts = config.tp_size if state.sequence_parallel else 1
+        state.pipeline = PipelineEngine(model, blocks, entry, mesh, tied, state.sums_over_tokens, parts)
         state.root = state.pipeline.stage
     if not on_meta:
         model.to(mesh.device)
     shard_data_parallel(model, state.root, blocks, mesh)
     if state.pipeline is not None:
         state.pipeline.attach()
+    if state.sequence_parallel:
+        pad_sequences(model, config.tp_size, switch)
 
     _mark(model, state)
     return model
@@ -152,6 +162,20 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         )
     if len({p.device.type == "meta" for p in model.parameters()}) > 1:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
+
+
+def _wants_sequence_parallel(model: Any, styles: dict[str, str], state: ParallelState) -> bool:
+    """On by default where the model allows it; what cannot be met is an error if asked for, else a note."""
+    asked = state.config.sequence_parallel
+    if asked is False:
+        return False
+    reason = obstacle(model, styles)
+    if reason is None:
+        return True
+    if asked:
+        raise SpecError(f"sequence_parallel=true: {reason}; sequence_parallel=false works")
+    state.notes.append(f"no sequence parallelism: {reason}")
+    return False
 
 
 def _use_attention(model: Any, name: str) -> None:

@@ -12,10 +12,12 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
     Qwen3Config,
 )
 
@@ -59,7 +61,30 @@ def bert(**changes: Any) -> BertConfig:
     return BertConfig(**{**sizes, **still, "num_hidden_layers": 2, "num_labels": CLASSES, **changes})
 
 
-CONFIGS = {"llama": llama, "qwen3": qwen3, "mistral": mistral, "bert": bert}
+def odd(**changes: Any) -> LlamaConfig:
+    """Llama with a vocabulary that no number of ranks divides, on rows of an odd length (see `data`), tied."""
+    return llama(**{"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True, **changes})
+
+
+def gemma2(**changes: Any) -> Gemma2Config:
+    """Gemma 2: scaled embeddings, four norms a layer, soft-capped logits, a sliding window in every other layer."""
+    return Gemma2Config(**{**DECODER, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, **changes})
+
+
+def qwen2(**changes: Any) -> Qwen2Config:
+    """Qwen2: biases on the projections of queries, keys and values."""
+    return Qwen2Config(**{**DECODER, "tie_word_embeddings": False, **changes})
+
+
+CONFIGS = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "mistral": mistral,
+    "bert": bert,
+    "odd": odd,
+    "gemma2": gemma2,
+    "qwen2": qwen2,
+}
 
 
 def auto_class(config: PretrainedConfig) -> type:
@@ -81,9 +106,9 @@ class Rows(Dataset):
     has LENGTH - i % 5 tokens and needs a collator that pads.
     """
 
-    def __init__(self, size: int, seed: int, even: bool = False, uneven_lengths: bool = False):
+    def __init__(self, size: int, seed: int, even: bool = False, uneven_lengths: bool = False, length: int = LENGTH):
         generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(0, VOCABULARY, (size, LENGTH), generator=generator)
+        self.tokens = torch.randint(0, VOCABULARY, (size, length), generator=generator)
         self.even, self.uneven_lengths = even, uneven_lengths
 
     def __len__(self) -> int:
@@ -130,4 +155,6 @@ def data(model: str, size: int, seed: int, stream: bool = False, uneven_lengths:
     """The data set that goes with a model."""
     if model == "bert":
         return Sentences(size, seed)
+    if model == "odd":
+        return Rows(size, seed, length=LENGTH - 1)
     return Stream(size, seed) if stream else Rows(size, seed, uneven_lengths=uneven_lengths)

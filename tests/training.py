@@ -38,6 +38,7 @@ class Script:
     route: str = "from_pretrained"  # or "from_config", or "unequal": from_config under a seed per rank
     uneven_lengths: bool = False
     own_loss: bool = False
+    overrides: bool = False  # a Trainer subclass whose compute_loss reads the logits
     arguments: tuple[tuple[str, Any], ...] = ()
 
     def with_accumulation(self, steps: int) -> "Script":
@@ -101,6 +102,15 @@ def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tenso
     return loss / (kept.sum() if num_items_in_batch is None else num_items_in_batch)
 
 
+class OwnTrainer(Trainer):
+    """A user's subclass: gives labels to the model and computes its own loss from the logits all the same."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = own_loss(outputs, inputs["labels"], num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
 def load_model(script: Script, folder: str, rank: int):
     """The script's model by its route; `rank` only matters to the route with unequal seeds."""
     config = AutoConfig.from_pretrained(folder)
@@ -134,7 +144,8 @@ def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int
         **chosen,
     )
     recorder, kind = Recorder(), (script.stream, script.uneven_lengths)
-    trainer = Trainer(
+    trainer_class = OwnTrainer if script.overrides else Trainer
+    trainer = trainer_class(
         model=load_model(script, initial, rank),
         args=arguments,
         train_dataset=models.data(script.model, script.rows, TRAIN_SEED, *kind),

@@ -1,5 +1,23 @@
 """Differentiable collectives: each names what it does forward and backward."""
 
-from hf_parallel.collectives.differentiable import copy_to_group, gather_last_dim, reduce_from_group
+from hf_parallel.collectives.differentiable import (
+    all_reduce,
+    copy_to_group,
+    gather_sequence,
+    join_last_dim,
+    join_sequence,
+    reduce_from_group,
+    reduce_scatter_sequence,
+    split_sequence,
+)
 
-__all__ = ["copy_to_group", "gather_last_dim", "reduce_from_group"]
+__all__ = [
+    "all_reduce",
+    "copy_to_group",
+    "gather_sequence",
+    "join_last_dim",
+    "join_sequence",
+    "reduce_from_group",
+    "reduce_scatter_sequence",
+    "split_sequence",
+]

@@ -1,6 +1,7 @@
-"""The conjugate pairs of Megatron-LM (Shoeybi et al., 2019, section 3, operators f and g).
+"""The conjugate pairs of Megatron-LM: f and g (Shoeybi et al., 2019, section 3), and their forms along the sequence
+(Korthikanti et al., 2022, section 4.2.2).
 
-Each takes a local tensor and a process group. A group of size one costs nothing but the autograd node.
+Each takes a local tensor and a process group. Sequence forms cut dim 1 of [batch, seq, hidden] into equal parts.
 """
 
 from __future__ import annotations
@@ -10,6 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+
+_SEQUENCE = 1
+# torch 2.13 renamed these two; the former names warn.
+_all_gather_op = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
+_reduce_scatter_op = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
 
 
 class _Copy(torch.autograd.Function):
@@ -22,7 +28,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_reduce(gradient, ctx.group), None
+        return all_reduce(gradient, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
@@ -30,26 +36,63 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _all_reduce(tensor, group)
+        return all_reduce(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
-class _GatherLastDim(torch.autograd.Function):
-    """All-gather along the last dim forward, this rank's slice of the gradient backward."""
+class _GatherSequence(torch.autograd.Function):
+    """All-gather along the sequence forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(group.size())]
-        dist.all_gather(parts, tensor.contiguous(), group=group)
-        return torch.cat(parts, dim=-1)
+        return _all_gather(tensor, _SEQUENCE, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
+        return _reduce_scatter(gradient, _SEQUENCE, ctx.group), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    """Reduce-scatter along the sequence forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _reduce_scatter(tensor, _SEQUENCE, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_gather(gradient, _SEQUENCE, ctx.group), None
+
+
+class _SplitSequence(torch.autograd.Function):
+    """This rank's part of the sequence forward, all-gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _own_part(tensor, _SEQUENCE, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_gather(gradient, _SEQUENCE, ctx.group), None
+
+
+class _Join(torch.autograd.Function):
+    """All-gather along a dim forward, this rank's part of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.dim, ctx.group = dim, group
+        return _all_gather(tensor, dim, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return _own_part(gradient, ctx.dim, ctx.group), None, None
 
 
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -62,11 +105,45 @@ def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.T
     return _Reduce.apply(tensor, group)
 
 
-def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, n] on each rank -> […, n * group size] on all; the ranks must go on to compute the same thing."""
-    return _GatherLastDim.apply(tensor, group)
+def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h]: enter such a region with parts of the sequence."""
+    return _GatherSequence.apply(tensor, group)
 
 
-def _all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    # The functional collective returns a new tensor: an in-place one would change what autograd has saved.
-    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), "sum", group))
+def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s, h] partial sums -> [b, s / n, h]: leave it with parts of the sequence."""
+    return _ReduceScatterSequence.apply(tensor, group)
+
+
+def split_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s, h], the same on all ranks -> [b, s / n, h]."""
+    return _SplitSequence.apply(tensor, group)
+
+
+def join_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h] on all ranks, which must go on to compute the same thing."""
+    return _Join.apply(tensor, _SEQUENCE, group)
+
+
+def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n] on each rank -> […, n * group size] on all, which must go on to compute the same thing."""
+    return _Join.apply(tensor, tensor.dim() - 1, group)
+
+
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: str = "sum") -> torch.Tensor:
+    """A new reduced tensor; one in place would change what autograd has saved. Not differentiable."""
+    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), operation, group))
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    gathered = functional.wait_tensor(_all_gather_op(tensor.contiguous(), 0, group))
+    return gathered if dim == 0 else torch.cat(gathered.chunk(group.size(), dim=0), dim=dim)
+
+
+def _reduce_scatter(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    parts = torch.cat(tensor.chunk(group.size(), dim=dim), dim=0) if dim else tensor
+    return functional.wait_tensor(_reduce_scatter_op(parts.contiguous(), "sum", 0, group))
+
+
+def _own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.chunk(group.size(), dim=dim)[group.rank()].contiguous()

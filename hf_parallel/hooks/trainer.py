@@ -43,8 +43,22 @@ def init(original: Callable) -> Callable:
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
+        _prepare_pipeline(self)
 
     return replacement
+
+
+def _prepare_pipeline(trainer: Any) -> None:
+    """A loss that is not the model's own needs whole outputs; the layout says what that costs."""
+    state = runtime.parallel_state(trainer.model)
+    if state is None or state.pipeline is None:
+        return
+    from transformers import Trainer
+
+    own = type(trainer).compute_loss is not Trainer.compute_loss
+    state.pipeline.keep_outputs = own
+    if own or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        state.notes.append("the loss is computed from whole outputs: the pipeline keeps all activations of a batch")
 
 
 def call_model_init(original: Callable) -> Callable:
@@ -53,6 +67,8 @@ def call_model_init(original: Callable) -> Callable:
     def replacement(self: Any, trial: Any = None) -> Any:
         model = original(self, trial)
         _make_ready(model, None)
+        self.model = model
+        _prepare_pipeline(self)
         return model
 
     return replacement
@@ -156,8 +172,9 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
 
 def _runs_scheduled(trainer: Any) -> bool:
     state = runtime.parallel_state(trainer.model)
-    own_loss = trainer.label_smoother is None and trainer.compute_loss_func is None
-    return state is not None and state.pipeline is not None and state.sums_over_tokens and own_loss
+    if state is None or state.pipeline is None or state.pipeline.keep_outputs:
+        return False
+    return state.sums_over_tokens and trainer.label_smoother is None and trainer.compute_loss_func is None
 
 
 def _trim(batch: Any, real: int, rows: int) -> dict:
@@ -291,7 +308,7 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
     if state is None or state.pipeline is None:
         yield
         return
-    with _set(state.pipeline, loss_only=wanted):
+    with _set(state.pipeline, loss_only=wanted and not state.pipeline.keep_outputs):
         yield
 
 

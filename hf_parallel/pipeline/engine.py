@@ -54,7 +54,7 @@ class LeaveAtBackbone(BaseException):  # not an Exception: model code that catch
 
 
 class PipelineEngine:
-    """Runs one pipelined model. Attributes `loss_only` and `copies` are for the callers in `hooks/`."""
+    """Runs one pipelined model. `loss_only`, `keep_outputs` and `copies` are for the callers in `hooks/`."""
 
     def __init__(
         self,
@@ -64,12 +64,15 @@ class PipelineEngine:
         mesh: ParallelMesh,
         tied: bool,
         sums_over_tokens: bool,
+        sequence_parts: int = 1,
     ) -> None:
         self.model, self.layers, self.entry, self.mesh, self.config = model, layers, entry, mesh, mesh.config
         self.group, self.first, self.last = mesh.group("pp"), mesh.is_first_stage, mesh.is_last_stage
         self.tied_group = mesh.first_and_last_stage_group() if tied else None
         self.sums_over_tokens = sums_over_tokens
+        self.sequence_parts = sequence_parts  # under sequence parallelism stages exchange 1/tp of each sequence
         self.loss_only = False  # evaluation that wants no logits need not send them
+        self.keep_outputs = False  # a script that reads more than the loss in training needs all outputs
         self.stage = Stage(model)
         self._schedules: dict[tuple, Any] = {}
         self._arriving: Callable[..., torch.Tensor] | torch.Tensor | None = None
@@ -131,7 +134,7 @@ class PipelineEngine:
             raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
-        training = torch.is_grad_enabled() and self.model.training
+        training = torch.is_grad_enabled() and self.model.training and not self.keep_outputs
         own_loss = batch.get("labels") is not None and self.sums_over_tokens
         return training and own_loss and rows >= self.config.pp_size and not self._ragged(rows)
 
@@ -162,7 +165,7 @@ class PipelineEngine:
     def _run_backbone(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
         if self.entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
-            kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": hidden.detach()}
+            kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": self._placeholder(hidden)}
             args, self.entry.hidden = (), hidden
         output = self._backbone_forward(*args, **kwargs)
         if self.entry is not None:
@@ -177,6 +180,18 @@ class PipelineEngine:
             raise RuntimeError(f"hf_parallel: activations are {hidden.dtype}, weights {expected}: cannot cross stages")
         raise LeaveAtBackbone(hidden)
 
+    def _placeholder(self, hidden: torch.Tensor) -> torch.Tensor:
+        """A tensor of the whole sequence's shape; with parts of it expanded, which takes no memory."""
+        if self.sequence_parts == 1:
+            return hidden.detach()
+        return hidden.detach()[:, :1].expand(-1, hidden.shape[1] * self.sequence_parts, -1)
+
+    def _boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """An empty tensor of the shape that travels between stages for a batch of these tokens."""
+        rows, length = tokens.shape[:2]
+        shape = rows, length // self.sequence_parts, hidden_size(self.model)
+        return torch.empty(shape, dtype=boundary_dtype(self.layers), device=device)
+
     def _named(self, args: tuple, kwargs: Batch) -> Batch:
         return {**dict(zip(self._backbone_names, args, strict=False)), **kwargs}
 
@@ -186,8 +201,7 @@ class PipelineEngine:
         """Run all forward and backward passes now; the returned loss hands the gradients over in its backward."""
         batch = {"num_items_in_batch": _count_targets(batch), **batch}
         parts = split_rows(batch, micro_batches)
-        tokens = _tokens(parts[0])
-        schedule = self._schedule_for(micro_batches, *tokens.shape[:2])
+        schedule = self._schedule_for(micro_batches, _tokens(parts[0]))
         losses: list[torch.Tensor] = []
         index = torch.arange(micro_batches)
         with self._autocast_per_stage() as autocast, fresh_gradients(self._trainable()) as fresh:
@@ -204,13 +218,10 @@ class PipelineEngine:
         dist.broadcast(loss, group=self.group, group_src=self.config.pp_size - 1)
         return PipelineLoss(loss=detached_node([loss], lambda gradients: self._accumulate(fresh, gradients[0]))[0])
 
-    def _schedule_for(self, micro_batches: int, rows: int, length: int) -> Any:
-        dtype = boundary_dtype(self.layers)
-        key = (micro_batches, rows, length, dtype)
+    def _schedule_for(self, micro_batches: int, tokens: torch.Tensor) -> Any:
+        boundary = self._boundary(tokens, "meta").requires_grad_()
+        key = (micro_batches, *boundary.shape, boundary.dtype)
         if key not in self._schedules:
-            boundary = torch.empty(
-                rows, length, hidden_size(self.model), dtype=dtype, device="meta", requires_grad=True
-            )
             self._schedules[key] = build_schedule(
                 self.stage, self.config, self.group, self.mesh.device, micro_batches, boundary
             )
@@ -269,9 +280,7 @@ class PipelineEngine:
             tape.append((hidden, output))
 
     def _receive(self, batch: Batch) -> torch.Tensor:
-        rows, length = _tokens(batch).shape[:2]
-        dtype = boundary_dtype(self.layers)
-        hidden = torch.empty(rows, length, hidden_size(self.model), dtype=dtype, device=self.mesh.device)
+        hidden = self._boundary(_tokens(batch), self.mesh.device)
         dist.recv(hidden, group=self.group, group_src=self.group.rank() - 1)
         return hidden.requires_grad_(torch.is_grad_enabled())
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers.utils import ModelOutput
 
 Gradients = list[torch.Tensor | None]
@@ -70,6 +71,8 @@ def broadcast_outputs(
         entries = [(key, value) for key, value in outputs.items() if torch.is_tensor(value)]
         if loss_only and any(key == "loss" for key, _ in entries):
             entries = [(key, value) for key, value in entries if key == "loss"]
+        # Logits that are cut over tp ranks: those of the last stage make them whole together.
+        entries = [(key, value.full_tensor() if isinstance(value, DTensor) else value) for key, value in entries]
         note = [(type(outputs), [(key, value.shape, value.dtype) for key, value in entries])]
     dist.broadcast_object_list(note, group=group, group_src=source)
     kind, described = note[0]

@@ -22,8 +22,6 @@ SUPPORTED = {
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 }
-#: Styles that split the vocabulary: left out together when it does not divide, as the weights may be tied.
-VOCABULARY = {"colwise_gather_output", "embedding_rowwise"}
 
 
 def resolve_styles(model: Any, tp_size: int) -> dict[str, str]:
@@ -37,15 +35,15 @@ def resolve_styles(model: Any, tp_size: int) -> dict[str, str]:
         raise SpecError(
             f"tp_size={tp_size}: {type(model).__name__} publishes no tensor-parallel plan; tp_size=1 works"
         )
-    _check_heads(model, tp_size)
+    shared = _shares_heads(model, tp_size)
     styles = {name: style for name, _, style in _matches(model, plan)}
     unknown = sorted({style for style in styles.values() if style not in SUPPORTED})
     if unknown:
         raise SpecError(
             f"tp_size={tp_size}: style {unknown[0]} of {type(model).__name__} is not supported; tp_size=1 works"
         )
-    if not _vocabulary_divides(model, styles, tp_size):
-        styles = {name: style for name, style in styles.items() if style not in VOCABULARY}
+    if shared:
+        styles.update({name: "colwise_shared_heads" for name in styles if name.endswith((".k_proj", ".v_proj"))})
     _check_widths(model, styles, tp_size)
     return styles
 
@@ -57,24 +55,24 @@ def _matches(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.M
             yield name, module, style
 
 
-def _check_heads(model: Any, tp_size: int) -> None:
-    """Every rank holds whole heads, of queries and of keys and values alike."""
+def _shares_heads(model: Any, tp_size: int) -> bool:
+    """Are there fewer key/value heads than ranks, so that ranks share them?
+
+    Raises:
+        SpecError: query heads, or key/value heads, do not fall into whole groups.
+    """
     config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     heads = getattr(config, "num_attention_heads", None)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        return
-    works = [n for n in range(2, min(heads, kv_heads) + 1) if heads % n == 0 and kv_heads % n == 0]
-    if heads % tp_size or kv_heads % tp_size:
+        return False
+    works = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    if tp_size not in works:
         choice = f"tp_size={' or '.join(map(str, works))}" if works else "tp_size=1"
         raise SpecError(
             f"tp_size={tp_size} does not divide {heads} attention heads and {kv_heads} key/value heads; {choice} works"
         )
-
-
-def _vocabulary_divides(model: Any, styles: dict[str, str], tp_size: int) -> bool:
-    modules = (model.get_submodule(name) for name, style in styles.items() if style in VOCABULARY)
-    return all(module.weight.shape[0] % tp_size == 0 for module in modules)
+    return tp_size > kv_heads
 
 
 def _check_widths(model: nn.Module, styles: dict[str, str], tp_size: int) -> None:
@@ -83,13 +81,3 @@ def _check_widths(model: nn.Module, styles: dict[str, str], tp_size: int) -> Non
         dim = {"colwise": 0, "rowwise": 1}.get(style)
         if isinstance(weight, torch.Tensor) and dim is not None and weight.shape[dim] % tp_size:
             raise SpecError(f"tp_size={tp_size} does not divide {name}.weight dim {dim} of {weight.shape[dim]}")
-
-
-def describe(model: Any, styles: dict[str, str], tp_size: int) -> str | None:
-    """One line for the layout when the vocabulary stays whole, else None."""
-    plan = getattr(model, "tp_plan", None) or {}
-    skipped = [style for style in plan.values() if style in VOCABULARY]
-    if skipped and not any(style in VOCABULARY for style in styles.values()):
-        size = model.get_input_embeddings().weight.shape[0]
-        return f"vocabulary of {size} not divisible by tp={tp_size}: embedding and head are replicated"
-    return None

@@ -64,6 +64,12 @@ def test_compute_loss_func(runs, spec):
     runs.check(Script(own_loss=True).with_accumulation(2), spec)
 
 
+@on(*PIPELINES, "tp=2,dp_shard=2", column="own loss")
+def test_compute_loss_overridden(runs, spec):
+    """Gives the labels to the model and reads the logits: whole ones must appear in training."""
+    runs.check(Script(overrides=True).with_accumulation(2), spec)
+
+
 @on(*PIPELINES, column="Llama")
 def test_clipping_to_a_small_norm(runs, spec):
     """Every gradient is scaled by ~1/50: a norm that misses a stage or a shard moves all weights."""

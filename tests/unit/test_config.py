@@ -243,7 +243,6 @@ def test_pipeline_split_needs_one_number_per_stage():
     [
         ("cp=2", "cp_size=1"),
         ("ep=2", "ep_size=1"),
-        ("tp=2,sequence_parallel=true", "sequence_parallel=false"),
         ("offload=cpu", "offload=none"),
         ("offload=nvme:/scratch", "offload=none"),
         ("quantize_weights=true", "quantize_weights=false"),

@@ -1,0 +1,204 @@
+"""The vocabulary over tp ranks: embedding, head and cross-entropy on 1/tp of it (Shoeybi et al., 2019, section 3).
+
+Rank r holds rows r * ceil(V / tp) …, so any vocabulary can be cut; the last ranks may hold fewer. The head returns a
+DTensor that is cut along the vocabulary: the loss works on the parts, and whole logits come into being only when the
+script reads them from the model's output.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_parallel.collectives import all_reduce, reduce_from_group
+from hf_parallel.config import SpecError
+from hf_parallel.rewrite.tensor_parallel import (
+    ColumnParallelLinear,
+    Region,
+    Switch,
+    TensorParallelLayer,
+    become,
+    local,
+    shard_parameter,
+)
+
+
+def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool) -> None:
+    """Split embedding and head, in place; with `own_loss` the model's causal loss works on parts of the logits.
+
+    Raises:
+        SpecError: an embedding or head of a kind that cannot be cut by rows.
+    """
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        region = Region(model, mesh.get_group(), Switch(False))  # whole sequences on both sides
+        if style == "embedding_rowwise":
+            _embedding(name, module, mesh, device, region)
+        elif style == "colwise_gather_output":
+            _head(name, module, mesh, device, region, own_loss)
+    if own_loss and "colwise_gather_output" in styles.values():
+        model.loss_function = functools.partial(causal_loss, model.loss_function)
+        model.register_forward_hook(_gather_when_read)
+        # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
+    """ids […] -> […, hidden]: each rank looks up the rows it holds, the others count as zero."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        weight = local(self.weight)
+        first = first_row(self.num_embeddings, self.region.group)
+        inside = (input >= first) & (input < first + weight.shape[0])
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < weight.shape[0]:
+            padding = None  # the row without gradient lives on another rank
+        rows = F.embedding((input - first).clamp(0, weight.shape[0] - 1), weight, padding)
+        return reduce_from_group(rows * inside.unsqueeze(-1), self.region.group)
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """x […, hidden] -> logits […, V] as a DTensor cut along V, or whole where `whole` is set."""
+
+    mesh: Any
+    whole: Any = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input)
+        self.region.close()
+        shape = torch.Size((*logits.shape[:-1], self.out_features))
+        stride = torch.empty(shape, device="meta").stride()
+        cut = DTensor.from_local(
+            logits, self.mesh, [Shard(len(shape) - 1)], run_check=False, shape=shape, stride=stride
+        )
+        return cut.full_tensor() if self.whole else cut
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[target] over the targets, from parts of the logits; nothing whole is ever built."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
+    ) -> torch.Tensor:
+        x = logits.float()
+        x = x - all_reduce(x.amax(-1), group, "max").unsqueeze(-1)
+        inside = (target >= first) & (target < first + x.shape[-1])
+        column = (target - first).clamp(0, x.shape[-1] - 1).unsqueeze(-1)
+        own = torch.where(inside, x.gather(-1, column).squeeze(-1), 0.0)
+        exponentials = x.exp_()
+        total, at_target = all_reduce(torch.stack([exponentials.sum(-1), own]), group)
+        counts = target != ignore_index
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, inside, counts)
+        ctx.dtype = logits.dtype
+        return ((total.log() - at_target) * counts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        softmax, column, inside, counts = ctx.saved_tensors
+        grad = softmax.scatter_add(-1, column, -inside.to(softmax.dtype).unsqueeze(-1))
+        grad.mul_((gradient * counts).unsqueeze(-1))
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def causal_loss(
+    whole_loss: Any,
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' causal loss: labels are shifted by one; sum / `num_items_in_batch`, or the mean without it."""
+    if not isinstance(logits, DTensor):
+        return whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    group = logits.device_mesh.get_group()
+    target = shift_labels.to(logits.device)
+    first = first_row(logits.shape[-1], group)
+    loss = _CrossEntropy.apply(logits.to_local(), target, first, group, ignore_index)
+    items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return loss / (items.to(loss.device) if torch.is_tensor(items) else items)
+
+
+def first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
+    """The first row of this rank: all ranks before it hold ceil(V / n)."""
+    return min(vocabulary, group.rank() * -(-vocabulary // group.size()))
+
+
+class GatheredWhenRead:
+    """Mixin for a model's output: a tensor cut over ranks is made whole when it is read, by all ranks alike."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return tuple(self.values())[key]
+        value: Any = dict.__getitem__(self, key)  # type: ignore[index]
+        return self._whole(key, value) if isinstance(value, DTensor) else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if dict.__contains__(self, key) else default  # type: ignore[operator]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return self._whole(name, value) if isinstance(value, DTensor) else value
+
+    def _whole(self, key: str, value: DTensor) -> torch.Tensor:
+        whole = value.full_tensor()
+        self[key] = whole  # type: ignore[index]
+        return whole
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self.keys()]  # type: ignore[attr-defined]
+
+    def values(self) -> Any:
+        return [self[key] for key in self.keys()]  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _gathering_class(cls: type) -> type:
+    return type(cls.__name__, (GatheredWhenRead, cls), {"__module__": cls.__module__})
+
+
+def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, dict) and isinstance(output.get("logits"), DTensor):
+        output.__class__ = _gathering_class(type(output))
+
+
+def _embedding(name: str, module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    if not isinstance(module, nn.Embedding):
+        raise SpecError(
+            f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, not an Embedding; tp_size=1 works"
+        )
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise SpecError(f"{name} with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
+    shard_parameter(module, "weight", mesh, 0, device)
+    own = type(module)
+    # A subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it.
+    become(module, VocabParallelEmbedding if own is nn.Embedding else _lookup_behind(own), region)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _lookup_behind(cls: type) -> type:
+    return type(f"VocabParallel{cls.__name__}", (cls, VocabParallelEmbedding), {})
+
+
+def _head(name: str, module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
+    if module.__class__ is not nn.Linear:
+        raise SpecError(f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, not a Linear; tp_size=1 works")
+    shard_parameter(module, "weight", mesh, 0, device)
+    shard_parameter(module, "bias", mesh, 0, device)
+    become(module, VocabParallelHead, region)
+    head: Any = module
+    head.mesh, head.whole = mesh, not own_loss

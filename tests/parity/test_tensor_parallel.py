@@ -1,0 +1,100 @@
+"""What tensor parallelism must get right beyond the plain case, and how often it may communicate."""
+
+import pytest
+import torch
+
+from tests import models
+from tests.counting import CountCollectives
+from tests.distributed import run, run_alone
+from tests.training import Script, layouts
+
+LAYERS = models.DECODER["num_hidden_layers"]
+
+
+def on(*specs, column):
+    """Parametrise over specs, each with its cell of the support matrix."""
+    return pytest.mark.parametrize("spec", layouts(column, *specs))
+
+
+@on("tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2", column="odd sizes")
+def test_vocabulary_and_length_that_tp_does_not_divide(runs, spec):
+    """257 tokens of vocabulary, 15 of length, a shared embedding; at tp=4 two ranks share a key/value head too."""
+    runs.check(Script(model="odd").with_accumulation(2), spec)
+
+
+@on("tp=4", column="Llama")
+def test_fewer_kv_heads_than_ranks(runs, spec):
+    runs.check(Script().with_accumulation(2), spec)
+
+
+@on("tp=4", column="Qwen3")
+def test_fewer_kv_heads_than_ranks_with_norms(runs, spec):
+    """The norms of queries and keys act on other heads on each rank."""
+    runs.check(Script(model="qwen3").with_accumulation(2), spec)
+
+
+@on("tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2", column="Qwen2")
+def test_attention_biases(runs, spec):
+    runs.check(Script(model="qwen2"), spec)
+
+
+@on("tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", column="Gemma 2")
+def test_scaled_embedding_and_capped_logits(runs, spec):
+    """What the model does between embedding and layers happens once; the cap acts on parts of the logits."""
+    runs.check(Script(model="gemma2"), spec)
+
+
+@on("tp=2", "tp=2,pp=2", column="Llama")
+def test_without_sequence_parallelism(runs, spec):
+    runs.check(Script().with_accumulation(2), f"{spec},sequence_parallel=false")
+
+
+def collectives(spec: str) -> dict[str, int]:
+    """How often one training step of Llama calls each kind of collective."""
+    from hf_parallel import parallelize
+
+    model = parallelize(models.build("llama"), spec).train()
+    ids = torch.arange(32).view(2, 16)
+    with CountCollectives() as counted:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return dict(counted.counts)
+
+
+def test_one_collective_per_region_and_direction():
+    """Two regions a layer: one all-reduce each way. Around them: embedding, maximum and sum of the loss, head."""
+    counts = run(collectives, 2, "tp=2,sequence_parallel=false")[0]
+    assert counts == {"reduce": 2 * 2 * LAYERS + 4}
+
+
+def test_sequence_parallelism_replaces_each_all_reduce():
+    """Gather and scatter instead, as many bytes; the rest are the norms' weights and the four around the layers."""
+    counts = run(collectives, 2, "tp=2")[0]
+    norms = 2 * LAYERS + 1
+    split_and_join = 2
+    assert counts == {"gather": 4 * LAYERS + split_and_join, "scatter": 4 * LAYERS, "reduce": norms + 4}
+
+
+def generate(spec: str | None) -> tuple[list[list[int]], str]:
+    """Greedy tokens after a prompt of odd length, and how asking for hidden states is answered."""
+    model = models.build("qwen3")
+    if spec:
+        from hf_parallel import parallelize
+
+        parallelize(model, spec)
+    model.eval().config.use_cache = True
+    prompt = torch.arange(3, 8).view(1, 5)
+    tokens = model.generate(prompt, max_new_tokens=9, do_sample=False, pad_token_id=0)
+    try:
+        model(input_ids=prompt, output_hidden_states=True)
+    except NotImplementedError as error:
+        return tokens.tolist(), str(error)
+    return tokens.tolist(), ""
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "tp=4"])
+def test_generation_with_a_cache(spec):
+    """One token at a time, so with whole sequences; parts of hidden states are refused, not returned."""
+    expected, _ = run_alone(generate, None)
+    for tokens, answer in run(generate, int(spec[-1]), spec):
+        assert tokens == expected
+        assert "sequence_parallel=false" in answer
