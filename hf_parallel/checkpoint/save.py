@@ -74,7 +74,7 @@ def save_pretrained(
     """
     if push_to_hub:
         raise NotImplementedError("hf_parallel: save first, then upload the folder (or use Trainer's push_to_hub)")
-    if state_dict:  # the script gathered the weights itself (accelerator.get_state_dict): they are whole on rank 0
+    if state_dict is not None:  # gathered by the script (accelerator.get_state_dict): whole on rank 0, else empty
         if mesh.rank == 0:
             type(model).save_pretrained(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
         dist.barrier()

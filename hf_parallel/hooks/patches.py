@@ -55,7 +55,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.training_step", trainer.training_step, "does not know which rows are repeated"),
         Patch(f"{_TRAINER}.prediction_step", trainer.prediction_step, "counts repeated rows of the last batch"),
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),
-        Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config"),
+        Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
         Patch(f"{_TRAINER}._save", trainer.save, "a plain module's shards are not a checkpoint"),
         Patch(f"{_TRAINER}._save_optimizer_and_scheduler", trainer.save_scheduler, "optimizer state is sharded"),

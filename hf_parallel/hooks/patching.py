@@ -30,6 +30,12 @@ class Patch:
     target: str
     make: Callable[[Any], Any]
     reason: str
+    since: str | None = None  # version of the target's library that introduced it; None: all that are known
+
+    def applies(self) -> bool:
+        """Does the installed version have this target?"""
+        package = self.target.partition(".")[0]
+        return self.since is None or Version(importlib.metadata.version(package)) >= Version(self.since)
 
     def owner_and_name(self) -> tuple[Any, str]:
         """The object that holds the attribute, and its name there."""
@@ -46,7 +52,7 @@ def apply(patches: list[Patch]) -> list[tuple[Any, str, Any]]:
     """
     check_versions()
     done: list[tuple[Any, str, Any]] = []
-    for patch in patches:
+    for patch in filter(Patch.applies, patches):
         owner, name = patch.owner_and_name()
         if not hasattr(owner, name):
             undo(done)

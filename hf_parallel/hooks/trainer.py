@@ -100,6 +100,12 @@ def check_arguments(args: Any) -> None:
             "rebalancing by process",
             "group_by_length",
         ),
+        (
+            "adafactor" in str(args.optim).lower(),
+            "optim=adafactor",
+            "row and column statistics of shards",
+            "optim=adamw_torch",
+        ),
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
 from hf_parallel.mesh import ParallelMesh
 
@@ -40,6 +40,8 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
             fully_shard(block, mesh=axes, reshard_after_forward=reshard)
     # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
     fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False)
+    if root is model and hasattr(model, "generate"):
+        register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in sharded_modules(root):
         # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")

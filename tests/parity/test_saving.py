@@ -1,0 +1,57 @@
+"""Ways to save and to generate outside Trainer, on every kind of layout."""
+
+import pytest
+import torch
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import axes, none, spec_id, weight_differences
+
+SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2")
+
+
+def save_gathered(spec: str | None, folder: str) -> None:
+    """The idiom of Accelerate's examples: gather the state dict on all ranks, write it on the main process."""
+    from accelerate import Accelerator
+
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    accelerator = Accelerator(cpu=True)
+    model = (
+        accelerator.prepare_model(models.build("qwen3")) if not spec else accelerator.prepare(models.build("qwen3"))
+    )
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        folder,
+        is_main_process=accelerator.is_main_process,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_a_gathered_state_dict_saves(spec, tmp_path):
+    run_alone(save_gathered, None, str(tmp_path / "one"))
+    run(save_gathered, axes(spec)["world"], spec, str(tmp_path / "many"), init=False)
+    none(weight_differences(str(tmp_path / "many"), str(tmp_path / "one"), 0.0))
+
+
+def generate(spec: str | None) -> list[list[int]]:
+    """Greedy tokens of T5, whose encoder generate() calls past the model's own forward."""
+    from transformers import AutoModelForSeq2SeqLM, T5Config
+
+    torch.manual_seed(models.SEED)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "initializer_factor": 2.0}
+    model = AutoModelForSeq2SeqLM.from_config(T5Config(vocab_size=64, decoder_start_token_id=0, **sizes))
+    if spec:
+        from hf_parallel import parallelize
+
+        parallelize(model, spec)
+    return model.eval().generate(torch.arange(1, 6).view(1, 5), max_new_tokens=6, do_sample=False).tolist()
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"], ids=spec_id)
+def test_generation_of_a_sharded_encoder_decoder(spec):
+    assert run(generate, 2, spec) == [run_alone(generate, None)] * 2
