@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 SCRIPT = "examples/train_language_model.py"
 LAUNCH_FILE = "configs/accelerate/cpu_4.yaml"
 #: fp32 on both sides: what remains is the order in which sums are taken, carried through all steps of Adam.
-TOLERANCE = 1e-4
+TOLERANCE = 1e-3
 
 
 def main() -> None:
@@ -50,7 +50,7 @@ def _parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output_dir", default="outputs/demo")
     parser.add_argument("--parallel", default="tp=2,pp=2", help="a layout of four processes with one data rank")
-    parser.add_argument("--max_steps", type=int, default=200, help="optimizer steps of each run")
+    parser.add_argument("--max_steps", type=int, default=150, help="optimizer steps of each run")
     parser.add_argument("--prompt", default="If the object is")
     return parser.parse_args()
 

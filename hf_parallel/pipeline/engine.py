@@ -119,9 +119,12 @@ class PipelineEngine:
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
         rows = _tokens(batch).shape[0]
-        if self._schedulable(batch, rows):
-            return self._scheduled(batch, micro_batch_count(rows, self.config))
-        return self._whole(batch, rows)
+        try:
+            if self._schedulable(batch, rows):
+                return self._scheduled(batch, micro_batch_count(rows, self.config))
+            return self._whole(batch, rows)
+        finally:
+            self.stage.work = None  # it holds the batch
 
     def _refuse_partial_outputs(self, batch: Batch) -> None:
         """What each stage would have only a part of."""
@@ -174,9 +177,7 @@ class PipelineEngine:
             return output
         hidden = output[0]
         expected = boundary_dtype(self.layers)
-        if (
-            hidden.dtype != expected
-        ):  # the receiver's buffer has the weights' dtype: another one would arrive as garbage
+        if hidden.dtype != expected:  # it would arrive as garbage in the receiver's buffer
             raise RuntimeError(f"hf_parallel: activations are {hidden.dtype}, weights {expected}: cannot cross stages")
         raise LeaveAtBackbone(hidden)
 
