@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,8 @@ class ParallelState:
     notes: list[str] = field(default_factory=list)
     reported: bool = False
     counts_tokens: bool = False
+    counts_in_evaluation: bool = False
+    model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
 
 
 def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: ParallelMesh | None = None) -> Any:
@@ -55,6 +58,8 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         SpecError: the layout cannot hold for this model or number of processes.
     """
     if mesh is None:
+        if not dist.is_initialized():
+            raise SpecError("parallelize needs a process group; start with torchrun and call init_process_group first")
         mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
     config, state = mesh.config, ParallelState(mesh.config, mesh, model)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -139,9 +144,14 @@ def loss_sums_over_tokens(model: Any) -> bool:
     """Is the model's loss a token sum divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-    own = LOSS_MAPPING.get(getattr(model, "loss_type", None)) is ForCausalLMLoss
-    replaced = hasattr(model, "_loss_function")
-    return own and not replaced and not getattr(model.config, "is_encoder_decoder", False)
+    if hasattr(model, "_loss_function") or getattr(getattr(model, "config", None), "is_encoder_decoder", True):
+        return False
+    # transformers takes the causal loss for types it does not know, such as that of GPT2LMHeadModel.
+    causal = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
+    try:
+        return causal and "self.loss_function(" in inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):  # no source: the exact way for any loss is the safe one
+        return False
 
 
 def flops_per_token(model: nn.Module) -> float:

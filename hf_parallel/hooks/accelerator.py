@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.config import SpecError
@@ -22,33 +24,47 @@ def prepare(original: Callable) -> Callable:
 
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_fp16(self.mixed_precision)
-        optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         for model in (arg for arg in args if isinstance(arg, nn.Module)):
             if runtime.parallel_state(model) is None:
-                make_parallel(model, optimizers)
-            _normalise_over_data_ranks(model)
+                make_parallel(model)
+            normalise_over_data_ranks(model)
+        for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
+            follow_parameters(optimizer)
         return original(self, *args, **kwargs)
 
     return replacement
 
 
-def make_parallel(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
-    """`parallelize` on the active mesh; optimizers follow the parameters to their shards."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+#: Parameters from before a model became parallel -> (model, name); kept alive only by those who still hold them.
+_former: Any = WeakIdKeyDictionary()
+
+
+def make_parallel(model: nn.Module) -> None:
+    """`parallelize` on the active mesh, remembering which parameters its new ones replace."""
+    before = list(model.named_parameters())
     parallelize(model, mesh=runtime.mesh())
-    parameters = dict(model.named_parameters())
-    for optimizer in optimizers:
-        inner = getattr(optimizer, "optimizer", optimizer)
-        if inner.state and any(id(p) in names for group in inner.param_groups for p in group["params"]):
-            raise SpecError("the optimizer took steps before prepare(); prepare model and optimizer first")
-        for group in inner.param_groups:
-            kept = [names.get(id(p)) for p in group["params"]]
-            # A name that is gone belongs to another stage.
-            group["params"] = [
-                parameters[name] if name else p
-                for name, p in zip(kept, group["params"], strict=True)
-                if name is None or name in parameters
-            ]
+    runtime.equalise_random_state("tp")
+    reference = weakref.ref(model)
+    for name, parameter in before:
+        _former[parameter] = (reference, name)
+
+
+def follow_parameters(optimizer: Any) -> None:
+    """Replace parameters of a model that has become parallel by its new ones; those of other stages are left out."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    replaced = False
+    for group in inner.param_groups:
+        kept = []
+        for parameter in group["params"]:
+            current = parameter
+            if parameter in _former:
+                reference, name = _former[parameter]
+                current, replaced = dict(reference().named_parameters()).get(name), True
+            if current is not None:
+                kept.append(current)
+        group["params"] = kept
+    if replaced and inner.state:
+        raise SpecError("the optimizer took steps before prepare(); prepare model and optimizer first")
 
 
 def _refuse_fp16(mixed_precision: str | None) -> None:
@@ -56,28 +72,32 @@ def _refuse_fp16(mixed_precision: str | None) -> None:
         raise SpecError("mixed_precision=fp16: loss scaling over shards is not part of this version; bf16 works")
 
 
-def _normalise_over_data_ranks(model: nn.Module) -> None:
+def normalise_over_data_ranks(model: nn.Module) -> None:
     """Token-mean losses are means over all data ranks' tokens, not means of means, which differ when label counts do.
 
     Trainer hands over the count itself; for other loops it is filled in here, in training only.
     """
     state = runtime.parallel_state(model)
-    if state is None or state.mesh.data_size == 1 or not state.sums_over_tokens or state.counts_tokens:
+    if state is None or state.mesh.data_size == 1 or state.counts_tokens:
         return
     state.counts_tokens = True
 
     def count(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         labels = kwargs.get("labels")
-        if labels is None or kwargs.get("num_items_in_batch") is not None:
+        if not state.sums_over_tokens or labels is None or kwargs.get("num_items_in_batch") is not None:
             return None
-        if not (module.training and torch.is_grad_enabled()):
+        if not (module.training and torch.is_grad_enabled()) and not state.counts_in_evaluation:
             return None
         targets = kwargs["shift_labels"] if kwargs.get("shift_labels") is not None else labels[..., 1:]
         items = (targets != -100).sum()
         dist.all_reduce(items, group=state.mesh.data_group)
         return args, {**kwargs, "num_items_in_batch": items / state.mesh.data_size}
 
+    def remember(module: nn.Module, args: tuple, output: Any) -> None:
+        state.model_loss = output.get("loss") if isinstance(output, dict) else None
+
     model.register_forward_pre_hook(count, with_kwargs=True)
+    model.register_forward_hook(remember)
 
 
 def prepare_model(original: Callable) -> Callable:

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -37,7 +36,8 @@ def from_pretrained(original: Callable) -> Callable:
         if kwargs.get("quantization_config") is not None:
             raise SpecError("quantization_config: quantised models are not part of this version; load in bf16")
         result = original(cls, *args, distributed_config=Requested(), **kwargs)
-        _equalise_random_state()
+        runtime.equalise_random_state("pp")  # only the last stage drew a new head's numbers
+        runtime.equalise_random_state("tp")
         return result
 
     return replacement
@@ -147,16 +147,3 @@ def _slice_of(shard: DTensor, whole: torch.Tensor) -> torch.Tensor:
     from transformers.core_model_loading import DtensorShardOperation
 
     return DtensorShardOperation(shard).shard_tensor(whole)
-
-
-def _equalise_random_state() -> None:
-    """Only the last stage drew a new head's numbers: let the others go on from its state, as one process would."""
-    mesh = runtime.mesh()
-    if mesh.size("pp") == 1:
-        return
-    device = torch.get_device_module(mesh.device)
-    state: list[Any] = [torch.get_rng_state(), device.get_rng_state() if mesh.device.type != "cpu" else None]
-    dist.broadcast_object_list(state, group=mesh.group("pp"), group_src=mesh.size("pp") - 1)
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        device.set_rng_state(state[1])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
+import inspect
 import os
 import random
 import warnings
@@ -18,7 +20,7 @@ from hf_parallel.checkpoint import full_state_dict, load_weights
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
-from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import real_rows
 from hf_parallel.pipeline.schedules import micro_batch_count
 
@@ -35,12 +37,14 @@ def init(original: Callable) -> Callable:
             args = TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
         if model is not None:
-            _make_ready(model, kwargs.get("optimizers"))
+            bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
+            _make_ready(model, bound.arguments.get("optimizers"))
         with _set(args, save_only_model=True):  # Trainer refuses sharded models that checkpoint; our save handles them
             original(self, model, args, *rest, **kwargs)
         self.is_distributed_loading_by_transformers = True
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
+        self._per_token = False
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
         _prepare_pipeline(self)
@@ -76,7 +80,10 @@ def call_model_init(original: Callable) -> Callable:
 
 def _make_ready(model: Any, optimizers: Any) -> None:
     if runtime.parallel_state(model) is None:
-        make_parallel(model, [optimizers[0]] if optimizers and optimizers[0] is not None else ())
+        make_parallel(model)
+    if optimizers and optimizers[0] is not None:
+        follow_parameters(optimizers[0])
+    normalise_over_data_ranks(model)
     model._is_distributed_loading_by_transformers = True  # Trainer neither moves nor wraps such a model
     if not hasattr(type(model), "is_distributed_loading_by_transformers"):
         model.is_distributed_loading_by_transformers = True
@@ -239,25 +246,43 @@ def training_step(original: Callable) -> Callable:
 def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     real = self._rows_of_step if torch.is_grad_enabled() else None
-    weighted = not _is_per_token(self, model, inputs)
+    averages, has_labels = self.args.average_tokens_across_devices, "labels" in inputs
     with _set(self.args, average_tokens_across_devices=False):  # our share of tokens holds that factor already
         result = own(model, inputs, *args, **kwargs)
-    if real is None or not weighted:
-        return result
     loss, *outputs = result if isinstance(result, tuple) else (result,)
+    self._per_token = has_labels and averages and _is_per_token(self, model, loss)
+    if real is None or self._per_token:
+        return result
     # A mean over no target is not a number, and stays so times zero.
     loss = (loss if real else torch.nan_to_num(loss)) * _row_weight(real)
     return (loss, *outputs) if outputs else loss
 
 
-def _is_per_token(trainer: Any, model: Any, inputs: Any) -> bool:
+def _is_per_token(trainer: Any, model: Any, loss: Any) -> bool:
     """Is the loss a sum over tokens divided by their share? Then rows need no weight: missing ones have no tokens."""
-    if "labels" not in inputs or not trainer.args.average_tokens_across_devices:
-        return False
-    if trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        return True
     state = runtime.parallel_state(model)
-    return state is not None and state.sums_over_tokens and trainer.model_accepts_loss_kwargs
+    if state is not None and loss is state.model_loss:
+        return state.sums_over_tokens
+    if trainer.label_smoother is not None and trainer.compute_loss_func is None:
+        return True
+    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
+
+
+def _reads_item_count(function: Any) -> bool:
+    """Does a script's loss use `num_items_in_batch`, by name or among its other keywords? If not, it is a mean."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        code = type(function).__call__.__code__
+    names = {"num_items_in_batch"}
+    if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
+        names.add(
+            code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
+        )
+    reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
 
 
 def _row_weight(real: int) -> float:
@@ -300,10 +325,10 @@ def prediction_step(original: Callable) -> Callable:
         state, rows = runtime.parallel_state(model), _rows(inputs)
         real = 0 if rows is None else real_rows(self.accelerator.gradient_state, rows)
         kept = inputs if rows is None or real == rows else _trim(inputs, real, rows)
-        with _loss_only(state, prediction_loss_only):
+        with _loss_only(state, prediction_loss_only), _counting(state):
             loss, logits, labels = original(self, model, kept, prediction_loss_only, *args, **kwargs)
         if loss is not None and self.accelerator.gradient_state.end_of_dataloader and rows is not None:
-            loss = _mean_over_data_ranks(loss, 1 if _is_per_token(self, model, inputs) else real)
+            loss = _mean_over_data_ranks(loss, 1 if self._per_token else real)
         return loss, _fill(logits, rows), _fill(labels, rows)
 
     return replacement
@@ -315,6 +340,16 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
         yield
         return
     with _set(state.pipeline, loss_only=wanted and not state.pipeline.keep_outputs):
+        yield
+
+
+@contextlib.contextmanager
+def _counting(state: Any) -> Iterator[None]:
+    """Let the model's loss be counted over data ranks in evaluation too, where the script did not pass the count."""
+    if state is None:
+        yield
+        return
+    with _set(state, counts_in_evaluation=True):
         yield
 
 
