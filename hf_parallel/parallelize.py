@@ -95,7 +95,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     if state.pipeline is not None:
         state.pipeline.attach()
     if state.sequence_parallel:
-        pad_sequences(model, config.tp_size, switch)
+        pad_sequences(model, config.tp_size, switch, caches=state.pipeline is None)
 
     _mark(model, state)
     return model

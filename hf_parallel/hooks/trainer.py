@@ -44,7 +44,7 @@ def init(original: Callable) -> Callable:
         self.is_distributed_loading_by_transformers = True
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
-        self._per_token = False
+        self._per_token, self._targets = False, None
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
         _prepare_pipeline(self)
@@ -246,15 +246,17 @@ def training_step(original: Callable) -> Callable:
 def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     real = self._rows_of_step if torch.is_grad_enabled() else None
-    averages, has_labels = self.args.average_tokens_across_devices, "labels" in inputs
+    averages, labels = self.args.average_tokens_across_devices, inputs.get("labels")
     with _set(self.args, average_tokens_across_devices=False):  # our share of tokens holds that factor already
         result = own(model, inputs, *args, **kwargs)
     loss, *outputs = result if isinstance(result, tuple) else (result,)
-    self._per_token = has_labels and averages and _is_per_token(self, model, loss)
-    if real is None or self._per_token:
+    self._per_token = labels is not None and averages and _is_per_token(self, model, loss)
+    self._targets = None if self._per_token else _targets_of_own_mean(model, labels, loss)
+    weight = real if self._targets is None else self._targets
+    if weight is None or self._per_token or not torch.is_grad_enabled():
         return result
     # A mean over no target is not a number, and stays so times zero.
-    loss = (loss if real else torch.nan_to_num(loss)) * _row_weight(real)
+    loss = (loss if weight else torch.nan_to_num(loss)) * _share(weight)
     return (loss, *outputs) if outputs else loss
 
 
@@ -278,19 +280,28 @@ def _reads_item_count(function: Any) -> bool:
         code = type(function).__call__.__code__
     names = {"num_items_in_batch"}
     if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
-        names.add(
-            code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]
-        )
+        positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        names.add(code.co_varnames[positional])  # the name of **kwargs
     reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
 
 
-def _row_weight(real: int) -> float:
-    """Mean losses of data ranks with unequal numbers of rows: weight by rows, so that their average is over rows."""
+def _targets_of_own_mean(model: Any, labels: Any, loss: Any) -> int | None:
+    """Over how many targets the model's own mean runs (token classification, masked tokens), if rows do not tell."""
+    state = runtime.parallel_state(model)
+    if state is None or state.mesh.data_size == 1 or loss is not state.model_loss:
+        return None
+    if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
+        return None
+    return int((labels != -100).sum())
+
+
+def _share(weight: int) -> float:
+    """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
     mesh = runtime.mesh()
-    total = torch.tensor(float(real), device=mesh.device)
+    total = torch.tensor(float(weight), device=mesh.device)
     dist.all_reduce(total, group=mesh.data_group)
-    return real * mesh.data_size / float(total)
+    return weight * mesh.data_size / max(1.0, float(total))
 
 
 def floating_point_ops(original: Callable) -> Callable:
@@ -327,8 +338,10 @@ def prediction_step(original: Callable) -> Callable:
         kept = inputs if rows is None or real == rows else _trim(inputs, real, rows)
         with _loss_only(state, prediction_loss_only), _counting(state):
             loss, logits, labels = original(self, model, kept, prediction_loss_only, *args, **kwargs)
-        if loss is not None and self.accelerator.gradient_state.end_of_dataloader and rows is not None:
-            loss = _mean_over_data_ranks(loss, 1 if self._per_token else real)
+        at_end = self.accelerator.gradient_state.end_of_dataloader and rows is not None
+        if loss is not None and (at_end or self._targets is not None):
+            rows_or_targets = real if self._targets is None else self._targets
+            loss = _mean_over_data_ranks(loss, 1 if self._per_token else rows_or_targets)
         return loss, _fill(logits, rows), _fill(labels, rows)
 
     return replacement

@@ -61,10 +61,12 @@ def sequence_parallel(
     final.register_forward_hook(lambda module, args, output: join_sequence(output, group) if switch.on else output)
 
 
-def pad_sequences(model: Any, multiple: int, switch: Switch) -> None:
+def pad_sequences(model: Any, multiple: int, switch: Switch, caches: bool) -> None:
     """Pad to a multiple of tp around the model's forward: the outermost wrapper, around a pipeline too.
 
-    A call with a key/value cache (generation) runs with whole sequences instead: its steps are one token long.
+    Args:
+        caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
+            their steps are one token long. Under a pipeline there is none.
     """
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
@@ -73,8 +75,8 @@ def pad_sequences(model: Any, multiple: int, switch: Switch) -> None:
     def padded(*args: Any, **kwargs: Any) -> Any:
         args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
-        caches = batch.get("use_cache", getattr(model.config, "use_cache", False)) and not torch.is_grad_enabled()
-        if caches or batch.get("past_key_values") is not None:
+        cached = batch.get("use_cache", getattr(model.config, "use_cache", False)) and not torch.is_grad_enabled()
+        if caches and (cached or batch.get("past_key_values") is not None):
             switch.on = False
             try:
                 return forward(**batch)

@@ -55,3 +55,25 @@ def generate(spec: str | None) -> list[list[int]]:
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"], ids=spec_id)
 def test_generation_of_a_sharded_encoder_decoder(spec):
     assert run(generate, 2, spec) == [run_alone(generate, None)] * 2
+
+
+def evaluate(spec: str | None) -> tuple[float, list[float]]:
+    """A loop without Trainer: the config still asks for a key/value cache."""
+    model = models.build("llama", use_cache=True)
+    if spec:
+        from hf_parallel import parallelize
+
+        parallelize(model, spec)
+    ids = torch.arange(30).view(2, 15)
+    with torch.no_grad():
+        output = model.eval()(input_ids=ids, labels=ids)
+    return output.loss.item(), output.logits.sum(dim=(1, 2)).tolist()
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "tp=2,pp=2"], ids=spec_id)
+def test_evaluation_outside_trainer(spec):
+    """Rows of an odd length, and `use_cache` as configs have it."""
+    loss, sums = run_alone(evaluate, None)
+    for found, logits in run(evaluate, axes(spec)["world"], spec):
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert logits == pytest.approx(sums, abs=1e-3)  # sums of 15 x 256 logits

@@ -1,0 +1,95 @@
+"""Losses and optimizers as scripts bring them: means of their own, optimizers made or prepared apart."""
+
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import Recorder, axes, close, none, spec_id
+
+
+class MeanLoss(Trainer):
+    """The classic override: cross-entropy as a mean, whatever Trainer counted."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(**inputs)
+        logits, targets = outputs.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(logits, targets)
+        return (loss, outputs) if return_outputs else loss
+
+
+class ModelsLoss(Trainer):
+    """Returns the model's loss without handing it Trainer's count."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs["loss"], outputs) if return_outputs else outputs["loss"]
+
+
+def gpt2() -> torch.nn.Module:
+    torch.manual_seed(models.SEED)
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=models.VOCABULARY, n_embd=64, n_layer=2, n_head=4, **still))
+
+
+def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
+    """Three steps, the last one so ragged that a data rank has no row."""
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    batch = 8 // (axes(spec)["data_ranks"] if spec else 1)
+    settings = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "num_train_epochs": 1}
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(out, per_device_train_batch_size=batch, seed=0, **settings, **quiet)
+    model = gpt2() if kind == "gpt2" else models.build("llama")
+    even = kind in ("mean", "optimizer")  # a mean of one's own is exact only where ranks have as many targets
+    data, recorder = models.Rows(19, 11, even=even), Recorder()
+    if kind == "optimizer":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+        rest = (None, data, None, None, None, None, None, [recorder], (optimizer, schedule))
+        Trainer(model, arguments, *rest).train()  # all by position
+    else:
+        trainer = {"mean": MeanLoss, "models": ModelsLoss, "gpt2": Trainer}[kind]
+        trainer(model, arguments, train_dataset=data, callbacks=[recorder]).train()
+    return recorder.logs
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2,dp_shard=2"], ids=spec_id)
+@pytest.mark.parametrize("kind", ["mean", "models", "gpt2", "optimizer"])
+def test_same_numbers_as_one_process(kind, spec, tmp_path):
+    if kind == "gpt2" and "pp" in spec:
+        pytest.skip("GPT-2 publishes no pipeline plan")
+    reference = run_alone(train, None, kind, str(tmp_path / "one"))
+    for logs in run(train, axes(spec)["world"], spec, kind, str(tmp_path / "many"), init=False):
+        assert len(logs) == len(reference) == 3
+        for ours, theirs in zip(logs, reference, strict=True):
+            none([line for key in ("loss", "grad_norm") for line in close(key, ours[key], theirs[key], 1e-5)])
+
+
+def separate(spec: str | None) -> float:
+    """`prepare` for the model and for the optimizer in two calls; returns the loss after two steps."""
+    from accelerate import Accelerator
+
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    accelerator, model = Accelerator(cpu=True), models.build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    ids = torch.arange(32).view(2, 16)
+    for _ in range(3):
+        loss = model(input_ids=ids, labels=ids).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"], ids=spec_id)
+def test_an_optimizer_prepared_later_still_trains(spec):
+    assert run(separate, 2, spec, init=False) == pytest.approx([run_alone(separate, None)] * 2, rel=1e-5)
