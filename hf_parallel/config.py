@@ -244,6 +244,10 @@ def _check_choices(config: ParallelConfig) -> None:
     if micro is not None and micro < max(1, config.pp_size):  # 1F1B keeps every stage busy with one micro-batch each
         works = max(1, config.pp_size)
         raise SpecError(f"pipeline_microbatches={micro}: must be at least pp_size={works}; {works} works")
+    if config.sequence_parallel and config.tp_size == 1:
+        raise SpecError(
+            "sequence_parallel=true: tp_size=1 splits no sequence; tp_size=2 or sequence_parallel=false works"
+        )
     if config.pipeline_split is not None and config.pp_size not in (-1, len(config.pipeline_split)):
         spelled = _spell(config.pipeline_split)
         raise SpecError(f"pipeline_split={spelled}: {len(config.pipeline_split)} numbers for pp_size={config.pp_size}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,7 @@ class ParallelState:
     root: nn.Module
     pipeline: PipelineEngine | None = None
     sums_over_tokens: bool = False
+    reads_item_count: bool = False
     sequence_parallel: bool = False
     flops_per_token: float = 0.0
     notes: list[str] = field(default_factory=list)
@@ -63,7 +65,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
     config, state = mesh.config, ParallelState(mesh.config, mesh, model)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
-    state.sums_over_tokens = loss_sums_over_tokens(model)
+    state.sums_over_tokens, state.reads_item_count = loss_sums_over_tokens(model), reads_item_count(model)
     state.flops_per_token = flops_per_token(model) * config.data_parallel_size / config.world_size
 
     _check_model(model, config)
@@ -148,10 +150,16 @@ def loss_sums_over_tokens(model: Any) -> bool:
         return False
     # transformers takes the causal loss for types it does not know, such as that of GPT2LMHeadModel.
     causal = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
+    return causal and reads_item_count(model)
+
+
+def reads_item_count(model: Any) -> bool:
+    """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not."""
     try:
-        return causal and "self.loss_function(" in inspect.getsource(inspect.unwrap(type(model).forward))
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
     except (OSError, TypeError):  # no source: the exact way for any loss is the safe one
         return False
+    return re.search(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*", source) is not None
 
 
 def flops_per_token(model: nn.Module) -> float:

@@ -264,7 +264,7 @@ def _is_per_token(trainer: Any, model: Any, loss: Any) -> bool:
     """Is the loss a sum over tokens divided by their share? Then rows need no weight: missing ones have no tokens."""
     state = runtime.parallel_state(model)
     if state is not None and loss is state.model_loss:
-        return state.sums_over_tokens
+        return state.reads_item_count
     if trainer.label_smoother is not None and trainer.compute_loss_func is None:
         return True
     return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
@@ -289,7 +289,7 @@ def _reads_item_count(function: Any) -> bool:
 def _targets_of_own_mean(model: Any, labels: Any, loss: Any) -> int | None:
     """Over how many targets the model's own mean runs (token classification, masked tokens), if rows do not tell."""
     state = runtime.parallel_state(model)
-    if state is None or state.mesh.data_size == 1 or loss is not state.model_loss:
+    if state is None or state.mesh.data_size == 1 or loss is not state.model_loss or state.reads_item_count:
         return None
     if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
         return None

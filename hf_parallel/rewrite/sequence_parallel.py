@@ -100,6 +100,13 @@ def pad_sequences(model: Any, multiple: int, switch: Switch, caches: bool) -> No
 
 def _padded_batch(model: Any, batch: dict[str, Any], shape: torch.Size, extra: int) -> dict[str, Any]:
     token = getattr(model.config, "pad_token_id", None)
+    if getattr(model, "loss_type", None) == "ForSequenceClassification" and (
+        token is None or "input_ids" not in batch
+    ):
+        raise ValueError(
+            f"hf_parallel: rows of {shape[1]} tokens need padding; the head finds each last token by pad_token_id: "
+            "set it and pass input_ids, or use sequence_parallel=false"
+        )
     fill = {"labels": -100, "shift_labels": -100, "input_ids": 0 if token is None else token}
     padded = {}
     for key, value in batch.items():

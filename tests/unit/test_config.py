@@ -242,6 +242,7 @@ def test_pipeline_split_needs_one_number_per_stage():
     ("spec", "works"),
     [
         ("cp=2", "cp_size=1"),
+        ("sequence_parallel=true", "sequence_parallel=false"),
         ("ep=2", "ep_size=1"),
         ("offload=cpu", "offload=none"),
         ("offload=nvme:/scratch", "offload=none"),
