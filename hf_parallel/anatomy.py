@@ -6,6 +6,7 @@ that say nothing; it was read in their sources, since the order in which modules
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,10 +36,8 @@ _BACKBONES = {
     "GPT2Model": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
     "FalconModel": Backbone(("word_embeddings",), "h", ("ln_f",), tuples=True),
     "BloomModel": Backbone(("word_embeddings", "word_embeddings_layernorm"), "h", ("ln_f",), tuples=True),
-    "OPTModel": Backbone(
-        ("decoder.embed_tokens", "decoder.embed_positions", "decoder.project_in"),
-        "decoder.layers",
-        ("decoder.final_layer_norm", "decoder.project_out"),
+    "OPTDecoder": Backbone(
+        ("embed_tokens", "embed_positions", "project_in"), "layers", ("final_layer_norm", "project_out")
     ),
 }
 
@@ -66,22 +65,41 @@ def stacks(model: Any) -> list[Stack]:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     part = text_part(model)
-    plan = backbone_plan(part)
+    published = backbone_plan(part)
     found = []
     for name, module in part.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
-        if plan is not None and name == plan.layers:
-            found.append(Stack(name, module, _norm_after(part, plan)))
-        elif plan is None and all(isinstance(layer, GradientCheckpointingLayer) for layer in module):
-            found.append(Stack(name, module, None))
+        owner: Any = part.get_submodule(name.rpartition(".")[0])
+        plan = published if owner is part else None if published else backbone_plan(owner)
+        layers: Any = module
+        if plan is not None and module is getattr(owner, plan.layers, None):
+            found.append(Stack(name, layers, _norm_after(owner, plan)))
+        elif published is None and plan is None and all(isinstance(x, GradientCheckpointingLayer) for x in module):
+            found.append(Stack(name, layers, None))
     return found
 
 
-def _norm_after(part: nn.Module, plan: Backbone) -> nn.Module | None:
+def token_readers(model: Any) -> list[Any]:
+    """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
+    part, readers = text_part(model), []
+    for stack in stacks(model):
+        name = stack.name
+        while name and not _takes_tokens(part.get_submodule(name)):
+            name = name.rpartition(".")[0]
+        reader = part.get_submodule(name)
+        if reader not in readers and _takes_tokens(reader):
+            readers.append(reader)
+    return readers
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    return "inputs_embeds" in inspect.signature(module.forward).parameters
+
+
+def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
     """The norm right after the layers; some checkpoints of a family have none."""
-    owner, _, name = (plan.after[0] if plan.after else "").rpartition(".")
-    module = getattr(part.get_submodule(owner), name, None)
+    module = getattr(owner, plan.after[0], None) if plan.after else None
     return module if isinstance(module, nn.Module) and "norm" in type(module).__name__.lower() else None
 
 

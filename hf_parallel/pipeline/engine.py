@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.outputs import PipelineLoss, broadcast_outputs, detached_node
 from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count
-from hf_parallel.pipeline.stages import Entry, LeaveAtExit, boundary_dtype, hidden_size
+from hf_parallel.pipeline.stages import Entry, LeaveAtExit, backbone_of, boundary_dtype, hidden_size
 
 Batch = dict[str, Any]
 
@@ -77,7 +77,7 @@ class PipelineEngine:
 
         Plain functions, called with the model as first argument or without: accelerate rebinds what it wraps.
         """
-        backbone = self.model.base_model
+        backbone = backbone_of(self.model)
         self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
         self._signature = inspect.signature(self._model_forward)
         self._backbone_names = list(inspect.signature(self._backbone_forward).parameters)

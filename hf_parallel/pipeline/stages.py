@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_parallel.anatomy import Backbone, backbone_plan
+from hf_parallel.anatomy import Backbone, backbone_plan, text_part, token_readers
 from hf_parallel.config import ParallelConfig, SpecError
 
 
@@ -79,8 +79,7 @@ def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> tuple[list
     Raises:
         SpecError: the model publishes no pipeline plan, or has fewer layers than stages.
     """
-    plan = _plan(model, config.pp_size)
-    backbone = model.base_model
+    backbone, plan = backbone_of(model), _plan(model, config.pp_size)
     layers: Any = backbone.get_submodule(plan.layers)
     first, last = layer_range(len(layers), config, index)
     for i in range(len(layers)):
@@ -88,11 +87,13 @@ def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> tuple[list
             layers[i] = Entry() if i == first - 1 else Exit() if i == last else PassThrough()
             layers[i].tuples = plan.tuples
     is_first, is_last = index == 0, index == config.pp_size - 1
-    if not is_first and not (is_last and has_tied_embedding(model)):
-        _replace(backbone, plan.before)  # a tied head keeps the embedding beside it: the shared parameter's home
+    if not is_first:
+        # A tied head keeps the embedding beside it: the shared parameter's home.
+        kept = model.get_input_embeddings() if is_last and has_tied_embedding(model) else None
+        _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
     if not is_last:
         _replace(backbone, plan.after)
-        _replace(model, [name for name, child in model.named_children() if child is not backbone])
+        _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
     return [layers[i] for i in range(first, last)], None if is_first else layers[first - 1]
 
 
@@ -126,15 +127,23 @@ def has_tied_embedding(model: Any) -> bool:
     return weight is head_weight or by_name
 
 
+def backbone_of(model: Any) -> Any:
+    """The part that embeds tokens and runs the layers; the head is outside."""
+    readers = token_readers(model)
+    return readers[0] if len(readers) == 1 and readers[0] is not model else None
+
+
 def _plan(model: Any, stages: int) -> Backbone:
-    backbone = getattr(model, "base_model", model)
+    backbone, name = backbone_of(model), type(model).__name__
+    if text_part(model) is not getattr(model, "base_model", model):
+        raise SpecError(f"pp_size={stages}: {name} has parts beside its language model; pp_size=1 works")
+    if backbone is None:
+        raise SpecError(
+            f"pp_size={stages}: {name} is not one stack of layers with a head behind it; pp_size=1 with dp_shard works"
+        )
     plan = backbone_plan(backbone)
     if plan is None:
-        raise SpecError(
-            f"pp_size={stages}: {type(model).__name__} publishes no pipeline plan; pp_size=1 with dp_shard works"
-        )
-    if backbone is model:
-        raise SpecError(f"pp_size={stages}: {type(model).__name__} has no head to compute a loss; pp_size=1 works")
+        raise SpecError(f"pp_size={stages}: {name} publishes no pipeline plan; pp_size=1 with dp_shard works")
     placed = (*plan.before, plan.layers, *plan.after)
     for name, _ in backbone.named_parameters():
         if not name.startswith(tuple(f"{part}." for part in placed)):
@@ -147,12 +156,10 @@ def _plan(model: Any, stages: int) -> Backbone:
 
 
 def _replace(parent: nn.Module, names: Iterable[str]) -> None:
-    for full_name in names:
-        owner_name, _, name = full_name.rpartition(".")
-        owner = parent.get_submodule(owner_name)
-        module = getattr(owner, name, None)
+    for name in names:
+        module = getattr(parent, name, None)
         if isinstance(module, nn.Module):
-            setattr(owner, name, AddsNothing() if isinstance(module, nn.Embedding) else PassThrough())
+            setattr(parent, name, AddsNothing() if isinstance(module, nn.Embedding) else PassThrough())
 
 
 def hidden_size(model: Any) -> int:

@@ -18,9 +18,11 @@ from hf_parallel.rewrite.region import Region
 
 
 class TensorParallelLayer(nn.Module):
-    """Mixin of all split layers: the region they are in."""
+    """Mixin of all split layers: the region they are in, and what the classes behind them hold."""
 
     region: Region
+    weight: Any
+    bias: Any
 
 
 class ColumnParallel(TensorParallelLayer):
@@ -106,12 +108,12 @@ def local_weight(module: Any) -> torch.Tensor:
 
 def become(module: Any, mixin: type, region: Region) -> None:
     """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
-    module.__class__ = _with_mixin(mixin, type(module))
-    module.region = region
+    kind: Any = type(module)
+    module.__class__, module.region = _with_mixin(mixin, kind), region
 
 
 @functools.cache
-def _with_mixin(mixin: type, cls: type) -> type:
+def _with_mixin(mixin: Any, cls: Any) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
 
 

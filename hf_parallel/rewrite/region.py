@@ -8,7 +8,6 @@ enter, leave                     f, g of Megatron-LM; under sequence parallelism
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -51,6 +50,7 @@ class Region:
     def __init__(self, owner: Any, group: dist.ProcessGroup, switch: Switch, at_owner: bool = False) -> None:
         self.owner, self.group, self.switch, self.at_owner = owner, group, switch, at_owner
         self.heads = (0, 0)  # of the whole model: query, key/value
+        self._first = next(iter(inspect.signature(owner.forward).parameters), "")
         self.scope = OwnRandomNumbers(owner, group)
         self._input: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
@@ -66,8 +66,7 @@ class Region:
         also = {key: copy_to_group(kwargs[key], self.group) for key in _READ_BESIDES if kwargs.get(key) is not None}
         if args:
             return (self._open(args[0]), *args[1:]), {**kwargs, **also}
-        key = _first_parameter(type(owner))
-        return args, {**kwargs, **also, key: self._open(kwargs[key])}
+        return args, {**kwargs, **also, self._first: self._open(kwargs[self._first])}
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for use by all ranks."""
@@ -95,8 +94,3 @@ class Region:
     def _begin_scope(self) -> None:
         if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
             self.scope.begin()
-
-
-@functools.cache
-def _first_parameter(cls: type) -> str:
-    return list(inspect.signature(cls.forward).parameters)[1]

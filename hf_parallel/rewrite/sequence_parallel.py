@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.anatomy import stacks, text_part
+from hf_parallel.anatomy import stacks, token_readers
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
 from hf_parallel.rewrite.infer import is_norm, named_layers
@@ -110,18 +109,9 @@ def pad_sequences(model: Any, multiple: int, switch: Switch, caches: bool) -> No
         caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
             their steps are one token long. Under a pipeline there is none.
     """
-    for reader in _readers(model):
+    for reader in token_readers(model):
         bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
         reader.forward = _padded_forward(reader, multiple, switch, caches, bidirectional)
-
-
-def _readers(model: Any) -> Iterator[Any]:
-    """The modules that take token ids and return hidden states: the backbone, or encoder and decoder."""
-    if getattr(model.config, "is_encoder_decoder", False):
-        yield model.get_encoder()
-        yield model.get_decoder()
-    else:
-        yield text_part(model)
 
 
 def _padded_forward(reader: Any, multiple: int, switch: Switch, caches: bool, bidirectional: bool) -> Any:

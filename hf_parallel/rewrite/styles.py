@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.anatomy import attention_heads, text_part, tied_to_embedding
 from hf_parallel.config import SpecError
-from hf_parallel.rewrite.infer import PACKED, by_heads, infer_styles, latent_attention
+from hf_parallel.rewrite.infer import PACKED, by_heads, infer_styles, latent_attention, linear_sizes
 
 #: Words of transformers' plans that this version can apply.
 SUPPORTED = {
@@ -43,12 +43,15 @@ def styles_and_origins(model: Any, tp_size: int) -> dict[str, tuple[str, str]]:
     plan = dict(getattr(model, "tp_plan", None) or {})
     shared = _shares_heads(model, tp_size)
     try:
-        styles = {name: (style, "plan") for name, style in _from_plan(model, plan).items()}
-        if _splits_no_layer(styles):
+        latent = latent_attention(model)
+        attentions = {name.rpartition(".")[0] for name in latent}
+        published = _from_plan(model, {k: v for k, v in plan.items() if v != "local_params"}, attentions)
+        styles = {name: (style, "plan") for name, style in published.items()}
+        if not latent and _splits_no_layer(styles):
             styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
     except SpecError as error:
         raise SpecError(f"tp_size={tp_size}: {type(model).__name__}: {error}; tp_size=1 works") from error
-    for known in (latent_attention(model), _vocabulary(model), by_heads(model)):
+    for known in (latent, _vocabulary(model), by_heads(model)):
         styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
     if shared:
         styles.update({name: (_shared(style, name), origin) for name, (style, origin) in styles.items()})
@@ -56,13 +59,16 @@ def styles_and_origins(model: Any, tp_size: int) -> dict[str, tuple[str, str]]:
     return styles
 
 
-def _from_plan(model: Any, plan: dict[str, str]) -> dict[str, str]:
+def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
+    """The plan's words by module, without those of latent attentions, which we cut in our own way."""
     styles = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inside = {id(module) for module in text_part(model).modules()}
     for name, module, word in _matches(model, plan):
         if id(module) not in inside and module is not head:
             continue  # the vision part of a composite model stays whole
+        if name.rpartition(".")[0] in latent:
+            continue
         style = word if module is head else _packed(model, name, _WHOLE.get(word, word))
         if style not in SUPPORTED and not style.startswith("packed_"):
             raise SpecError(f"style {word} of {name} is not supported")
@@ -127,8 +133,12 @@ def _shares_heads(model: Any, tp_size: int) -> bool:
 
 def _check_widths(model: nn.Module, styles: dict[str, str], tp_size: int) -> None:
     for name, style in styles.items():
-        module = model.get_submodule(name) if style in ("colwise", "rowwise") else None
-        weight = getattr(module, "weight", None)
-        dim = {"colwise": 0, "rowwise": 1}.get(style)
-        if isinstance(module, nn.Linear) and isinstance(weight, torch.Tensor) and weight.shape[dim] % tp_size:
-            raise SpecError(f"tp_size={tp_size} does not divide {name}.weight dim {dim} of {weight.shape[dim]}")
+        if style not in ("colwise", "rowwise"):
+            continue
+        module = model.get_submodule(name)
+        width = linear_sizes(module)[style == "colwise"] if isinstance(module, nn.Linear | Conv1D) else 0
+        if width % tp_size:
+            side = "output" if style == "colwise" else "input"
+            raise SpecError(
+                f"tp_size={tp_size} does not divide the {width} {side} features of {name}; tp_size=1 works"
+            )

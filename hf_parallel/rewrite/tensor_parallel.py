@@ -53,24 +53,30 @@ def tensor_parallel(
     Works on meta tensors (then nothing is allocated) and on values (then each rank keeps its slice; the values must be
     the same on all ranks). No communication.
     """
-    regions: dict[str, Region] = {}
-    layers = {name for name, _ in named_layers(model)}
+    regions = _regions(model, mesh, styles, switch)
     for name, style in styles.items():
-        if style not in _STYLES:
-            continue  # the vocabulary's: vocab_parallel.py
-        owner_name = name.rpartition(".")[0]
-        if owner_name not in regions:
-            at_owner = owner_name not in layers and _reads_stream(styles, owner_name)
-            regions[owner_name] = Region(model.get_submodule(owner_name), mesh.get_group(), switch, at_owner)
-            regions[owner_name].heads = attention_heads(model) or (0, 0)
-        _split(model, name, style, mesh, device, regions[owner_name])
+        if style in _STYLES:  # the vocabulary's are elsewhere: vocab_parallel.py
+            _split(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
     for region in regions.values():
         if region.at_owner:
             region.owner.register_forward_pre_hook(region.enter_owner, with_kwargs=True)
-            use_local_heads(model, region.owner, mesh)
             _whole_weights_inside(region, mesh, device)
         region.owner.register_forward_hook(region.close, always_call=True)
     model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
+
+
+def _regions(model: Any, mesh: DeviceMesh, styles: dict[str, str], switch: Switch) -> dict[str, Region]:
+    """A region for each module that holds split layers, by its name."""
+    regions = {}
+    layers = {name for name, _ in named_layers(model)}
+    for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
+        owner = model.get_submodule(name)
+        at_owner = name not in layers and _reads_stream(styles, name)
+        regions[name] = Region(owner, mesh.get_group(), switch, at_owner)
+        regions[name].heads = attention_heads(model) or (0, 0)
+        if at_owner:
+            use_local_heads(model, owner, mesh)
+    return regions
 
 
 def _split(model: Any, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

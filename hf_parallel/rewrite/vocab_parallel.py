@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,11 +32,13 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
         SpecError: an embedding or head of a kind that cannot be cut by rows.
     """
     for name, style in styles.items():
+        if style not in ("embedding_rowwise", "colwise_gather_output"):
+            continue
         module = model.get_submodule(name)
         region = Region(module, mesh.get_group(), Switch(False))  # whole sequences on both sides
         if style == "embedding_rowwise":
             _embedding(name, module, mesh, device, region)
-        elif style == "colwise_gather_output":
+        else:
             _head(name, module, mesh, device, region, own_loss)
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(causal_loss, model.loss_function)
@@ -47,6 +49,9 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
 
 class VocabParallel(TensorParallelLayer):
     """ids […] -> […, hidden]: each rank looks up the rows it holds, the others count as zero."""
+
+    num_embeddings: Any
+    padding_idx: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = local(self.weight)
@@ -62,6 +67,7 @@ class VocabParallel(TensorParallelLayer):
 class VocabParallelHead(ColumnParallel):
     """x […, hidden] -> logits […, V] as a DTensor cut along V, or whole where `whole` is set."""
 
+    out_features: Any
     mesh: Any
     whole: Any = False
 
@@ -181,11 +187,12 @@ def _embedding(name: str, module: Any, mesh: DeviceMesh, device: torch.device, r
     if type(module) is nn.Embedding:
         become(module, VocabParallel, region)
     else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
-        module.__class__, module.region = _lookup_behind(type(module)), region
+        split, kind = cast(Any, module), cast(Any, type(module))
+        split.__class__, split.region = _lookup_behind(kind), region
 
 
 @functools.cache
-def _lookup_behind(cls: type) -> type:
+def _lookup_behind(cls: Any) -> type:
     return type(f"VocabParallel{cls.__name__}", (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
 
 
