@@ -2,6 +2,7 @@
 
 from hf_parallel.collectives.differentiable import (
     all_reduce,
+    begin_gather_sequence,
     copy_to_group,
     gather_sequence,
     join_last_dim,
@@ -13,6 +14,7 @@ from hf_parallel.collectives.differentiable import (
 
 __all__ = [
     "all_reduce",
+    "begin_gather_sequence",
     "copy_to_group",
     "gather_sequence",
     "join_last_dim",
