@@ -114,7 +114,7 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
     parts = _all_gather_op(tensor.contiguous(), 0, group)
-    return lambda: torch.cat(functional.wait_tensor(parts).chunk(group.size(), dim=0), dim=_SEQUENCE)
+    return lambda: torch.cat(functional.wait_tensor(parts).chunk(group.size(), dim=0), dim=tensor.dim() - 2)
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -24,7 +24,7 @@ from hf_parallel.collectives import begin_gather_sequence, gather_sequence
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h], or [tokens / n, h] -> [tokens, h]: a tensor that `linear` can gather again."""
-    whole: Any = gather_sequence(part, group) if part.dim() > 2 else gather_sequence(part[None], group)[0]
+    whole: Any = gather_sequence(part, group)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # On the tensor itself: it lives as long, and a checkpoint inside the region passes the same object again.
         whole._gathered_from = _Origin(part.detach(), group, whole._version)
@@ -101,7 +101,7 @@ class _Regathered:
         """Start to gather, unless another reader has in this pass over the graph."""
         if reader.passes == self.passes:
             self.passes += 1
-            self._wait = begin_gather_sequence(part if part.dim() > 2 else part[None], self.group)
+            self._wait = begin_gather_sequence(part, self.group)
 
     def take(self, reader: Any) -> torch.Tensor:
         """The whole input as [rows, h], after `begin`."""
