@@ -18,6 +18,7 @@ from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread, values
 from hf_parallel.hooks import runtime
 from hf_parallel.rewrite.packed import stored_order
+from hf_parallel.rewrite.tensor_parallel import local
 
 
 def open_by_reading(original: Callable) -> Callable:
@@ -78,21 +79,26 @@ def initialize(original: Callable) -> Callable:
 
     def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
         new: dict[str, Any] = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False)
+            name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
         }
         for name, shard in new.items():
-            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
+            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
             module._parameters[name] = nn.Parameter(whole)
         original(self, module, *args, **kwargs)
         for name, shard in new.items():
             part = local_part(shard, stored_order(module, name))
             with torch.no_grad():
-                shard.to_local().copy_(read(module.get_parameter(name).detach(), part))
+                local(shard).copy_(read(module.get_parameter(name).detach(), part))
             module._parameters[name] = shard
 
     return replacement
+
+
+def _is_new_part(module: nn.Module, parameter: Any) -> bool:
+    """Not loaded, and not stored as its values are drawn."""
+    if parameter is None or getattr(parameter, "_is_hf_initialized", False):
+        return False
+    return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
 
 
 def report(original: Callable) -> Callable:
