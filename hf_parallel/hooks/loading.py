@@ -18,7 +18,7 @@ from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread, values
 from hf_parallel.hooks import runtime
 from hf_parallel.rewrite.packed import stored_order
-from hf_parallel.rewrite.tensor_parallel import local
+from hf_parallel.rewrite.layers import local
 
 
 def open_by_reading(original: Callable) -> Callable:
