@@ -7,6 +7,10 @@
 The bytes are those of the plain path, in twice as many collectives. Sums over `in` and over ranks may be rounded in
 another order; the weight's gradient is one product of the whole, so not even that. What is gained on the way in:
 late_gradients.py.
+
+On CUDA, collectives run on their own stream, and a product that fills the device delays a collective launched after
+it: with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their calls. torch's fused products over symmetric
+memory (`torch.ops.symm_mem`) cut finer, one piece per rank, but need NVLink and sum in another order than NCCL.
 """
 
 from __future__ import annotations
@@ -26,7 +30,29 @@ def row_linear(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
-    return _RowLinear.apply(as_autocast(x), as_autocast(weight), group, sequence_parallel)
+    x, weight = as_autocast(x), as_autocast(weight)
+    kept: list[Any] = []
+    return _RowLinear.apply(_Keep.apply(x, weight, kept), weight, kept, group, sequence_parallel)
+
+
+class _Keep(torch.autograd.Function):
+    """Identity for x; saves what the gradients need, each only if the other's gradient is wanted.
+
+    A node of its own, because a Function saves after its forward has run: a checkpoint recomputes up to the last
+    tensor that is saved, and would repeat the collectives of a row whose output nobody reads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any]) -> torch.Tensor:
+        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
+        kept.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
+        return gradient, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -34,23 +60,23 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any], group: dist.ProcessGroup, by_parts: bool
     ) -> torch.Tensor:
-        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
-        ctx.group, ctx.sequence_parallel = group, sequence_parallel
-        ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
-        return (_scattered_product if sequence_parallel else _reduced_product)(x, weight, group)
+        ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
+        return (_scattered_product if by_parts else _reduced_product)(x, weight, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        if ctx.sequence_parallel:
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        x, weight = ctx.kept[0].saved_tensors
+        if ctx.by_parts:
             gradient, grad_x = _gathered_product(gradient, weight, ctx.group, x is not None)
         else:
             grad_x = None if weight is None else gradient @ weight
         # The sum of two halves would be rounded to the weight's type in between.
-        return grad_x, None if x is None else weight_gradient(x, gradient), None, None
+        return grad_x, None if x is None else weight_gradient(x, gradient), None, None, None
 
 
 def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
