@@ -25,13 +25,17 @@ from hf_parallel.collectives.asynchronous import Started
 from hf_parallel.rewrite import late_gradients, overlap
 from hf_parallel.rewrite.late_gradients import column_linear, enter_columns
 from hf_parallel.rewrite.overlap import row_linear
-from hf_parallel.rewrite.tensor_parallel import local
 from tests.counting import CountCollectives
 from tests.distributed import run
 
 HIDDEN, INNER = 6, 8
 # Before and at the sequence, which counts tokens per rank: pairs, odd, single ones, [tokens, hidden], four dims.
 SHAPES = [(2, 4), (3, 5), (2, 1), (1, 2), (3,), (1,), (2, 2, 3)]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """This rank's shard of a weight or of its gradient."""
+    return tensor.to_local()
 
 
 def whole_numbers(*shape: int) -> torch.Tensor:
