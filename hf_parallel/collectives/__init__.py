@@ -1,5 +1,6 @@
-"""Differentiable collectives: each names what it does forward and backward."""
+"""Differentiable collectives: each names what it does forward and backward. And some that only start."""
 
+from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.differentiable import (
     all_reduce,
     begin_gather_sequence,
@@ -13,6 +14,7 @@ from hf_parallel.collectives.differentiable import (
 )
 
 __all__ = [
+    "Started",
     "all_reduce",
     "begin_gather_sequence",
     "copy_to_group",
@@ -22,4 +24,7 @@ __all__ = [
     "reduce_from_group",
     "reduce_scatter_sequence",
     "split_sequence",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
 ]
