@@ -6,8 +6,9 @@ are Hugging Face's own code, and the last stage computes the model's own loss.
 
 Two ways through the stages, chosen per call and both exact:
 
-    scheduled   training with the model's own token-mean loss: one of torch's schedules, micro-batch losses sum up
-    whole       everything else (evaluation; losses computed from logits; ragged tails): all forwards, then, where the
+    scheduled   training with a loss that adds up over micro-batches, the model's own or the script's: one of torch's
+                schedules; the last stage computes each micro-batch's loss as soon as it arrives
+    whole       everything else (evaluation; losses over whole batches; ragged tails): all forwards, then, where the
                 script's loss has a gradient, all backwards, as GPipe does; outputs appear on every rank
 """
 
@@ -83,6 +84,9 @@ class PipelineEngine:
         self._schedules: dict[tuple, Any] = {}
         self._arriving: Callable[..., torch.Tensor] | torch.Tensor | None = None
         self._view: StageView | None = None
+        self._calls = 0  # of the model, by the loss of one micro-batch
+        self._watch: Callable[[Batch, Any], None] | None = None
+        self._replay: Callable[[Batch], Any] | None = None
         self._handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
 
     # ---- attaching ---------------------------------------------------------------------------------------------
@@ -125,14 +129,42 @@ class PipelineEngine:
         self._refuse_partial_outputs(batch)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
+        if self._replay is not None:
+            return self._replay(batch)
+        if self._view is not None:  # a script's loss calls the model for one micro-batch
+            return self._model_forward(**batch)
         rows = _tokens(batch).shape[0]
         try:
             if self._schedulable(batch, rows):
-                return self._scheduled(batch, micro_batch_count(rows, self.config))
-            return self._whole(batch, rows)
+                batch = {"num_items_in_batch": _count_targets(batch), **batch}
+                parts = split_rows(batch, micro_batch_count(rows, self.config))
+                return PipelineLoss(loss=self._scheduled(parts, lambda part: self._model_forward(**part)["loss"]))
+            outputs = self._whole(batch, rows)
+            if self._watch is not None:
+                self._watch(batch, outputs)
+            return outputs
         finally:
             for stage in self._stages():
                 stage.work = None  # it holds the batch
+
+    def run_loss(self, batch: Batch, loss_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
+        """The script's own loss, one micro-batch at a time: `loss_of(part)` calls this model once.
+
+        It runs on every stage as far as the model's layers go; only the last stage sees the end of it.
+        """
+        try:
+            return self._scheduled(split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config)), loss_of)
+        finally:
+            for stage in self._stages():
+                stage.work = None
+
+    def tell(self, values: dict[str, Any]) -> None:
+        """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
+        if self._view is not None:
+            raise NotImplementedError("hf_parallel: log from outside compute_loss, which runs per micro-batch here")
+        told: list[Any] = [values]
+        dist.broadcast_object_list(told, group=self.group, group_src=self.last_rank)
+        values.update(told[0])
 
     def _refuse_partial_outputs(self, batch: Batch) -> None:
         """What each stage would have only a part of."""
@@ -159,21 +191,30 @@ class PipelineEngine:
     def _stages(self) -> list[Stage]:
         return cast(list[Stage], list(self.stages))
 
-    def _enter(self, view: StageView, arriving: Any, batch: Batch) -> Any:
-        """The model's forward on this stage, with `arriving` in place of the embedded tokens."""
-        self._arriving, self._view = arriving, view
+    def _enter(self, view: StageView, arriving: Any, call: Callable[[], Any]) -> Any:
+        """What `call` returns on the last stage; on the others what leaves its one call of the model."""
+        self._arriving, self._view, self._calls = arriving, view, 0
         try:
             with view.shown():
-                return self._model_forward(**batch)
+                output = call()
         except LeaveAtExit as leave:
             return leave.hidden
         finally:
             self._arriving, self._view = None, None
+        if view.index != self.last_index:
+            raise RuntimeError("hf_parallel: the loss did not call the model in this step, as it did in its first one")
+        return output
 
     def _cut_backbone(self, *args: Any, **kwargs: Any) -> Any:
         if self._view is None:
             raise NotImplementedError(
                 "hf_parallel: under pp_size > 1 the backbone cannot be called by itself; call the whole model"
+            )
+        self._calls += 1
+        if self._calls > 1:
+            raise RuntimeError(
+                "hf_parallel: the loss called the model more than once in a step, as it did not in its first one; "
+                "the stages before have moved on"
             )
         if callable(self._arriving):
             return self._arriving(*args, **kwargs)
@@ -216,19 +257,16 @@ class PipelineEngine:
 
     # ---- scheduled ---------------------------------------------------------------------------------------------
 
-    def _scheduled(self, batch: Batch, micro_batches: int) -> PipelineLoss:
+    def _scheduled(self, parts: list[Batch], loss_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """Run all forward and backward passes now; the returned loss hands the gradients over in its backward."""
-        batch = {"num_items_in_batch": _count_targets(batch), **batch}
-        parts = split_rows(batch, micro_batches)
-        schedule = self._schedule_for(micro_batches, _tokens(parts[0]))
+        schedule = self._schedule_for(len(parts), _tokens(parts[0]))
         losses: list[torch.Tensor] = []
-        index = torch.arange(micro_batches)
+        index = torch.arange(len(parts))
         with self._autocast_per_stage() as autocast, fresh_gradients(self._trainable()) as fresh:
 
             def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
                 with autocast():
-                    output = self._enter(view, hidden, parts[i])
-                return output["loss"] if view.index == self.last_index else output
+                    return self._enter(view, hidden, lambda: loss_of(parts[i]))
 
             for view, stage in zip(self.views, self._stages(), strict=True):
                 stage.work = functools.partial(work, view)
@@ -236,7 +274,7 @@ class PipelineEngine:
         loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
         loss = loss.to(self.mesh.device)
         dist.broadcast(loss, group=self.group, group_src=self.last_rank)
-        return PipelineLoss(loss=detached_node([loss], lambda gradients: self._accumulate(fresh, gradients[0]))[0])
+        return detached_node([loss], lambda gradients: self._accumulate(fresh, gradients[0]))[0]
 
     def _schedule_for(self, micro_batches: int, tokens: torch.Tensor) -> Any:
         boundary = self._boundary(tokens, "meta").requires_grad_()
@@ -281,7 +319,9 @@ class PipelineEngine:
                 hidden = None if view.index == 0 else self._receive(view.index, part)
                 tape[-1][view.index] = Pass(hidden, None)
                 if view.index != self.last_index:
-                    stage.work = lambda hidden, i, view=view, part=part: self._enter(view, hidden, part)
+                    stage.work = lambda hidden, i, view=view, part=part: self._enter(
+                        view, hidden, lambda: self._model_forward(**part)
+                    )
                     tape[-1][view.index].output = output = stage(hidden)
                     self._send(output.detach(), view.index + 1)
         if not self.last:
@@ -299,7 +339,7 @@ class PipelineEngine:
             return results[0]
 
         view, stage = self.views[-1], self._stages()[-1]
-        stage.work = lambda hidden, i: self._enter(view, backbone, batch)
+        stage.work = lambda hidden, i: self._enter(view, backbone, lambda: self._model_forward(**batch))
         return stage()
 
     def _receive(self, index: int, batch: Batch) -> torch.Tensor:
@@ -364,6 +404,46 @@ class PipelineEngine:
             stage.set_reshard_after_backward(last)
             stage.set_is_last_backward(last)
 
+    # ---- does a script's loss add up? ------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[list[tuple[Batch, Any]]]:
+        """Keep what the model is called with, and returns, in here."""
+        calls: list[tuple[Batch, Any]] = []
+        self._watch = lambda batch, outputs: calls.append((batch, outputs))
+        try:
+            yield calls
+        finally:
+            self._watch = None
+
+    def adds_up(self, batch: Batch, calls: list, loss: torch.Tensor, loss_of: Callable[[Batch], Any]) -> bool:
+        """Is `loss` the sum of the losses of micro-batches? Computed from parts of the outputs, without the model."""
+        if len(calls) != 1 or _tokens(calls[0][0]).shape != _tokens(batch).shape:
+            return False
+        called, outputs = calls[0]
+        parts = split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config))
+        total = torch.zeros_like(loss, dtype=torch.float32)
+        with torch.no_grad():
+            for part, seen, given in zip(
+                parts, split_rows({**outputs}, len(parts)), split_rows(called, len(parts)), strict=True
+            ):
+                self._replay = lambda batch, seen=seen, given=given: type(outputs)(**self._with_loss(seen, given))
+                try:
+                    total += loss_of(part).float()
+                finally:
+                    self._replay = None
+        # Means over micro-batches, or over pairs of rows, are off by far more than bf16 rounds.
+        return torch.allclose(total, loss.detach().float(), rtol=1e-2 if loss.dtype != torch.float32 else 1e-5)
+
+    def _with_loss(self, outputs: Batch, batch: Batch) -> Batch:
+        """The model's own loss of these rows, where the script reads it."""
+        if outputs.get("loss") is None or not self.sums_over_tokens:
+            return outputs
+        known = {"num_items_in_batch": batch.get("num_items_in_batch"), "shift_labels": batch.get("shift_labels")}
+        vocabulary = outputs["logits"].shape[-1]
+        loss = self.model.loss_function(outputs["logits"], batch["labels"], vocabulary, **known)
+        return {**outputs, "loss": loss}
+
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _trainable(self) -> list[nn.Parameter]:
@@ -400,13 +480,20 @@ def split_rows(batch: Batch, parts: int) -> list[Batch]:
     """Cut every tensor that has one entry per row into `parts` along dim 0; share everything else."""
     if parts == 1:
         return [batch]
-    rows = _tokens(batch).shape[0]
+    rows = _rows(batch)
     cut = {
         key: value.tensor_split(parts)
         for key, value in batch.items()
         if torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == rows
     }
     return [{key: cut[key][i] if key in cut else value for key, value in batch.items()} for i in range(parts)]
+
+
+def _rows(batch: Batch) -> int:
+    named = next((batch[key] for key in ("input_ids", "inputs_embeds", "logits") if batch.get(key) is not None), None)
+    if named is None:
+        raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
+    return named.shape[0]
 
 
 def _tokens(batch: Batch) -> torch.Tensor:
