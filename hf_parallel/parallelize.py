@@ -71,7 +71,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     state.flops_per_token = flops_per_token(model) * config.data_parallel_size / config.world_size
 
     _check_model(model, config)
-    _use_attention(model, config.attention)
+    use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
         model.activation_checkpointing_enable()
     if not on_meta:
@@ -191,19 +191,30 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
 
 def _wants_sequence_parallel(model: Any, styles: dict[str, str], state: ParallelState) -> bool:
     """On by default where the model allows it; what cannot be met is an error if asked for, else a note."""
-    asked = state.config.sequence_parallel
-    if asked is False:
-        return False
-    reason = obstacle(model, styles)
-    if reason is None:
-        return True
-    if asked:
+    reason = why_whole_sequences(model, styles, state.config.sequence_parallel)
+    if reason is not None and state.config.sequence_parallel is None:
+        state.notes.append(f"no sequence parallelism: {reason}")
+    return reason is None
+
+
+def why_whole_sequences(model: Any, styles: dict[str, str], asked: bool | None) -> str | None:
+    """Why there is no sequence parallelism, or None if there is.
+
+    Raises:
+        SpecError: it is asked for, and the model does not allow it.
+    """
+    reason = "sequence_parallel=false" if asked is False else obstacle(model, styles)
+    if asked and reason is not None:
         raise SpecError(f"sequence_parallel=true: {reason}; sequence_parallel=false works")
-    state.notes.append(f"no sequence parallelism: {reason}")
-    return False
+    return reason
 
 
-def _use_attention(model: Any, name: str) -> None:
+def use_attention(model: Any, name: str) -> None:
+    """Set the kernel the spec names; `auto` leaves the model's own.
+
+    Raises:
+        SpecError: the model or this machine does not have it.
+    """
     if name == "auto":
         return
     try:
