@@ -14,9 +14,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import save_pretrained
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.pipeline import PipelineEngine, cut_into_stage
+from hf_parallel.pipeline import PipelineEngine, cut_into_stages
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
@@ -77,7 +77,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     if not on_meta:
         make_identical(model, mesh.device)
 
-    blocks = transformer_blocks(model)
+    roots = [(model, transformer_blocks(model))]
     tied = config.pp_size > 1 and has_tied_embedding(model)
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
@@ -89,13 +89,16 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         if state.sequence_parallel:
             sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
-        blocks, entry = cut_into_stage(model, config, mesh.index("pp"))
+        _check_tied_in_a_v(config, tied)
+        views = cut_into_stages(model, config, mesh.index("pp"))
         parts = config.tp_size if state.sequence_parallel else 1
-        state.pipeline = PipelineEngine(model, blocks, entry, mesh, tied, state.sums_over_tokens, parts)
-        state.root = state.pipeline.stage
+        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, parts)
+        state.root = state.pipeline.stages
+        roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:
         model.to(mesh.device)
-    shard_data_parallel(model, state.root, blocks, mesh)
+    for root, layers in roots:
+        shard_data_parallel(model, root, layers, mesh)
     if state.pipeline is not None:
         state.pipeline.attach()
     if state.sequence_parallel:
@@ -187,6 +190,15 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         )
     if len({p.device.type == "meta" for p in model.parameters()}) > 1:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
+
+
+def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
+    """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter."""
+    if tied and config.pipeline_schedule in V_SCHEDULES and config.data_parallel_size > 1:
+        raise SpecError(
+            f"pipeline_schedule={config.pipeline_schedule}: tied embeddings cannot be sharded over data ranks; "
+            "interleaved_zero_bubble works"
+        )
 
 
 def _wants_sequence_parallel(model: Any, styles: dict[str, str], state: ParallelState) -> bool:

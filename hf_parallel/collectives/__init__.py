@@ -1,7 +1,9 @@
-"""Differentiable collectives: each names what it does forward and backward."""
+"""Differentiable collectives: each names what it does forward and backward. And some that only start."""
 
+from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.differentiable import (
     all_reduce,
+    begin_gather_sequence,
     copy_to_group,
     gather_sequence,
     join_last_dim,
@@ -12,7 +14,9 @@ from hf_parallel.collectives.differentiable import (
 )
 
 __all__ = [
+    "Started",
     "all_reduce",
+    "begin_gather_sequence",
     "copy_to_group",
     "gather_sequence",
     "join_last_dim",
@@ -20,4 +24,7 @@ __all__ = [
     "reduce_from_group",
     "reduce_scatter_sequence",
     "split_sequence",
+    "start_all_gather",
+    "start_all_reduce",
+    "start_reduce_scatter",
 ]

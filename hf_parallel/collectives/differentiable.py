@@ -7,6 +7,7 @@ Each takes a local tensor and a process group. Sequence forms cut the last dim b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -108,6 +109,12 @@ def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.T
 def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h]: enter such a region with parts of the sequence."""
     return _GatherSequence.apply(tensor, group)
+
+
+def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
+    parts = _all_gather_op(tensor.contiguous(), 0, group)
+    return lambda: torch.cat(functional.wait_tensor(parts).chunk(group.size(), dim=0), dim=tensor.dim() - 2)
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -1,14 +1,14 @@
 """A pipeline behind `model(**batch)`: one call runs all micro-batches through all stages.
 
-Every stage runs the model's own forward on its micro-batch as far as the backbone; there the first stage embeds the
-tokens, the others take the activations they received, and all but the last leave at their last layer. So masks, rotary
-embeddings and head are Hugging Face's own code, and the last stage computes the model's own loss.
+Every stage runs the model's own forward on its micro-batch as far as its last layer; there the first stage embeds the
+tokens, the others take the activations they received, and all but the last leave. So masks, rotary embeddings and head
+are Hugging Face's own code, and the last stage computes the model's own loss.
 
 Two ways through the stages, chosen per call and both exact:
 
-    scheduled   training with the model's own token-mean loss: torch's 1F1B or GPipe, micro-batch losses sum up
-    whole       everything else (evaluation; losses computed from logits; ragged tails): outputs appear on every rank,
-                in training as an autograd node, so whatever the script does with them has its gradient
+    scheduled   training with the model's own token-mean loss: one of torch's schedules, micro-batch losses sum up
+    whole       everything else (evaluation; losses computed from logits; ragged tails): all forwards, then, where the
+                script's loss has a gradient, all backwards, as GPipe does; outputs appear on every rank
 """
 
 from __future__ import annotations
@@ -17,32 +17,43 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.outputs import PipelineLoss, broadcast_outputs, detached_node
 from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count
-from hf_parallel.pipeline.stages import Entry, LeaveAtExit, backbone_of, boundary_dtype, hidden_size
+from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype, hidden_size
 
 Batch = dict[str, Any]
 
 
 class Stage(nn.Module):
-    """What FSDP2 and torch's schedule see: a module that holds the model's local part and runs what it is given."""
+    """What FSDP2 and torch's schedule see: a module that holds one stage's parts and runs what it is given."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, view: StageView) -> None:
         super().__init__()
-        self.model = model
+        self.parts = nn.ModuleList(view.modules)
         self.work: Callable[[torch.Tensor | None, int], Any] | None = None
 
     def forward(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
         assert self.work is not None
         return self.work(hidden, int(micro_batch))
+
+
+@dataclass
+class Pass:
+    """One micro-batch through one stage: what came in and what went out, for the backward."""
+
+    hidden: torch.Tensor | None
+    output: torch.Tensor | None  # None on the last stage, whose outputs belong to the script
 
 
 class PipelineEngine:
@@ -51,24 +62,28 @@ class PipelineEngine:
     def __init__(
         self,
         model: Any,
-        layers: list[nn.Module],
-        entry: Entry | None,
+        views: list[StageView],
         mesh: ParallelMesh,
         tied: bool,
         sums_over_tokens: bool,
         sequence_parts: int = 1,
     ) -> None:
-        self.model, self.layers, self.entry, self.mesh, self.config = model, layers, entry, mesh, mesh.config
+        self.model, self.views, self.mesh, self.config = model, views, mesh, mesh.config
+        self.layers = [layer for view in views for layer in view.layers]
+        self.stages = nn.ModuleList(Stage(view) for view in views)
         self.group, self.first, self.last = mesh.group("pp"), mesh.is_first_stage, mesh.is_last_stage
-        self.tied_group = mesh.first_and_last_stage_group() if tied else None
+        self.last_index = self.config.pipeline_stages - 1
+        self.last_rank = self.config.rank_of_stage(self.last_index)
+        # In a V one rank holds both ends, and with them the one tied parameter.
+        self.tied_group = mesh.first_and_last_stage_group() if tied and self.last_rank != 0 else None
         self.sums_over_tokens = sums_over_tokens
         self.sequence_parts = sequence_parts  # under sequence parallelism stages exchange 1/tp of each sequence
         self.loss_only = False  # evaluation that wants no logits need not send them
         self.keep_outputs = False  # a script that reads more than the loss in training needs all outputs
-        self.stage = Stage(model)
         self._schedules: dict[tuple, Any] = {}
         self._arriving: Callable[..., torch.Tensor] | torch.Tensor | None = None
-        self._inside = False
+        self._view: StageView | None = None
+        self._handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 
@@ -116,7 +131,8 @@ class PipelineEngine:
                 return self._scheduled(batch, micro_batch_count(rows, self.config))
             return self._whole(batch, rows)
         finally:
-            self.stage.work = None  # it holds the batch
+            for stage in self._stages():
+                stage.work = None  # it holds the batch
 
     def _refuse_partial_outputs(self, batch: Batch) -> None:
         """What each stage would have only a part of."""
@@ -131,25 +147,31 @@ class PipelineEngine:
     def _schedulable(self, batch: Batch, rows: int) -> bool:
         training = torch.is_grad_enabled() and self.model.training and not self.keep_outputs
         own_loss = batch.get("labels") is not None and self.sums_over_tokens
-        return training and own_loss and rows >= self.config.pp_size and not self._ragged(rows)
+        return training and own_loss and self._divides(rows)
 
-    def _ragged(self, rows: int) -> bool:
-        """A short last batch that `pipeline_microbatches` does not divide runs whole: exact, only less overlapped."""
-        asked = self.config.pipeline_microbatches
-        return asked is not None and rows % asked != 0
-
-    def _enter(self, arriving: Any, batch: Batch) -> Any:
-        """The model's forward on this stage, with `arriving` in place of the embedded tokens."""
-        self._arriving, self._inside = arriving, True
+    def _divides(self, rows: int) -> bool:
+        """A short last batch that the schedule cannot cut runs whole: exact, only less overlapped."""
         try:
-            return self._model_forward(**batch)
+            return micro_batch_count(rows, self.config) > 0
+        except SpecError:
+            return False
+
+    def _stages(self) -> list[Stage]:
+        return cast(list[Stage], list(self.stages))
+
+    def _enter(self, view: StageView, arriving: Any, batch: Batch) -> Any:
+        """The model's forward on this stage, with `arriving` in place of the embedded tokens."""
+        self._arriving, self._view = arriving, view
+        try:
+            with view.shown():
+                return self._model_forward(**batch)
         except LeaveAtExit as leave:
             return leave.hidden
         finally:
-            self._arriving, self._inside = None, False
+            self._arriving, self._view = None, None
 
     def _cut_backbone(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._inside:
+        if self._view is None:
             raise NotImplementedError(
                 "hf_parallel: under pp_size > 1 the backbone cannot be called by itself; call the whole model"
             )
@@ -158,10 +180,12 @@ class PipelineEngine:
         return self._run_backbone(self._arriving, *args, **kwargs)
 
     def _run_backbone(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        if self.entry is not None and hidden is not None:
+        assert self._view is not None
+        entry = self._view.entry
+        if entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
             kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": self._placeholder(hidden)}
-            args, self.entry.hidden = (), hidden
+            args, entry.hidden = (), hidden
         try:
             return self._backbone_forward(*args, **kwargs)
         except LeaveAtExit as leave:
@@ -172,8 +196,8 @@ class PipelineEngine:
                 ) from leave
             raise
         finally:
-            if self.entry is not None:
-                self.entry.hidden = None
+            if entry is not None:
+                entry.hidden = None
 
     def _placeholder(self, hidden: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole sequence's shape; with parts of it expanded, which takes no memory."""
@@ -201,24 +225,26 @@ class PipelineEngine:
         index = torch.arange(micro_batches)
         with self._autocast_per_stage() as autocast, fresh_gradients(self._trainable()) as fresh:
 
-            def work(hidden: torch.Tensor | None, i: int) -> Any:
+            def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
                 with autocast():
-                    output = self._enter(hidden, parts[i])
-                return output["loss"] if self.last else output
+                    output = self._enter(view, hidden, parts[i])
+                return output["loss"] if view.index == self.last_index else output
 
-            self.stage.work = work
+            for view, stage in zip(self.views, self._stages(), strict=True):
+                stage.work = functools.partial(work, view)
             schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
         loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
         loss = loss.to(self.mesh.device)
-        dist.broadcast(loss, group=self.group, group_src=self.config.pp_size - 1)
+        dist.broadcast(loss, group=self.group, group_src=self.last_rank)
         return PipelineLoss(loss=detached_node([loss], lambda gradients: self._accumulate(fresh, gradients[0]))[0])
 
     def _schedule_for(self, micro_batches: int, tokens: torch.Tensor) -> Any:
         boundary = self._boundary(tokens, "meta").requires_grad_()
         key = (micro_batches, *boundary.shape, boundary.dtype)
         if key not in self._schedules:
+            modules: dict[int, nn.Module] = {v.index: s for v, s in zip(self.views, self._stages(), strict=True)}
             self._schedules[key] = build_schedule(
-                self.stage, self.config, self.group, self.mesh.device, micro_batches, boundary
+                modules, self.config, self.group, self.mesh.device, micro_batches, boundary
             )
         return self._schedules[key]
 
@@ -236,15 +262,10 @@ class PipelineEngine:
     def _whole(self, batch: Batch, rows: int) -> Any:
         """All rows through the stages; the model's outputs on every rank."""
         grad = torch.is_grad_enabled()
-        chunks = 1 if grad else min(rows, 2 * self.config.pp_size)
         parameters = self._trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
-        tape: list[tuple[torch.Tensor | None, torch.Tensor]] = []
-        outputs = None
-        if self.last:
-            outputs = self._last_stage(batch, chunks, tape)
-        else:
-            self._earlier_stage(batch, chunks, tape)
-        outputs, tensors = broadcast_outputs(outputs, self.group, self.mesh.device, self.loss_only)
+        tape: list[dict[int, Pass]] = []
+        outputs = self._forward_whole(batch, min(rows, 2 * self.config.pp_size), tape)
+        outputs, tensors = broadcast_outputs(outputs, self.group, self.last_rank, self.mesh.device, self.loss_only)
         values = [tensor.detach() for tensor in tensors]
         if grad:
             values = detached_node(
@@ -252,49 +273,96 @@ class PipelineEngine:
             )
         return outputs(values)
 
-    def _last_stage(self, batch: Batch, chunks: int, tape: list) -> Any:
+    def _forward_whole(self, batch: Batch, count: int, tape: list[dict[int, Pass]]) -> Any:
+        """Each micro-batch through this rank's stages in turn; the last stage waits until it has them all."""
+        for part in split_rows(batch, count):
+            tape.append({})
+            for view, stage in zip(self.views, self._stages(), strict=True):
+                hidden = None if view.index == 0 else self._receive(view.index, part)
+                tape[-1][view.index] = Pass(hidden, None)
+                if view.index != self.last_index:
+                    stage.work = lambda hidden, i, view=view, part=part: self._enter(view, hidden, part)
+                    tape[-1][view.index].output = output = stage(hidden)
+                    self._send(output.detach(), view.index + 1)
+        if not self.last:
+            return None
+        arrived = [passes[self.last_index].hidden for passes in tape]
+        return self._last_stage(batch, arrived)
+
+    def _last_stage(self, batch: Batch, arrived: list[torch.Tensor | None]) -> Any:
+        """The model's forward, once for all rows: only its backbone runs micro-batch by micro-batch."""
+
         def backbone(*args: Any, **kwargs: Any) -> Any:
-            parts = split_rows(self._named(args, kwargs), chunks)
-            results = []
-            for part in parts:
-                hidden = self._receive(part)
-                tape.append((hidden, hidden))
-                results.append(self._run_backbone(hidden, **part))
+            parts = split_rows(self._named(args, kwargs), len(arrived))
+            results = [self._run_backbone(hidden, **part) for hidden, part in zip(arrived, parts, strict=True)]
             results[0]["last_hidden_state"] = torch.cat([r["last_hidden_state"] for r in results])
             return results[0]
 
-        self.stage.work = lambda hidden, i: self._enter(backbone, batch)
-        return self.stage()
+        view, stage = self.views[-1], self._stages()[-1]
+        stage.work = lambda hidden, i: self._enter(view, backbone, batch)
+        return stage()
 
-    def _earlier_stage(self, batch: Batch, chunks: int, tape: list) -> None:
-        for part in split_rows(batch, chunks):
-            hidden = None if self.first else self._receive(part)
-            self.stage.work = lambda hidden, i, part=part: self._enter(hidden, part)
-            output = self.stage(hidden)
-            dist.send(output.detach().contiguous(), group=self.group, group_dst=self.group.rank() + 1)
-            tape.append((hidden, output))
-
-    def _receive(self, batch: Batch) -> torch.Tensor:
-        hidden = self._boundary(_tokens(batch), self.mesh.device)
-        dist.recv(hidden, group=self.group, group_src=self.group.rank() - 1)
+    def _receive(self, index: int, batch: Batch) -> torch.Tensor:
+        """What stage `index` works on, from the stage before it."""
+        source = self.config.rank_of_stage(index - 1)
+        if source == self.group.rank():
+            assert self._handed_over is not None
+            hidden, self._handed_over = self._handed_over, None
+        else:
+            hidden = self._boundary(_tokens(batch), self.mesh.device)
+            dist.recv(hidden, group=self.group, group_src=source)
         return hidden.requires_grad_(torch.is_grad_enabled())
 
-    def _backward_whole(self, parameters: list, tape: list, tensors: list[torch.Tensor], gradients: list) -> None:
+    def _send(self, tensor: torch.Tensor, index: int) -> None:
+        """Hand a stage's output, or its input's gradient, to stage `index`."""
+        target = self.config.rank_of_stage(index)
+        if target == self.group.rank():
+            self._handed_over = tensor
+        else:
+            dist.send(tensor.contiguous(), group=self.group, group_dst=target)
+
+    def _backward_whole(
+        self, parameters: list, tape: list[dict[int, Pass]], tensors: list[torch.Tensor], gradients: list
+    ) -> None:
         """Send the gradient of the outputs, known to every rank, back through the stages."""
-        (hidden, output), rank = tape[0], self.group.rank()
         with fresh_gradients(parameters) as fresh:
             if self.last:
                 pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-            else:
-                gradient = torch.empty_like(output)
-                dist.recv(gradient, group=self.group, group_src=rank + 1)
-                if output.requires_grad:
-                    torch.autograd.backward(output, gradient)
-            if not self.first:
-                gradient = torch.zeros_like(hidden) if hidden.grad is None else hidden.grad
-                dist.send(gradient.contiguous(), group=self.group, group_dst=rank - 1)
+            for i, passes in enumerate(tape):
+                for view, stage in reversed(list(zip(self.views, self._stages(), strict=True))):
+                    self._reduce_in(stage, i == len(tape) - 1)
+                    self._backward_pass(view.index, passes[view.index])
         self._accumulate(fresh, None)
+
+    def _backward_pass(self, index: int, done: Pass) -> None:
+        hidden, output = done.hidden, done.output
+        if output is not None:
+            gradient = self._receive_gradient(index, output)
+            if output.requires_grad:
+                torch.autograd.backward(output, gradient)
+        if hidden is not None:
+            self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
+
+    def _receive_gradient(self, index: int, output: torch.Tensor) -> torch.Tensor:
+        source = self.config.rank_of_stage(index + 1)
+        if source == self.group.rank():
+            assert self._handed_over is not None
+            gradient, self._handed_over = self._handed_over, None
+            return gradient
+        gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
+        dist.recv(gradient, group=self.group, group_src=source)
+        return gradient
+
+    def _reduce_in(self, stage: Any, last: bool) -> None:
+        """FSDP2 reduces a stage's gradients, and frees its weights, after the last micro-batch only.
+
+        So the number of collectives does not depend on the number of rows, which data ranks may differ in.
+        """
+        if isinstance(stage, FSDPModule):
+            stage.set_requires_gradient_sync(last)
+            stage.set_reshard_after_backward(last)
+            stage.set_is_last_backward(last)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.collectives import copy_to_group
+from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.region import Region
 
 
@@ -29,7 +30,7 @@ class ColumnParallel(TensorParallelLayer):
     """Linear x […, in] -> […, out / tp]."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(self.region.enter(input), local_weight(self), local(self.bias))
+        return regather.linear(self.region.enter(input), local_weight(self), local(self.bias))
 
 
 class RowParallel(TensorParallelLayer):
@@ -56,7 +57,7 @@ class SharedHeads(TensorParallelLayer):
         group, rows = self.region.group, self.rows.to(input.device)
         weight = copy_to_group(self.weight, group)[rows]
         bias = None if self.bias is None else copy_to_group(self.bias, group)[rows]
-        return F.linear(self.region.enter(input), weight, bias)
+        return regather.linear(self.region.enter(input), weight, bias)
 
 
 class HeadsEmbedding(TensorParallelLayer):

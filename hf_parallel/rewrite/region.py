@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.collectives import copy_to_group, gather_sequence, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
 
 #: Styles of layers that read the residual stream.
@@ -89,7 +90,7 @@ class Region:
         self._input = self._entered = None
 
     def _open(self, tensor: torch.Tensor) -> torch.Tensor:
-        return (gather_sequence if self.sequence_parallel else copy_to_group)(tensor, self.group)
+        return (regather.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
 
     def _begin_scope(self) -> None:
         if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`

@@ -1,0 +1,44 @@
+"""Collectives that have only started: compute something else, then `wait()` for the result. Not differentiable.
+
+On CUDA a wait holds back what is computed after it, not the process.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed these two; the former names warn.
+_all_gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Started(NamedTuple):
+    """What will be in `result` once the work is done."""
+
+    result: torch.Tensor
+    work: dist.Work
+
+    def wait(self) -> torch.Tensor:
+        """The result."""
+        self.work.wait()
+        return self.result
+
+
+def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
+    """The sum over ranks, in place of a contiguous tensor."""
+    return Started(tensor, dist.all_reduce(tensor, group=group, async_op=True))
+
+
+def start_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
+    """[…] -> [n, …], every rank's."""
+    gathered = tensor.new_empty(group.size(), *tensor.shape)
+    return Started(gathered, _all_gather_op(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
+
+
+def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
+    """[n, …] -> […], the sum over ranks of what each has for this one."""
+    own = tensor.new_empty(tensor.shape[1:])
+    return Started(own, _reduce_scatter_op(own.flatten(), tensor.flatten(), group=group, async_op=True))

@@ -1,0 +1,141 @@
+"""Enter a region so that its weight gradients are computed while the gradient of its input is communicated.
+
+The backward of a layer gives its input's gradient at once and puts aside the two factors of its weight's gradient.
+When all layers are done, the entry of the region starts its all-reduce (or reduce-scatter), multiplies what was put
+aside, and only then waits, as Megatron-LM does within one layer. Numbers and collectives are those of the plain path.
+
+    forward     weights' nodes -> entry's node -> layers' nodes
+    backward    layers: factors aside -> entry: start, multiply, wait -> weights: hand the products on
+
+Autograd runs nodes that were made later first, so the weights' nodes are made before that of the entry. In another
+order they would multiply for themselves: that would cost the overlap, not the numbers.
+
+The forward pass gains nothing: the model asks for one layer's product with the whole sequence, so the gather of a
+second half has nothing to run behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.rewrite.overlap import as_autocast, join_parts, parts_of_sequence, weight_gradient
+
+
+class LateGradient:
+    """The gradient of one weight: first its two factors, then their product, then taken."""
+
+    def __init__(self) -> None:
+        self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._product: torch.Tensor | None = None
+
+    def put(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        """What to multiply. Replaces what a pass that did not ask for weight gradients has left."""
+        self._factors, self._product = (x.detach(), gradient), None
+
+    def compute(self) -> None:
+        """Multiply, unless that is done."""
+        if self._factors is not None:
+            x, gradient = self._factors
+            self._factors, self._product = None, weight_gradient(x, gradient)
+
+    def take(self) -> torch.Tensor | None:
+        """Hand the product over."""
+        self.compute()
+        product, self._product = self._product, None
+        return product
+
+
+class LateWeight(NamedTuple):
+    """A weight [out / n, in] for a single call of `column_linear`."""
+
+    tensor: torch.Tensor
+    gradient: LateGradient
+
+
+def enter_columns(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], group: dist.ProcessGroup, sequence_parallel: bool
+) -> tuple[torch.Tensor, list[LateWeight]]:
+    """Enter with x […, s, h], or gather parts […, s / n, h] of the sequence; and the weights of the layers inside."""
+    late = []
+    for weight in weights:  # before the entry
+        gradient = LateGradient()
+        late.append(LateWeight(_Weight.apply(as_autocast(weight), gradient), gradient))
+    return _Enter.apply(x, [weight.gradient for weight in late], group, sequence_parallel), late
+
+
+def column_linear(entered: torch.Tensor, weight: LateWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """F.linear for one layer of the region: […, h] -> […, out / n]."""
+    bias = None if bias is None else as_autocast(bias)
+    return _ColumnLinear.apply(as_autocast(entered), weight.tensor, bias, weight.gradient)
+
+
+class _Weight(torch.autograd.Function):
+    """Identity, whose gradient does not come along the graph but lies in `late`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, late: LateGradient) -> torch.Tensor:
+        ctx.late = late
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: None) -> tuple[torch.Tensor | None, None]:
+        return ctx.late.take(), None
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """F.linear, whose backward puts the factors of the weight's gradient aside."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, late: LateGradient
+    ) -> torch.Tensor:
+        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+        ctx.late = late
+        ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        if x is not None:
+            ctx.late.put(x, gradient)
+        grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return None if weight is None else gradient @ weight, None, grad_bias, None
+
+
+class _Enter(torch.autograd.Function):
+    """f, or the gather along the sequence; what was put aside is multiplied while the backward communicates."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, late: list[LateGradient], group: dist.ProcessGroup, sequence_parallel: bool
+    ) -> torch.Tensor:
+        ctx.late, ctx.group, ctx.sequence_parallel = late, group, sequence_parallel
+        if not sequence_parallel:
+            return x.view_as(x)
+        before = x.shape[:-2]
+        gather = start_all_gather(x.reshape(math.prod(before), *x.shape[-2:]), group)
+        return join_parts([gather.wait()], before)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        if ctx.sequence_parallel:
+            started = start_reduce_scatter(parts_of_sequence(gradient, ctx.group).transpose(0, 1), ctx.group)
+        else:  # others may hold the gradient too: not in place
+            started = start_all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group)
+        for late in ctx.late:
+            late.compute()
+        own = started.wait()
+        return own.view(*gradient.shape[:-2], *own.shape[-2:]), None, None, None
