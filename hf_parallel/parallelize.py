@@ -89,7 +89,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         if state.sequence_parallel:
             sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
-        _check_tied_in_a_v(config, tied)
+        check_tied_in_a_v(config, tied)
         views = cut_into_stages(model, config, mesh.index("pp"))
         parts = config.tp_size if state.sequence_parallel else 1
         state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, parts)
@@ -192,8 +192,12 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
 
 
-def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
-    """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter."""
+def check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
+    """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter.
+
+    Raises:
+        SpecError: that is asked for.
+    """
     if tied and config.pipeline_schedule in V_SCHEDULES and config.data_parallel_size > 1:
         raise SpecError(
             f"pipeline_schedule={config.pipeline_schedule}: tied embeddings cannot be sharded over data ranks; "

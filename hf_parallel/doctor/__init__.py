@@ -4,7 +4,7 @@
     print(render(report))
 
 The rules are those of `parallelize`: styles and refusals come from the same functions, stages are cut from a copy on
-the meta device. What is added is arithmetic: which slice of a tensor a rank keeps (`slices.py`).
+the meta device. What is added is arithmetic: which slice of a tensor a rank keeps (`sizes.py`).
 """
 
 from hf_parallel.doctor.examine import build_on_meta, examine

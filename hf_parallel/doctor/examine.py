@@ -12,11 +12,12 @@ import torch
 
 from hf_parallel.anatomy import attention_heads
 from hf_parallel.config import AXES, ParallelConfig, SpecError
-from hf_parallel.doctor.report import Report, Split, Stage, first_line
-from hf_parallel.doctor.slices import distinct_parameters, slice_shape, stored, tp_cuts
+from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
+from hf_parallel.doctor.sizes import distinct_parameters, slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates
-from hf_parallel.parallelize import use_attention, why_whole_sequences
-from hf_parallel.pipeline import cut_into_stage
+from hf_parallel.parallelize import check_tied_in_a_v, use_attention, why_whole_sequences
+from hf_parallel.pipeline import cut_into_stages
+from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite.styles import styles_and_origins
 from hf_parallel.rewrite.tensor_parallel import check_kind
 from hf_parallel.rewrite.vocab_parallel import check_vocabulary
@@ -58,9 +59,9 @@ def examine(model: Any, config: ParallelConfig, processes: int | None = None) ->
     report.attempt(_check_model, copy.deepcopy(model), config)
     report.attempt(_check_data_axes, model, config)
     styles = report.attempt(_styles, model, config.tp_size)
-    stages = report.attempt(_stages, model, config)
+    places = report.attempt(_cut, model, config)
     if styles is not None:
-        _describe(report, model, config, styles, stages)
+        _describe(report, model, config, styles, places)
     tied = [f"{name} = {names[0]}" for _, names in distinct_parameters(model) for name in names[1:]]
     report.facts.update({"tied weights": ", ".join(tied)} if tied else {})
     return report
@@ -121,29 +122,25 @@ def _words(styles: Origins) -> dict[str, str]:
     return {name: style for name, (style, _) in styles.items()}
 
 
-def _stages(model: Any, config: ParallelConfig) -> list[tuple[list[str], Any]]:
-    """Each stage as `cut_into_stage` leaves it, with the names of its layers."""
+def _cut(model: Any, config: ParallelConfig) -> list[Any]:
+    """The model as `cut_into_stages` leaves it, and its stages, by place along pp."""
     if config.pp_size == 1:
-        return [([], model)]
-    stages = []
-    for index in range(config.pp_size):
-        stage = copy.deepcopy(model)
-        layers, _ = cut_into_stage(stage, config, index)
-        names = {id(module): name for name, module in stage.named_modules()}
-        stages.append(([names[id(layer)] for layer in layers], stage))
-    return stages
+        return [(model, [])]
+    check_tied_in_a_v(config, has_tied_embedding(model))
+    copies = [copy.deepcopy(model) for _ in range(config.pp_size)]
+    return [(part, cut_into_stages(part, config, rank)) for rank, part in enumerate(copies)]
 
 
 # ---- what it does -----------------------------------------------------------------------------------------------
 
 
-def _describe(report: Report, model: Any, config: ParallelConfig, styles: Origins, stages: list | None) -> None:
+def _describe(report: Report, model: Any, config: ParallelConfig, styles: Origins, places: list | None) -> None:
     cuts = tp_cuts(model, _words(styles))
     if config.tp_size > 1:
         report.splits = _splits(model, styles, cuts, config.tp_size)
         report.facts.update(_tensor_facts(report, model, _words(styles), config))
-    if stages is not None:
-        _count(report, stages, cuts, config)
+    if places is not None:
+        _count(report, places, cuts, config)
 
 
 def _splits(model: Any, styles: Origins, cuts: dict[str, int], tp_size: int) -> list[Split]:
@@ -215,14 +212,17 @@ def _heads(model: Any, tp_size: int) -> str:
     return f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
 
 
-def _count(report: Report, stages: list[tuple[list[str], Any]], cuts: dict[str, int], config: ParallelConfig) -> None:
-    """Fill in what each stage holds and each rank stores."""
-    tables = [stored(stage, cuts, config) for _, stage in stages]
-    for (layers, stage), table in zip(stages, tables, strict=True):
-        inside = tuple(f"{layer}." for layer in layers)
-        others = [name for name in _by_module(stage) if layers and not name.startswith(inside)]
+def _count(report: Report, places: list[Any], cuts: dict[str, int], config: ParallelConfig) -> None:
+    """Fill in what each pipeline rank holds and each rank stores."""
+    tables = [stored(part, cuts, config) for part, _ in places]
+    for (part, stages), table in zip(places, tables, strict=True):
+        names = {id(module): name for name, module in part.named_modules()}
+        layers = [[names[id(layer)] for layer in stage.layers] for stage in stages]
+        inside = tuple(f"{name}." for own in layers for name in own)
+        others = [name for name in _by_module(part) if stages and not name.startswith(inside)]
         parameters, size = (max(column) for column in zip(*table.values(), strict=True))
-        report.stages.append(Stage(_numbered(layers) if layers else "", others, parameters, size))
+        indices = [stage.index for stage in stages]
+        report.pipeline.append(PipelineRank(indices, list(map(_numbered, layers)), others, parameters, size))
     for rank in range(config.world_size):
         place = coordinates(config, rank)
         report.parameters_per_rank.append(tables[place["pp"]][place["dp_shard"], place["tp"]][0])

@@ -26,10 +26,11 @@ class Split:
 
 
 @dataclass
-class Stage:
-    """One pipeline stage, or the whole model. `parameters` and `bytes`: of its fullest rank."""
+class PipelineRank:
+    """What one place along pp holds; without pp the whole model. `parameters` and `bytes`: of its fullest rank."""
 
-    layers: str
+    stages: list[int]
+    layers: list[str]
     others: list[str]
     parameters: int
     bytes: int
@@ -44,7 +45,7 @@ class Report:
     axes: dict[str, int] = field(default_factory=dict)
     splits: list[Split] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
-    stages: list[Stage] = field(default_factory=list)
+    pipeline: list[PipelineRank] = field(default_factory=list)
     parameters_per_rank: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -87,10 +88,10 @@ def _row(split: Split) -> tuple[str, ...]:
 
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield from report.facts.items()
-    for index, stage in enumerate(report.stages):
-        stored = f"{stage.parameters:,} parameters, {_size(stage.bytes)}"
-        if stage.layers:
-            yield f"stage {index}", ", ".join([stage.layers, *stage.others])
+    for place in report.pipeline:
+        stored = f"{place.parameters:,} parameters, {_size(place.bytes)}"
+        if place.stages:
+            yield f"stage {' and '.join(map(str, place.stages))}", ", ".join([*place.layers, *place.others])
             yield "", f"fullest rank: {stored}"
         else:
             yield "fullest rank", stored

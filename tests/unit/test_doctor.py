@@ -10,7 +10,8 @@ import torch
 from hf_parallel import cli
 from hf_parallel.config import ParallelConfig
 from hf_parallel.doctor import build_on_meta, examine
-from hf_parallel.doctor.slices import CUTS
+from hf_parallel.doctor.sizes import CUTS
+from hf_parallel.mesh import coordinates
 from hf_parallel.rewrite import tensor_parallel
 from tests import models
 from tests.distributed import RankFailure, run
@@ -84,6 +85,8 @@ def test_shapes_are_those_of_parallelize(name, spec, world):
         ("odd", "tp=2,dp_shard=2", 4),
         ("opt_350m", "tp=2,pp=2", 4),
         ("qwen3", "pp=2,dp_replicate=2,pipeline_split=[3,1]", 4),
+        ("llama", "pp=2,pipeline_schedule=interleaved_1f1b,dp_shard=2", 4),
+        ("qwen3", "pp=2,tp=2,pipeline_schedule=zbv_zero_bubble", 4),
         ("mamba", "dp_shard=2", 2),
         ("bert", "dp_replicate=2", 2),
     ],
@@ -92,14 +95,23 @@ def test_parameters_and_stages_are_those_of_parallelize(name, spec, world):
     report, real = claims(name, spec, world), run(parallel, world, name, spec)
     assert report.problems == []
     assert report.parameters_per_rank == real[0]["counts"]
-    assert sum(stage.bytes for stage in report.stages) == 4 * sum(stage.parameters for stage in report.stages)
-    if len(report.stages) > 1:
-        for rank, stage in ((0, report.stages[0]), (world - 1, report.stages[-1])):
-            held = {re.sub(r"\.(weight|bias)$", "", key) for key in real[rank]["shapes"]}
-            assert {key for key in held if ".layers." not in key} == set(stage.others)
-            numbers = [int(number) for number in re.findall(r"\d+", stage.layers)]
+    assert {place.bytes for place in report.pipeline} == {4 * place.parameters for place in report.pipeline}
+    for rank, held in enumerate(list(each["shapes"]) for each in real):
+        place = report.pipeline[coordinates(ParallelConfig.parse(spec).resolve(world), rank)["pp"]]
+        if place.stages:
+            assert {_module(key) for key in held if ".layers." not in key} == set(place.others)
             layers = {int(key.split(".layers.")[1].split(".")[0]) for key in held if ".layers." in key}
-            assert layers == set(range(numbers[0], numbers[-1] + 1))
+            assert layers == {number for shown in place.layers for number in _numbers(shown)}
+
+
+def _module(key):
+    return re.sub(r"\.(weight|bias)$", "", key)
+
+
+def _numbers(shown):
+    """model.layers.2-3 -> 2, 3"""
+    ends = [int(number) for number in re.findall(r"\d+", shown)]
+    return range(ends[0], ends[-1] + 1)
 
 
 @pytest.mark.parametrize(
@@ -108,6 +120,8 @@ def test_parameters_and_stages_are_those_of_parallelize(name, spec, world):
         ("mamba", "tp=2", 2),
         ("llama", "tp=3", 3),
         ("llama", "pp=5", 5),
+        ("llama", "pp=3,pipeline_schedule=looped_bfs", 3),
+        ("qwen3", "pp=2,dp_shard=2,pipeline_schedule=dualpipe_v", 4),
         ("llama", "pp=2,pipeline_split=[3,2]", 2),
         ("bert", "pp=2", 2),
         ("llava", "pp=2", 2),
@@ -161,7 +175,7 @@ def test_the_model_is_not_changed():
 def test_layers_that_differ_are_named():
     report = examine(on_meta("deepseek_v3", first_k_dense_replace=2, n_routed_experts=4), ParallelConfig.parse("pp=2"))
     assert report.problems == []
-    assert report.stages[1].layers == "model.layers.2-3"
+    assert report.pipeline[1].layers == ["model.layers.2-3"]
     report = examine(on_meta("t5"), ParallelConfig.parse("tp=2"))
     bias = [split for split in report.splits if split.style == "embedding_heads"]
     assert [split.pattern for split in bias] == [split.modules[0] for split in bias]
@@ -229,7 +243,7 @@ def test_json(doctor):
     code, out, _ = doctor("llama", "--parallel", "tp=2", "--json", dtype="bfloat16")
     report = json.loads(out)
     assert (code, report["works"], report["dtype"]) == (0, True, "bfloat16")
-    assert report["stages"][0]["bytes"] == 2 * report["stages"][0]["parameters"]
+    assert report["pipeline"][0]["bytes"] == 2 * report["pipeline"][0]["parameters"]
 
 
 def test_sizes_that_are_left(doctor):
