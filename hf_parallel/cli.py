@@ -1,13 +1,16 @@
-"""`hf-parallel launch`: accelerate's launcher with the runner filled in.
+"""`hf-parallel launch`: accelerate's launcher with the runner filled in. `hf-parallel doctor`: what a spec would do.
 
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
+    hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
 
-takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs too.
+`launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
+too. `doctor` starts none and reads a config only.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import signal
@@ -30,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
     parser = _top_parser()
-    parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
+    if args.command == "doctor":
+        return doctor(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -54,6 +59,23 @@ def launch(argv: list[str]) -> int:
     return _start(args)
 
 
+def doctor(args: argparse.Namespace) -> int:
+    """Print what a spec would do to a model; 2 if something stops it."""
+    try:
+        spec = choose_spec(args.parallel, f"doctor's {_OPTION}")
+        if spec is None:
+            raise SpecError(f"doctor needs a spec; {_OPTION} tp=2 works")
+        config = ParallelConfig.parse(spec[0])
+        from hf_parallel.doctor import build_on_meta, examine, render
+
+        report = examine(build_on_meta(args.model), config, args.nproc)
+    except SpecError as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
+    return 2 if report.problems else 0
+
+
 def choose_spec(option: str | None, option_name: str = "the runner's --parallel") -> tuple[str, str] | None:
     """The spec and where it comes from: the command line, else HF_PARALLEL, else None.
 
@@ -71,9 +93,18 @@ def choose_spec(option: str | None, option_name: str = "the runner's --parallel"
 def _top_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-parallel", description="Unchanged Trainer scripts, every parallelism.")
     parser.add_argument("--version", action="version", version=_version())
-    commands = parser.add_subparsers(metavar="COMMAND", title="commands")
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
+    _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Which module is split how, and what stops it; without processes, without weights."
+    parser.add_argument("model", metavar="MODEL", help="folder with a config.json, that file, or a Hub id")
+    parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, or a YAML file")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes, which a size of -1 needs")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
 
 
 def _version() -> str:

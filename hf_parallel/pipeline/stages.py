@@ -116,6 +116,8 @@ def cut_into_stages(model: Any, config: ParallelConfig, rank: int) -> list[Stage
         is_last = len(ranges) - 1 in own
         kept = model.get_input_embeddings() if is_last and has_tied_embedding(model) else None
         _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
+        if kept is not None:
+            views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
     if len(ranges) - 1 not in own:
         _replace(backbone, plan.after)
         _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
