@@ -17,7 +17,7 @@ from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.config import V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
-from hf_parallel.pipeline.stages import has_tied_embedding
+from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
@@ -79,6 +79,9 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
 
     roots = [(model, transformer_blocks(model))]
     tied = config.pp_size > 1 and has_tied_embedding(model)
+    if config.pp_size > 1:
+        counts, line = layers_per_stage(model, config)
+        state.notes.append(line)
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
         state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
@@ -90,7 +93,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
             sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
         check_tied_in_a_v(config, tied)
-        views = cut_into_stages(model, config, mesh.index("pp"))
+        views = cut_into_stages(model, config, mesh.index("pp"), counts)
         parts = config.tp_size if state.sequence_parallel else 1
         state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, parts)
         state.root = state.pipeline.stages

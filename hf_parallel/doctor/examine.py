@@ -17,7 +17,7 @@ from hf_parallel.doctor.sizes import distinct_parameters, slice_shape, stored, t
 from hf_parallel.mesh import coordinates
 from hf_parallel.parallelize import check_tied_in_a_v, use_attention, why_whole_sequences
 from hf_parallel.pipeline import cut_into_stages
-from hf_parallel.pipeline.stages import has_tied_embedding
+from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
 from hf_parallel.rewrite.styles import styles_and_origins
 from hf_parallel.rewrite.tensor_parallel import check_kind
 from hf_parallel.rewrite.vocab_parallel import check_vocabulary
@@ -127,8 +127,9 @@ def _cut(model: Any, config: ParallelConfig) -> list[Any]:
     if config.pp_size == 1:
         return [(model, [])]
     check_tied_in_a_v(config, has_tied_embedding(model))
+    counts, _ = layers_per_stage(model, config)
     copies = [copy.deepcopy(model) for _ in range(config.pp_size)]
-    return [(part, cut_into_stages(part, config, rank)) for rank, part in enumerate(copies)]
+    return [(part, cut_into_stages(part, config, rank, counts)) for rank, part in enumerate(copies)]
 
 
 # ---- what it does -----------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from torch import nn
 
 from hf_parallel.anatomy import Backbone, backbone_plan, text_part, token_readers
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.pipeline.balance import balance, block_costs, explain
 
 
 class PassThrough(nn.Module):
@@ -97,15 +98,50 @@ class StageView:
                 owner._modules[name] = former
 
 
-def cut_into_stages(model: Any, config: ParallelConfig, rank: int) -> list[StageView]:
-    """Keep the modules of the stages of pipeline rank `rank` in `model`, replace the others.
+def layers_per_stage(model: Any, config: ParallelConfig) -> tuple[tuple[int, ...], str]:
+    """How many layers each stage gets, and a line about it: `pipeline_split`, else balanced by cost.
+
+    Call it before the model is changed: costs are counted from its modules.
 
     Raises:
         SpecError: the order in which the model runs its modules is not known, or it has fewer layers than stages.
     """
     plan, backbone = _plan(model, config.pp_size), backbone_of(model)
+    costs = block_costs(model, backbone, plan, recomputes=config.activation_checkpointing == "full")
+    counts = config.pipeline_split
+    _check_split(len(costs.layers), config)
+    if counts is None:
+        counts = balance(costs, config.pipeline_stages)
+    return counts, explain(costs, counts)
+
+
+def _check_split(layers: int, config: ParallelConfig) -> None:
+    stages, asked = config.pipeline_stages, config.pipeline_split
+    if stages > layers:
+        most = layers // config.stages_per_rank
+        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
+        raise SpecError(
+            f"pp_size={config.pp_size}: the model has {layers} layers, {stages} stages need one each; {works} works"
+        )
+    if asked is not None and (sum(asked) != layers or min(asked) < 1):
+        quotient, remainder = divmod(layers, stages)
+        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
+        raise SpecError(
+            f"pipeline_split=[{','.join(map(str, asked))}]: needs {stages} positive numbers that add to {layers}; "
+            f"[{works}] works"
+        )
+
+
+def cut_into_stages(model: Any, config: ParallelConfig, rank: int, counts: tuple[int, ...]) -> list[StageView]:
+    """Keep the modules of the stages of pipeline rank `rank` in `model`, replace the others.
+
+    Args:
+        counts: layers of each stage, from `layers_per_stage`.
+    """
+    plan, backbone = _plan(model, config.pp_size), backbone_of(model)
     layers: Any = backbone.get_submodule(plan.layers)
-    ranges = layer_ranges(len(layers), config)
+    ends = list(itertools.accumulate(counts))
+    ranges = list(zip([0, *ends[:-1]], ends, strict=True))
     own = [stage for stage in range(config.pipeline_stages) if config.rank_of_stage(stage) == rank]
     views = [_view(model, backbone, plan, ranges, stage) for stage in own]
     for i in range(len(layers)):
@@ -146,27 +182,6 @@ def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int
     if stage > 0:
         swaps += [(backbone, name, _stand_in(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
     return StageView(stage, own, entry, modules, swaps)
-
-
-def layer_ranges(layers: int, config: ParallelConfig) -> list[tuple[int, int]]:
-    """First and one-past-last layer of each stage; without `pipeline_split`, early stages take the remainder."""
-    stages = config.pipeline_stages
-    if stages > layers:
-        most = layers // config.stages_per_rank
-        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
-        raise SpecError(
-            f"pp_size={config.pp_size}: the model has {layers} layers, {stages} stages need one each; {works} works"
-        )
-    quotient, remainder = divmod(layers, stages)
-    counts = config.pipeline_split or tuple(quotient + (stage < remainder) for stage in range(stages))
-    if sum(counts) != layers or min(counts) < 1:
-        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
-        given = ",".join(map(str, counts))
-        raise SpecError(
-            f"pipeline_split=[{given}]: needs {stages} positive numbers that add to {layers}; [{works}] works"
-        )
-    ends = list(itertools.accumulate(counts))
-    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 def has_tied_embedding(model: Any) -> bool:
