@@ -51,10 +51,11 @@ class Stage(nn.Module):
 
 @dataclass
 class Pass:
-    """One micro-batch through one stage: what came in and what went out, for the backward."""
+    """One micro-batch through the layers of one stage: what came in and what went out, for the backward."""
 
     hidden: torch.Tensor | None
-    output: torch.Tensor | None  # None on the last stage, whose outputs belong to the script
+    output: torch.Tensor | None = None
+    handed_on: torch.Tensor | None = None  # on the last stage: the output as the head and the script's loss see it
 
 
 class PipelineEngine:
@@ -317,7 +318,7 @@ class PipelineEngine:
             tape.append({})
             for view, stage in zip(self.views, self._stages(), strict=True):
                 hidden = None if view.index == 0 else self._receive(view.index, part)
-                tape[-1][view.index] = Pass(hidden, None)
+                tape[-1][view.index] = Pass(hidden)
                 if view.index != self.last_index:
                     stage.work = lambda hidden, i, view=view, part=part: self._enter(
                         view, hidden, lambda: self._model_forward(**part)
@@ -326,16 +327,19 @@ class PipelineEngine:
                     self._send(output.detach(), view.index + 1)
         if not self.last:
             return None
-        arrived = [passes[self.last_index].hidden for passes in tape]
-        return self._last_stage(batch, arrived)
+        return self._last_stage(batch, [passes[self.last_index] for passes in tape])
 
-    def _last_stage(self, batch: Batch, arrived: list[torch.Tensor | None]) -> Any:
+    def _last_stage(self, batch: Batch, passes: list[Pass]) -> Any:
         """The model's forward, once for all rows: only its backbone runs micro-batch by micro-batch."""
 
         def backbone(*args: Any, **kwargs: Any) -> Any:
-            parts = split_rows(self._named(args, kwargs), len(arrived))
-            results = [self._run_backbone(hidden, **part) for hidden, part in zip(arrived, parts, strict=True)]
-            results[0]["last_hidden_state"] = torch.cat([r["last_hidden_state"] for r in results])
+            results = []
+            for done, part in zip(passes, split_rows(self._named(args, kwargs), len(passes)), strict=True):
+                results.append(self._run_backbone(done.hidden, **part))
+                done.output = results[-1]["last_hidden_state"]
+                # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
+                done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
+            results[0]["last_hidden_state"] = torch.cat([cast(torch.Tensor, done.handed_on) for done in passes])
             return results[0]
 
         view, stage = self.views[-1], self._stages()[-1]
@@ -366,6 +370,8 @@ class PipelineEngine:
     ) -> None:
         """Send the gradient of the outputs, known to every rank, back through the stages."""
         with fresh_gradients(parameters) as fresh:
+            for stage in self._stages():
+                self._reduce_in(stage, False)
             if self.last:
                 pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
@@ -376,12 +382,15 @@ class PipelineEngine:
         self._accumulate(fresh, None)
 
     def _backward_pass(self, index: int, done: Pass) -> None:
-        hidden, output = done.hidden, done.output
-        if output is not None:
-            gradient = self._receive_gradient(index, output)
-            if output.requires_grad:
-                torch.autograd.backward(output, gradient)
-        if hidden is not None:
+        assert done.output is not None
+        if done.handed_on is not None:
+            gradient = done.handed_on.grad
+        else:
+            gradient = self._receive_gradient(index, done.output)
+        if done.output.requires_grad and gradient is not None:
+            torch.autograd.backward(done.output, gradient)
+        if done.hidden is not None:
+            hidden = done.hidden
             self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
 
     def _receive_gradient(self, index: int, output: torch.Tensor) -> torch.Tensor:
