@@ -7,6 +7,7 @@ python tests/support_matrix.py --check      # exit 1 if README.md says anything 
 
 import argparse
 import json
+import math
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -16,44 +17,50 @@ BEGIN, END = "<!-- support-matrix:begin -->", "<!-- support-matrix:end -->"
 SIGNS = {"passed": "✓", "failed": "✗", None: ""}
 LIBRARIES = ("torch", "transformers", "accelerate")
 
-# Columns in the order of the README; a column no test knows is a typing error.
-COLUMNS = (
-    "Llama",
-    "Qwen3",
-    "Mistral",
-    "Qwen2",
-    "Gemma 2",
-    "Gemma 3",
-    "Phi-3",
-    "GPT-2",
-    "GPT-NeoX",
-    "OPT",
-    "Falcon",
-    "BLOOM",
-    "DeepSeek-V3 dense",
-    "Granite SWA",
-    "BERT",
-    "RoBERTa",
-    "T5",
-    "ViT",
-    "Llava",
-    "from_config",
-    "IterableDataset",
-    "bf16",
-    "checkpointing",
-    "label smoothing",
-    "own loss",
-    "odd sizes",
-    "1f1b",
-    "gpipe",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "interleaved_zero_bubble",
-    "zbv_zero_bubble",
-    "dualpipe_v",
-    "Accelerate loop",
-    "library",
-)
+# Rows of the README's tables, in order; a row no test knows is a typing error.
+TABLES = {
+    "model": (
+        "Llama",
+        "Qwen3",
+        "Mistral",
+        "Qwen2",
+        "Gemma 2",
+        "Gemma 3",
+        "Phi-3",
+        "GPT-2",
+        "GPT-NeoX",
+        "OPT",
+        "Falcon",
+        "BLOOM",
+        "DeepSeek-V3 dense",
+        "Granite SWA",
+        "BERT",
+        "RoBERTa",
+        "T5",
+        "ViT",
+        "Llava",
+    ),
+    "pipeline schedule": (
+        "1f1b",
+        "gpipe",
+        "interleaved_1f1b",
+        "looped_bfs",
+        "interleaved_zero_bubble",
+        "zbv_zero_bubble",
+        "dualpipe_v",
+    ),
+    "feature": (
+        "from_config",
+        "IterableDataset",
+        "bf16",
+        "checkpointing",
+        "label smoothing",
+        "own loss",
+        "odd sizes",
+        "Accelerate loop",
+        "library",
+    ),
+}
 
 
 def versions() -> dict[str, str]:
@@ -62,25 +69,34 @@ def versions() -> dict[str, str]:
 
 
 def order(spec: str) -> tuple[int, int]:
-    """Rows from few to many axes, then from few to many ranks."""
+    """Columns from few to many axes, then from few to many ranks."""
     sizes = [int(item.split("=")[1]) for item in spec.split(",")]
-    ranks = 1
-    for size in sizes:
-        ranks *= size
-    return len(sizes), ranks
+    return len(sizes), math.prod(sizes)
 
 
 def table(results: dict) -> str:
-    """The markdown table, one row per spec and one column per model or variant, and the versions below it."""
-    unknown = {column for row in results["cells"].values() for column in row} - set(COLUMNS)
+    """The markdown tables, a row per model or feature and a column per spec, and the versions below them."""
+    cells = results["cells"]
+    unknown = {row for column in cells.values() for row in column} - {row for rows in TABLES.values() for row in rows}
     if unknown:
-        raise ValueError(f"columns {sorted(unknown)} are not in COLUMNS of tests/support_matrix.py")
-    lines = ["| spec | " + " | ".join(COLUMNS) + " |", "| --- |" + " :-: |" * len(COLUMNS)]
-    for spec in sorted(results["cells"], key=order):
-        row = results["cells"][spec]
-        lines.append(f"| `{spec}` | " + " | ".join(SIGNS[row.get(column)] for column in COLUMNS) + " |")
+        raise ValueError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
+    tables = [_table(title, rows, cells) for title, rows in TABLES.items()]
     tested = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    return "\n".join([*lines, "", f"✓ same numbers as one process, ✗ not, blank not tested; with {tested}."])
+    signs = f"✓ same numbers as one process, ✗ not, blank not tested; with {tested}."
+    return "\n\n".join([*filter(None, tables), signs])
+
+
+def _table(title: str, rows: tuple[str, ...], cells: dict) -> str:
+    """One table, with the specs that any of its rows was tested on; empty if there are none."""
+    specs = sorted((spec for spec in cells if set(rows) & set(cells[spec])), key=order)
+    if not specs:
+        return ""
+    lines = [f"| {title} | " + " | ".join(f"`{spec}`" for spec in specs) + " |", "| --- |" + " :-: |" * len(specs)]
+    for row in rows:
+        if any(row in cells[spec] for spec in specs):
+            signs = " | ".join(SIGNS[cells[spec].get(row)] for spec in specs)
+            lines.append(f"| {row} | {signs} |")
+    return "\n".join(lines)
 
 
 def replaced(readme: str, matrix: str) -> str:

@@ -23,12 +23,10 @@ def files(tmp_path):
 
 def test_rows_columns_and_signs():
     lines = support_matrix.table(RESULTS).splitlines()
-    header = [cell.strip() for cell in lines[0].strip("|").split("|")]
-    first, second = ([cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:4])
-    assert (first[0], second[0]) == ("`dp_shard=2`", "`tp=2,pp=2`")
-    assert dict(zip(header, second, strict=True))["Llama"] == "✓"
-    assert dict(zip(header, second, strict=True))["BERT"] == "✗"
-    assert dict(zip(header, first, strict=True))["BERT"] == ""
+    assert lines[0] == "| model | `dp_shard=2` | `tp=2,pp=2` |"
+    assert "| Llama | ✓ | ✓ |" in lines
+    assert "| BERT |  | ✗ |" in lines
+    assert not any("feature" in line for line in lines)
     assert "torch 2.13.0" in lines[-1]
 
 
