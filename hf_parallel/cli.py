@@ -3,6 +3,10 @@
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
 
 takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs too.
+
+    hf-parallel plan --timeline out.svg --parallel pp=4,pipeline_microbatches=8
+
+draws what the ranks of a pipeline will do when, and starts nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        return plan(arguments[1:])
     parser = _top_parser()
     parser.parse_args(arguments)
     parser.print_help(sys.stderr)
@@ -54,6 +60,45 @@ def launch(argv: list[str]) -> int:
     return _start(args)
 
 
+def plan(argv: list[str]) -> int:
+    """Draw the simulated timeline of a spec's pipeline."""
+    args = _plan_parser().parse_args(argv)
+    try:
+        print(_draw_timeline(ParallelConfig.parse(args.parallel), args))
+    except (SpecError, OSError) as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _draw_timeline(config: ParallelConfig, args: argparse.Namespace) -> str:
+    from hf_parallel.pipeline import picture, timeline
+
+    name, ranks = config.pipeline_schedule, config.pp_size
+    if ranks < 2:
+        raise SpecError(f"pp_size={ranks}: a timeline shows a pipeline of two ranks or more; pp=4 works")
+    virtual = timeline.virtual_stages(name)
+    asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
+    actions = timeline.order(name, ranks, virtual, 4 * ranks if asked is None else asked)
+    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers, ranks * virtual)))
+    picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
+    live = ", ".join(map(str, timeline.peak_live(actions)))
+    return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
+
+
+def _layers_to_draw(config: ParallelConfig, layers: int | None, stages: int) -> list[int]:
+    from hf_parallel.pipeline.timeline import even_split
+
+    split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
+    if len(split) != stages or min(split) < 1:
+        raise SpecError(
+            f"{sum(split)} layers in {len(split)} parts do not fill {stages} stages; --layers {stages} works"
+        )
+    if layers not in (None, sum(split)):
+        raise SpecError(f"--layers {layers}: pipeline_split adds to {sum(split)}; --layers {sum(split)} works")
+    return split
+
+
 def choose_spec(option: str | None, option_name: str = "the runner's --parallel") -> tuple[str, str] | None:
     """The spec and where it comes from: the command line, else HF_PARALLEL, else None.
 
@@ -73,6 +118,20 @@ def _top_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", title="commands")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
+    commands.add_parser("plan", add_help=False, help="draw the timeline of a pipeline (`hf-parallel plan --help`)")
+    return parser
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-parallel plan",
+        description="Draw which rank of a pipeline runs what when: simulated, for equal layers whose backward takes "
+        "twice their forward, without communication. Other planning is not part of this version.",
+    )
+    parser.add_argument("--timeline", metavar="FILE.svg", required=True, help="the picture to write")
+    parser.add_argument(_OPTION, metavar="SPEC", required=True, help="with pp and, if wanted, pipeline_schedule")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
+    parser.add_argument("--layers", type=int, metavar="N", help="of the model; default: one for each stage")
     return parser
 
 

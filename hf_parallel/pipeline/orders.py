@@ -50,7 +50,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
         SpecError: the schedule cannot run with these numbers.
         RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
     """
-    _check_virtual(name, virtual)
+    _check_numbers(name, stages, virtual, micro_batches)
     read = _read_looped if name in _LOOPED + _V_SHAPED else _run_single
     try:
         actions = read(name, stages, virtual, micro_batches)
@@ -67,12 +67,14 @@ def virtual_stages(name: str, asked: int = 2) -> int:
     return asked if name in _LOOPED else 2 if name in _V_SHAPED else 1
 
 
-def _check_virtual(name: str, virtual: int) -> None:
+def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> None:
     if name not in SIMPLEST_FIRST:
         raise SpecError(f"pipeline_schedule={name}: not one of {', '.join(SIMPLEST_FIRST)}")
     works = virtual_stages(name, max(virtual, 1))
     if virtual != works:
         raise SpecError(f"pipeline_schedule={name}: cannot run {virtual} stages per rank; {works} works")
+    if stages < 1 or micro_batches < 1:
+        raise SpecError(f"pipeline_microbatches={micro_batches}: pp_size={stages} needs at least {max(1, stages)}")
 
 
 class _StandIn:

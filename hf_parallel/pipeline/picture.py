@@ -22,7 +22,7 @@ COLOURS = {
     BACKWARD_WEIGHT: ("#e9b949", "backward, weights"),
     COMMUNICATION: ("#8d7bb5", "communication"),
 }
-_IDLE, _INK, _QUIET, _LINE = "#f2f4f7", "#1f2933", "#66727f", "#d3d9e0"
+_IDLE, _INK, _QUIET, _LINE = "#eceff3", "#1f2933", "#66727f", "#d3d9e0"
 _LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 76, 78, 1120, 32, 40, 24  # pixels; a row and its distance to the next
 
 
@@ -44,7 +44,7 @@ def svg(timeline: Timeline, name: str, predicted: float | None = None, measured:
     width, height = _LEFT + _PLOT + _MARGIN, foot + 76
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, sans-serif" font-size="12">',
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(_LEFT, 34, name, size=19, weight=600),
         _text(_LEFT, 56, _caption(timeline, predicted, measured), fill=_QUIET, size=13),
