@@ -4,6 +4,7 @@
     with recorder.span("forward", stage=0, micro_batch=3):
         ...
     timeline = recorder.gather(group)           # on every rank; then nothing is recorded until the next start
+    recorder.draw(group, "step.svg", "1f1b")    # or this: the same, and rank 0 writes the picture
 
 While nothing is recorded, a span costs one look at an attribute.
 """
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from hf_parallel.pipeline import picture
 from hf_parallel.pipeline.timeline import Span, Timeline
 
 _NOTHING = contextlib.nullcontext()
@@ -61,6 +64,13 @@ class Recorder:
         dist.all_gather_object(parts, own, group=group)
         self._marks = []
         return Timeline([span for part in parts for span in part], len(parts))
+
+    def draw(self, group: dist.ProcessGroup, path: str | Path, name: str, predicted: float | None = None) -> Timeline:
+        """`gather`, and the picture of it, written by the pipeline's first rank."""
+        timeline = self.gather(group)
+        if dist.get_rank(group) == 0:
+            picture.write(path, timeline, name, predicted, measured=timeline.bubble)
+        return timeline
 
     def add(self, kind: str, stage: int, micro_batch: int, start: Any, end: Any) -> None:
         """Note a span between two marks."""

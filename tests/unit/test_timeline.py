@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from benchmarks import pipeline as benchmark
 from hf_parallel import cli
 from hf_parallel.config import SpecError
 from hf_parallel.pipeline import orders, picture
@@ -17,6 +18,7 @@ from hf_parallel.pipeline.timeline import Span, Timeline, choose, even_split, la
 from tests.distributed import run
 
 NUMBERS = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)]
+SKIPPED = ("backward_input", 0)  # the first stage's input has no gradient
 ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 
 
@@ -43,6 +45,19 @@ def test_everything_runs_once(name, ranks, micro_batches):
     assert sorted(actions) == list(range(ranks))
     forwards = [a[1:3] for rank in actions for a in flat(actions[rank]) if a.kind == "forward"]
     assert sorted(forwards) == [(s, i) for s in range(ranks * virtual) for i in range(micro_batches)]
+
+
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_torch_really_runs_this_order(name):
+    """Under its own runtime, with stages that do nothing but note what they are asked for."""
+    timeline = run(benchmark.measure, 2, name, benchmark.Setting(ranks=2, micro_batches=6, seconds=0.0, steps=1))[0]
+    for rank, actions in order(name, 2, virtual_stages(name), 6).items():
+        ran = [(kind.split("_")[0], *which) for at, kind, *which, _, _ in timeline.spans if at == rank]
+        asked = []
+        for kind, stage, micro_batch, _ in flat(actions):
+            halves = 2 if kind == "backward" and stage else 1
+            asked += [(kind.split("_")[0], stage, micro_batch)] * (halves if (kind, stage) != SKIPPED else 0)
+        assert ran == asked
 
 
 def test_stages_of_a_v_turn_around_on_the_last_rank():
@@ -137,8 +152,7 @@ def test_a_rank_does_one_thing_at_a_time_in_its_order(name):
         spans = [span for span in timeline.spans if span.rank == rank]
         assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
         ran = [span[1:4] for span in spans if span.end > span.start]
-        free_of_charge = ("backward_input", 0)  # the first stage's input has no gradient
-        assert ran == [a[:3] for a in flat(actions[rank]) if a[:2] != free_of_charge]
+        assert ran == [a[:3] for a in flat(actions[rank]) if a[:2] != SKIPPED]
 
 
 def test_unequal_stages_wait_for_the_slowest():
@@ -236,7 +250,7 @@ def test_picture_escapes_and_draws_communication():
 # ---- recorder ----------------------------------------------------------------------------------------------------
 
 
-def record(kinds):
+def record(kinds, path):
     recorder, group = Recorder(torch.device("cpu")), dist.group.WORLD
     with recorder.span("forward", 9, 9):
         pass
@@ -245,12 +259,12 @@ def record(kinds):
     for i, kind in enumerate(kinds):
         with recorder.span(kind, group.rank(), i):
             time.sleep(0.05)
-    timeline = recorder.gather(group)
+    timeline = recorder.draw(group, f"{path}.{group.rank()}", "measured")
     return timeline.spans, timeline.ranks, timeline.duration, recorder.active
 
 
-def test_recorder_puts_ranks_on_one_clock():
-    results = run(record, 2, ["forward", "backward"])
+def test_recorder_puts_ranks_on_one_clock(tmp_path):
+    results = run(record, 2, ["forward", "backward"], str(tmp_path / "step.svg"))
     spans, ranks, duration, active = results[0]
     assert spans == results[1][0]
     assert [span[:4] for span in spans] == [
@@ -259,6 +273,8 @@ def test_recorder_puts_ranks_on_one_clock():
     assert ranks == 2
     assert 0.1 <= duration < 0.25
     assert not active
+    assert [path.name for path in tmp_path.iterdir()] == ["step.svg.0"]
+    assert len(shapes((tmp_path / "step.svg.0").read_text(), "box")) == 4
 
 
 def test_recorder_is_free_when_off():
