@@ -2,9 +2,10 @@
 
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
+    hf-parallel plan --timeline out.svg --parallel pp=4,pipeline_microbatches=8
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` starts none and reads a config only.
+too. `doctor` and `plan` start none: they read a config, or draw what the ranks of a pipeline will do when.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        return plan(arguments[1:])
     parser = _top_parser()
     args = parser.parse_args(arguments)
     if args.command == "doctor":
@@ -76,6 +79,45 @@ def doctor(args: argparse.Namespace) -> int:
     return 2 if report.problems else 0
 
 
+def plan(argv: list[str]) -> int:
+    """Draw the simulated timeline of a spec's pipeline."""
+    args = _plan_parser().parse_args(argv)
+    try:
+        print(_draw_timeline(ParallelConfig.parse(args.parallel), args))
+    except (SpecError, OSError) as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _draw_timeline(config: ParallelConfig, args: argparse.Namespace) -> str:
+    from hf_parallel.pipeline import picture, timeline
+
+    name, ranks = config.pipeline_schedule, config.pp_size
+    if ranks < 2:
+        raise SpecError(f"pp_size={ranks}: a timeline shows a pipeline of two ranks or more; pp=4 works")
+    virtual = config.stages_per_rank
+    asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
+    actions = timeline.order(name, ranks, virtual, 4 * ranks if asked is None else asked)
+    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers, ranks * virtual)))
+    picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
+    live = ", ".join(map(str, timeline.peak_live(actions)))
+    return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
+
+
+def _layers_to_draw(config: ParallelConfig, layers: int | None, stages: int) -> list[int]:
+    from hf_parallel.pipeline.timeline import even_split
+
+    split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
+    if len(split) != stages or min(split) < 1:
+        raise SpecError(
+            f"{sum(split)} layers in {len(split)} parts do not fill {stages} stages; --layers {stages} works"
+        )
+    if layers not in (None, sum(split)):
+        raise SpecError(f"--layers {layers}: pipeline_split adds to {sum(split)}; --layers {sum(split)} works")
+    return split
+
+
 def choose_spec(option: str | None, option_name: str = "the runner's --parallel") -> tuple[str, str] | None:
     """The spec and where it comes from: the command line, else HF_PARALLEL, else None.
 
@@ -96,6 +138,20 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
+    commands.add_parser("plan", add_help=False, help="draw the timeline of a pipeline (`hf-parallel plan --help`)")
+    return parser
+
+
+def _plan_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-parallel plan",
+        description="Draw which rank of a pipeline runs what when: simulated, for equal layers whose backward takes "
+        "twice their forward, without communication. Other planning is not part of this version.",
+    )
+    parser.add_argument("--timeline", metavar="FILE.svg", required=True, help="the picture to write")
+    parser.add_argument(_OPTION, metavar="SPEC", required=True, help="with pp and, if wanted, pipeline_schedule")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
+    parser.add_argument("--layers", type=int, metavar="N", help="of the model; default: one for each stage")
     return parser
 
 

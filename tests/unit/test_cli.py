@@ -162,7 +162,9 @@ def test_help_version_and_unknown_commands(capsys):
     for argv, code, words in (
         (["--help"], 0, "launch"),
         (["--version"], 0, "hf-parallel 0."),
-        (["plan"], 2, "choose from"),
+        (["fly"], 2, "choose from"),
+        (["plan"], 2, "required: --timeline, --parallel"),
+        (["plan", "--help"], 0, "--timeline FILE.svg"),
         (["launch", "--help"], 0, "--parallel SPEC"),
     ):
         with pytest.raises(SystemExit) as stop:

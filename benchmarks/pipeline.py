@@ -1,0 +1,196 @@
+"""How much of a pipeline step is waiting: predicted, simulated and measured, for every schedule.
+
+    python benchmarks/pipeline.py [--ranks 4] [--micro-batches 8] [--milliseconds 100] [--pictures FOLDER]
+
+Every stage sleeps for a known time in its forward, for the gradient of its input and for that of its weights, so the
+result does not depend on how many cores there are (but a machine with other work to do wakes sleepers late: give it
+more milliseconds). Fails if a measured bubble is more than 10 % off its formula:
+(p - 1) / (m + p - 1) of the duration for GPipe and 1F1B, (p - 1) / (v m + p - 1) for v stages on each rank; the
+zero-bubble schedules must stay below the latter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+from hf_parallel.pipeline.orders import SIMPLEST_FIRST, flat, order, virtual_stages
+from hf_parallel.pipeline.picture import write
+from hf_parallel.pipeline.recorder import Recorder
+from hf_parallel.pipeline.timeline import Timeline, layer_costs, simulate
+from tests.distributed import run
+
+BY_FORMULA = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")
+TOLERANCE = 0.10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured: the seconds are those of the forward of one stage."""
+
+    ranks: int
+    micro_batches: int
+    seconds: float
+    steps: int
+
+    def costs(self, stages: int) -> list[list[float]]:
+        """Seconds of forward, input gradient and weight gradient per stage."""
+        return [[self.seconds * cost for cost in costs] for costs in layer_costs([1] * stages)]
+
+    def formula(self, virtual: int) -> float:
+        """The bubble as a part of the duration, where every backward is whole."""
+        return (self.ranks - 1) / (virtual * self.micro_batches + self.ranks - 1)
+
+
+# ---- stages that sleep -------------------------------------------------------------------------------------------
+
+
+class Sleeper(nn.Module):
+    """A stage that takes known times. The number of the micro-batch is what travels through it."""
+
+    def __init__(self, stage: int, costs: list[list[float]], recorder: Recorder) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+        self.stage, self.recorder = stage, recorder
+        self.seconds = dict(
+            zip(("forward", "backward_input", "backward_weight"), (c[stage] for c in costs), strict=True)
+        )
+
+    def forward(self, arriving: torch.Tensor) -> torch.Tensor:
+        """Sleep, and hand on what arrived."""
+        micro_batch = round(arriving.flatten()[0].item())
+        self.sleep("forward", micro_batch)
+        # Two nodes of the graph that meet in a sum: torch can run each without the other.
+        by_input = SleepInBackward.apply(arriving, self, "backward_input", micro_batch)
+        return by_input + SleepInBackward.apply(self.weight, self, "backward_weight", micro_batch)
+
+    def sleep(self, kind: str, micro_batch: int) -> None:
+        """Take this stage's time for one kind of work."""
+        with self.recorder.span(kind, self.stage, micro_batch):
+            time.sleep(self.seconds[kind])
+
+
+@contextlib.contextmanager
+def awake(stages: Collection[Sleeper]) -> Iterator[None]:
+    """Let stages take no time."""
+    before = [stage.seconds for stage in stages]
+    for stage in stages:
+        stage.seconds = dict.fromkeys(stage.seconds, 0.0)
+    yield
+    for stage, seconds in zip(stages, before, strict=True):
+        stage.seconds = seconds
+
+
+class SleepInBackward(torch.autograd.Function):
+    """The identity, with a backward that takes time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, stage: Sleeper, kind: str, micro_batch: int) -> torch.Tensor:
+        """Note what the backward is to do."""
+        ctx.work = stage, kind, micro_batch
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        """Sleep."""
+        stage, kind, micro_batch = ctx.work
+        stage.sleep(kind, micro_batch)
+        return gradient.sum_to_size(1) if kind == "backward_weight" else gradient, None, None, None
+
+
+# ---- running a schedule ------------------------------------------------------------------------------------------
+
+
+def torch_pipeline(name: str, modules: dict[int, Sleeper], stages: int, micro_batches: int) -> Callable[[], None]:
+    """One step of this rank under torch's own schedule. The one function to replace to measure another engine."""
+    group, single = dist.group.WORLD, len(modules) == 1
+    local = [PipelineStage(m, i, stages, torch.device("cpu"), *_boundary(i), group=group) for i, m in modules.items()]
+    make = get_schedule_class(name.replace("_", ""))
+    schedule = make(
+        local[0] if single else local, micro_batches, loss_fn=lambda output, target: output.sum(), scale_grads=False
+    )
+    rows = torch.arange(micro_batches, dtype=torch.float32).view(-1, 1)
+    inputs = (rows,) if 0 in modules else ()
+    return lambda: schedule.step(*inputs, target=rows, losses=[], return_outputs=False)
+
+
+def _boundary(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Meta tensors of what enters and leaves a stage: with them torch runs no inference of its own."""
+    row = torch.empty(1, 1, device="meta", requires_grad=True)
+    return (row.detach() if stage == 0 else row), row
+
+
+def measure(name: str, setting: Setting) -> Timeline:
+    """The fastest step of one schedule: whatever disturbs a step makes it longer."""
+    virtual = virtual_stages(name)
+    stages = setting.ranks * virtual
+    recorder = Recorder(torch.device("cpu"))
+    own = {a.stage for a in flat(order(name, setting.ranks, virtual, setting.micro_batches)[dist.get_rank()])}
+    modules = {stage: Sleeper(stage, setting.costs(stages), recorder) for stage in sorted(own)}
+    step = torch_pipeline(name, modules, stages, setting.micro_batches)
+    with awake(modules.values()):
+        step()  # opens the connections
+    timelines = []
+    for _ in range(setting.steps):
+        recorder.start(dist.group.WORLD)
+        step()
+        timelines.append(recorder.gather(dist.group.WORLD))
+    return min(timelines, key=lambda timeline: timeline.duration)
+
+
+def compare(name: str, setting: Setting, pictures: Path | None) -> bool:
+    """Print one row of the table; is the measured bubble what it should be?"""
+    virtual = virtual_stages(name)
+    actions = order(name, setting.ranks, virtual, setting.micro_batches)
+    simulated = simulate(actions, *setting.costs(setting.ranks * virtual)).bubble
+    timeline = run(measure, setting.ranks, name, setting)[0]
+    formula, measured = setting.formula(virtual), timeline.bubble
+    exact = name in BY_FORMULA
+    good = abs(measured / formula - 1) <= TOLERANCE if exact else measured < formula
+    predicted = f"{'' if exact else '<'}{formula:.1%}"
+    print(
+        f"{name:24}{virtual:3}{predicted:>11}{simulated:11.1%}{measured:10.1%}{measured / simulated:8.2f}"
+        f"{timeline.duration * 1e3:9.0f} ms  {'ok' if good else 'OFF'}",
+        flush=True,
+    )
+    if pictures:
+        write(pictures / f"{name}.svg", timeline, name, predicted=simulated, measured=measured)
+    return good
+
+
+def main() -> int:
+    """Run all schedules and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--milliseconds", type=float, default=100, help="forward of one stage")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--pictures", type=Path, default=None, help="folder for a picture of each measured step")
+    parser.add_argument("--schedules", nargs="+", default=list(SIMPLEST_FIRST), choices=SIMPLEST_FIRST)
+    args = parser.parse_args()
+    if args.pictures:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+    setting = Setting(args.ranks, args.micro_batches, args.milliseconds / 1e3, args.steps)
+    print(f"{'':26}v  predicted  simulated  measured   ratio         step")
+    good = [compare(name, setting, args.pictures) for name in args.schedules]
+    return 0 if all(good) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""When did which stage really run? Spans of one step on every rank, put together into a timeline.
+
+    recorder.start(group)                       # a barrier: all ranks begin to count here
+    with recorder.span("forward", stage=0, micro_batch=3):
+        ...
+    timeline = recorder.gather(group)           # on every rank; then nothing is recorded until the next start
+    recorder.draw(group, "step.svg", "1f1b")    # or this: the same, and rank 0 writes the picture
+
+While nothing is recorded, a span costs one look at an attribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.pipeline import picture
+from hf_parallel.pipeline.timeline import Span, Timeline
+
+_NOTHING = contextlib.nullcontext()
+
+
+class Recorder:
+    """Times on the CPU's clock, or on an accelerator between events in the current stream: no span waits for one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.active = device, False
+        self._marks: list[tuple[str, int, int, Any, Any]] = []
+        self._zero: Any = None
+
+    def start(self, group: dist.ProcessGroup) -> None:
+        """Begin to record, at the same time on all ranks of the pipeline (as near as a barrier brings them)."""
+        self._synchronize()
+        dist.barrier(group)
+        self._marks, self._zero, self.active = [], self.mark(), True
+
+    def span(self, kind: str, stage: int, micro_batch: int) -> contextlib.AbstractContextManager:
+        """A context: what runs inside is one span."""
+        return _Open(self, kind, stage, micro_batch) if self.active else _NOTHING
+
+    def mark(self) -> Any:
+        """Now: a number of seconds, or an event that is read at the end."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(device=self.device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def gather(self, group: dist.ProcessGroup) -> Timeline:
+        """End the recording and put the spans of all ranks together, in seconds after the start."""
+        self.active = False
+        self._synchronize()
+        rank = dist.get_rank(group)
+        own = [
+            Span(rank, kind, stage, i, self._seconds(start), self._seconds(end))
+            for kind, stage, i, start, end in self._marks
+        ]
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, own, group=group)
+        self._marks = []
+        return Timeline([span for part in parts for span in part], len(parts))
+
+    def draw(self, group: dist.ProcessGroup, path: str | Path, name: str, predicted: float | None = None) -> Timeline:
+        """`gather`, and the picture of it, written by the pipeline's first rank."""
+        timeline = self.gather(group)
+        if dist.get_rank(group) == 0:
+            picture.write(path, timeline, name, predicted, measured=timeline.bubble)
+        return timeline
+
+    def add(self, kind: str, stage: int, micro_batch: int, start: Any, end: Any) -> None:
+        """Note a span between two marks."""
+        self._marks.append((kind, stage, micro_batch, start, end))
+
+    def _seconds(self, mark: Any) -> float:
+        return mark - self._zero if self.device.type == "cpu" else self._zero.elapsed_time(mark) / 1000
+
+    def _synchronize(self) -> None:
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize(self.device)
+
+
+class _Open:
+    """A span that has begun; a class, because a generator would cost more than small stages take."""
+
+    def __init__(self, recorder: Recorder, kind: str, stage: int, micro_batch: int) -> None:
+        self.recorder, self.what = recorder, (kind, stage, micro_batch)
+
+    def __enter__(self) -> None:
+        self.begin = self.recorder.mark()
+
+    def __exit__(self, *error: object) -> None:
+        self.recorder.add(*self.what, self.begin, self.recorder.mark())

@@ -1,0 +1,314 @@
+"""Pipelines on paper: the order of torch's schedules, their simulated bubbles, the choice among them, the picture."""
+
+import time
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from benchmarks import pipeline as benchmark
+from hf_parallel import cli
+from hf_parallel.config import SpecError
+from hf_parallel.pipeline import orders, picture
+from hf_parallel.pipeline.orders import SIMPLEST_FIRST, Action, flat, order, peak_live, virtual_stages
+from hf_parallel.pipeline.recorder import Recorder
+from hf_parallel.pipeline.timeline import Span, Timeline, choose, even_split, layer_costs, needs, simulate
+from tests.distributed import run
+
+NUMBERS = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)]
+SKIPPED = ("backward_input", 0)  # the first stage's input has no gradient
+ZERO_BUBBLE = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+
+
+def simulated(name, ranks, micro_batches, virtual=None, communication=0.0):
+    virtual = virtual or virtual_stages(name)
+    actions = order(name, ranks, virtual, micro_batches)
+    return simulate(actions, *layer_costs([1] * ranks * virtual), communication)
+
+
+# ---- order -------------------------------------------------------------------------------------------------------
+
+
+def test_order_of_1f1b_on_two_ranks():
+    actions = order("1f1b", stages=2, virtual=1, micro_batches=3)
+    spelled = {rank: " ".join(f"{a.kind[0]}{a.micro_batch}" for a in actions[rank]) for rank in actions}
+    assert spelled == {0: "f0 f1 b0 f2 b1 b2", 1: "f0 b0 f1 b1 f2 b2"}
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches"), NUMBERS)
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_everything_runs_once(name, ranks, micro_batches):
+    virtual = virtual_stages(name)
+    actions = order(name, ranks, virtual, micro_batches)
+    assert sorted(actions) == list(range(ranks))
+    forwards = [a[1:3] for rank in actions for a in flat(actions[rank]) if a.kind == "forward"]
+    assert sorted(forwards) == [(s, i) for s in range(ranks * virtual) for i in range(micro_batches)]
+
+
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_torch_really_runs_this_order(name):
+    """Under its own runtime, with stages that do nothing but note what they are asked for."""
+    timeline = run(benchmark.measure, 2, name, benchmark.Setting(ranks=2, micro_batches=6, seconds=0.0, steps=1))[0]
+    for rank, actions in order(name, 2, virtual_stages(name), 6).items():
+        ran = [(kind.split("_")[0], *which) for at, kind, *which, _, _ in timeline.spans if at == rank]
+        asked = []
+        for kind, stage, micro_batch, _ in flat(actions):
+            halves = 2 if kind == "backward" and stage else 1
+            asked += [(kind.split("_")[0], stage, micro_batch)] * (halves if (kind, stage) != SKIPPED else 0)
+        assert ran == asked
+
+
+def test_stages_of_a_v_turn_around_on_the_last_rank():
+    for name, stages in (("interleaved_1f1b", [{0, 4}, {3, 7}]), ("zbv_zero_bubble", [{0, 7}, {3, 4}])):
+        actions = order(name, 4, 2, 8)
+        assert [{a.stage for a in flat(actions[rank])} for rank in (0, 3)] == stages
+
+
+def test_overlap_is_a_forward_and_a_backward():
+    overlaps = [a for a in order("dualpipe_v", 2, 2, 4)[0] if a.kind == "overlap"]
+    assert overlaps
+    assert {tuple(part.kind for part in a.parts) for a in overlaps} == {("forward", "backward")}
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "micro_batches", "words"),
+    [
+        ("1f1b", 1, 3, "Number of microbatches (3)"),
+        ("interleaved_1f1b", 2, 9, "multiple of the number of rounds (2)"),
+        ("dualpipe_v", 2, 4, "at least as many microbatches as stages"),
+        ("gpipe", 2, 8, "cannot run 2 stages per rank; 1 works"),
+        ("zbv_zero_bubble", 3, 8, "cannot run 3 stages per rank; 2 works"),
+        ("gpipe", 1, 0, "pipeline_microbatches=0"),
+        ("gpip", 1, 8, "not one of gpipe, 1f1b"),
+    ],
+)
+def test_impossible_numbers_are_refused(name, virtual, micro_batches, words):
+    with pytest.raises(SpecError, match="^pipeline_") as refused:
+        order(name, 4, virtual, micro_batches)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_another_form_of_torchs_schedules_is_an_error(monkeypatch):
+    monkeypatch.delattr(orders._StandIn, "backward_one_chunk")
+    with pytest.raises(RuntimeError, match="cannot read the 1f1b schedule of torch"):
+        order("1f1b", 2, 1, 2)
+
+
+def test_an_order_with_a_hole_is_an_error(monkeypatch):
+    make = torch_schedules.ScheduleLoopedBFS._calculate_single_rank_operations
+    monkeypatch.setattr(
+        torch_schedules.ScheduleLoopedBFS,
+        "_calculate_single_rank_operations",
+        lambda self, rank: [a for a in make(self, rank) if a is None or a.microbatch_index or rank],
+    )
+    with pytest.raises(RuntimeError, match="looped_bfs"):
+        order("looped_bfs", 2, 2, 4)
+
+
+# ---- simulation --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), NUMBERS)
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_bubble_of_one_stage_per_rank(name, p, m):
+    assert simulated(name, p, m).bubble == pytest.approx((p - 1) / (m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), NUMBERS)
+@pytest.mark.parametrize("v", [1, 2, 3])
+@pytest.mark.parametrize("name", ["interleaved_1f1b", "looped_bfs"])
+def test_bubble_of_interleaved_stages(name, v, p, m):
+    assert simulated(name, p, m, v).bubble == pytest.approx((p - 1) / (v * m + p - 1))
+
+
+@pytest.mark.parametrize(("p", "m"), NUMBERS)
+def test_zero_bubble_is_smaller(p, m):
+    interleaved = simulated("interleaved_1f1b", p, m).bubble
+    assert all(simulated(name, p, m).bubble < interleaved for name in ZERO_BUBBLE)
+    assert simulated("interleaved_zero_bubble", p, m).bubble == pytest.approx((p - 1) / (6 * m + p - 1))
+
+
+@pytest.mark.parametrize("communication", [0.0, 0.3])
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_nothing_starts_before_its_inputs(name, communication):
+    timeline = simulated(name, 4, 8, communication=communication)
+    stages = 4 * virtual_stages(name)
+    home = {span.stage: span.rank for span in timeline.spans}
+    done = {("backward_input" if s.kind == "backward" else s.kind, s.stage, s.micro_batch): s for s in timeline.spans}
+    for span in timeline.spans:
+        for need in needs(Action(*span[1:4]), stages):
+            late = communication if home[need[1]] != span.rank else 0.0
+            assert span.start >= done[need].end + late - 1e-9
+
+
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_a_rank_does_one_thing_at_a_time_in_its_order(name):
+    timeline = simulated(name, 4, 8, communication=0.2)
+    actions = order(name, 4, virtual_stages(name), 8)
+    for rank in range(4):
+        spans = [span for span in timeline.spans if span.rank == rank]
+        assert all(a.end <= b.start + 1e-9 for a, b in zip(spans, spans[1:], strict=False))
+        ran = [span[1:4] for span in spans if span.end > span.start]
+        assert ran == [a[:3] for a in flat(actions[rank]) if a[:2] != SKIPPED]
+
+
+def test_unequal_stages_wait_for_the_slowest():
+    even, uneven = (simulate(order("1f1b", 2, 1, 8), *layer_costs(layers)) for layers in ([4, 4], [2, 6]))
+    assert uneven.duration == pytest.approx(2 + 8 * 18 + 4)
+    assert uneven.bubble > even.bubble
+
+
+def test_communication_lengthens_the_step_by_its_hops():
+    assert simulated("gpipe", 4, 8, communication=0.5).duration == pytest.approx((8 + 3) * 3 + 6 * 0.5)
+
+
+def test_deadlock_is_named():
+    crossed = {0: [Action("backward", 0, 0), Action("forward", 0, 0)], 1: [Action("forward", 1, 0)]}
+    with pytest.raises(ValueError, match=r"deadlock: rank 0 at .*backward"):
+        simulate(crossed, [1, 1], [1, 1], [1, 1])
+
+
+# ---- memory and choice -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("p", "m"), NUMBERS)
+def test_peak_live(p, m):
+    assert peak_live(order("1f1b", p, 1, m)) == [p - rank for rank in range(p)]
+    assert peak_live(order("gpipe", p, 1, m)) == [m] * p
+    assert peak_live(order("looped_bfs", p, 2, m)) == [2 * m] * p
+
+
+def test_an_activation_lives_until_its_weight_gradient():
+    halves = [Action(kind, 0, i) for i in (0, 1) for kind in ("forward", "backward_input")]
+    assert peak_live({0: [*halves, Action("backward_weight", 0, 0), Action("backward_weight", 0, 1)]}) == [2]
+
+
+@pytest.mark.parametrize(
+    ("expected", "arguments"),
+    [
+        ("interleaved_zero_bubble", {}),
+        ("gpipe", {"allowed": ("1f1b", "gpipe")}),  # equal bubbles
+        ("1f1b", {"allowed": ("1f1b", "gpipe"), "most_live": 4}),
+        ("interleaved_1f1b", {"allowed": ("1f1b", "interleaved_1f1b", "gpipe")}),
+        ("1f1b", {"allowed": ("1f1b", "interleaved_1f1b"), "layers": 7}),  # too few for eight stages
+        ("1f1b", {"allowed": ("1f1b", "interleaved_1f1b"), "micro_batches": 13}),
+    ],
+)
+def test_choice(expected, arguments):
+    assert choose(**{"stages": 4, "micro_batches": 8, "layers": 16, **arguments}) == expected
+
+
+def test_no_choice_left():
+    with pytest.raises(
+        SpecError, match="pipeline_schedule=auto: no schedule runs 8 micro-batches with 3 of them alive"
+    ):
+        choose(4, 8, 16, most_live=3)
+
+
+def test_even_split():
+    assert even_split(10, 4) == [3, 3, 2, 2]
+
+
+# ---- picture -----------------------------------------------------------------------------------------------------
+
+
+def shapes(text, name):
+    root = ElementTree.fromstring(text)
+    return [e for e in root.iter("{http://www.w3.org/2000/svg}rect") if name in e.get("class", "").split()]
+
+
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_picture_has_a_box_per_action(name):
+    timeline = simulated(name, 4, 8)
+    text = picture.svg(timeline, name, predicted=timeline.bubble, measured=0.5)
+    boxes = shapes(text, "box")
+    assert len(boxes) == sum(span.end > span.start for span in timeline.spans)
+    assert len(shapes(text, "idle")) == 4
+    assert f"bubble {timeline.bubble:.1%} predicted, 50.0% measured" in text
+    right = max(float(box.get("x")) + float(box.get("width")) for box in boxes)
+    idle = shapes(text, "idle")[0]
+    assert right == pytest.approx(float(idle.get("x")) + float(idle.get("width")), abs=0.1)
+
+
+def test_picture_tells_stages_of_a_rank_apart():
+    forwards = shapes(picture.svg(simulated("interleaved_1f1b", 4, 8, 3), "x"), "forward")
+    assert len({box.get("fill") for box in forwards}) == 3
+    assert "lighter" not in picture.svg(simulated("1f1b", 4, 8), "1f1b")
+
+
+def test_picture_escapes_and_draws_communication():
+    spans = [Span(0, "forward", 0, 0, 1.0, 2.0), Span(0, "communication", 0, 0, 1.5, 3.0)]
+    text = picture.svg(Timeline(spans, 1), "a < b")
+    assert len(shapes(text, "communication")) == 1
+    assert "a &lt; b" in text
+    assert Timeline(spans, 1).bubble == pytest.approx(0.5)
+
+
+# ---- recorder ----------------------------------------------------------------------------------------------------
+
+
+def record(kinds, path):
+    recorder, group = Recorder(torch.device("cpu")), dist.group.WORLD
+    with recorder.span("forward", 9, 9):
+        pass
+    time.sleep(0.2 * group.rank())  # ranks arrive at different times
+    recorder.start(group)
+    for i, kind in enumerate(kinds):
+        with recorder.span(kind, group.rank(), i):
+            time.sleep(0.05)
+    timeline = recorder.draw(group, f"{path}.{group.rank()}", "measured")
+    return timeline.spans, timeline.ranks, timeline.duration, recorder.active
+
+
+def test_recorder_puts_ranks_on_one_clock(tmp_path):
+    results = run(record, 2, ["forward", "backward"], str(tmp_path / "step.svg"))
+    spans, ranks, duration, active = results[0]
+    assert spans == results[1][0]
+    assert [span[:4] for span in spans] == [
+        (r, k, r, i) for r in (0, 1) for i, k in enumerate(("forward", "backward"))
+    ]
+    assert ranks == 2
+    assert 0.1 <= duration < 0.25
+    assert not active
+    assert [path.name for path in tmp_path.iterdir()] == ["step.svg.0"]
+    assert len(shapes((tmp_path / "step.svg.0").read_text(), "box")) == 4
+
+
+def test_recorder_is_free_when_off():
+    recorder = Recorder(torch.device("cpu"))
+    assert recorder.span("forward", 0, 0) is recorder.span("backward", 1, 1)
+
+
+# ---- hf-parallel plan --------------------------------------------------------------------------------------------
+
+
+def test_plan_draws(tmp_path, capsys):
+    path = tmp_path / "out.svg"
+    assert cli.main(["plan", "--timeline", str(path), "--parallel", "pp=4,pipeline_microbatches=8"]) == 0
+    assert "1f1b, bubble 27.3%" in capsys.readouterr().out
+    assert len(shapes(path.read_text(), "box")) == 4 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "options", "words"),
+    [
+        ("tp=4", [], "pp_size=1"),
+        ("pp=4", ["--layers", "3"], "3 layers in 4 parts do not fill 4 stages"),
+        ("pp=4", ["--micro-batches", "2"], "Number of microbatches (2)"),
+        ("pp=2,pipeline_split=[3,5]", ["--layers", "9"], "--layers 8 works"),
+    ],
+)
+def test_plan_refuses_in_one_line(tmp_path, capsys, spec, options, words):
+    assert cli.main(["plan", "--timeline", str(tmp_path / "out.svg"), "--parallel", spec, *options]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out.svg").exists()
+
+
+def test_plan_cannot_write(tmp_path, capsys):
+    assert cli.main(["plan", "--timeline", str(tmp_path / "none" / "out.svg"), "--parallel", "pp=2"]) == 2
+    assert "No such file" in capsys.readouterr().err
