@@ -24,6 +24,7 @@ SINGLE_SCHEDULES = ("1f1b", "gpipe")
 LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
+AUTO_SCHEDULE = "auto"  # chosen once the model is known
 
 
 class SpecError(ValueError):
@@ -50,6 +51,7 @@ class ParallelConfig:
     pipeline_microbatches: int | None = None
     pipeline_virtual_stages: int | None = None
     pipeline_split: tuple[int, ...] | None = field(default=None, metadata={"list": True})
+    profile_steps: tuple[int, ...] | None = field(default=None, metadata={"list": True})
     context_parallel: str = "ring"
     activation_checkpointing: str = "none"
     offload: str = "none"
@@ -58,8 +60,9 @@ class ParallelConfig:
     attention: str = "auto"
 
     def __post_init__(self) -> None:
-        if isinstance(self.pipeline_split, list):
-            object.__setattr__(self, "pipeline_split", tuple(self.pipeline_split))
+        for name in ("pipeline_split", "profile_steps"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_sizes(self)
         _check_choices(self)
         _refuse_what_is_not_built(self)
@@ -118,7 +121,7 @@ class ParallelConfig:
     @property
     def stages_per_rank(self) -> int:
         """How many stages of the pipeline each rank holds."""
-        if self.pipeline_schedule in SINGLE_SCHEDULES:
+        if self.pipeline_schedule in (*SINGLE_SCHEDULES, AUTO_SCHEDULE):
             return 1
         return self.pipeline_virtual_stages or 2
 
@@ -254,7 +257,7 @@ def _check_sizes(config: ParallelConfig) -> None:
 def _check_choices(config: ParallelConfig) -> None:
     choices = {
         "zero_stage": (0, 1, 2, 3),
-        "pipeline_schedule": SCHEDULES,
+        "pipeline_schedule": (*SCHEDULES, AUTO_SCHEDULE),
         "context_parallel": ("ring", "ulysses"),
         "activation_checkpointing": ("none", "selective", "full"),
     }
@@ -274,6 +277,12 @@ def _check_choices(config: ParallelConfig) -> None:
             "sequence_parallel=true: tp_size=1 splits no sequence; tp_size=2 or sequence_parallel=false works"
         )
     _check_virtual_stages(config)
+    if config.profile_steps is not None and config.pp_size == 1:
+        raise SpecError(
+            "profile_steps: draws what the stages of a pipeline do, and pp_size=1 has none; pp_size=2 works"
+        )
+    if config.pipeline_split is not None and config.pipeline_schedule == AUTO_SCHEDULE:
+        raise SpecError("pipeline_split: pipeline_schedule=auto chooses how many stages there are; name a schedule")
     if config.pipeline_split is not None and config.pp_size != -1:
         count = len(config.pipeline_split)
         if count != config.pipeline_stages:
@@ -287,7 +296,8 @@ def _check_virtual_stages(config: ParallelConfig) -> None:
     virtual, schedule = config.pipeline_virtual_stages, config.pipeline_schedule
     if virtual is None:
         return
-    works = {**dict.fromkeys(SINGLE_SCHEDULES, (1,)), **dict.fromkeys(V_SCHEDULES, (2,))}.get(schedule)
+    single = dict.fromkeys((*SINGLE_SCHEDULES, AUTO_SCHEDULE), (1,))
+    works = {**single, **dict.fromkeys(V_SCHEDULES, (2,))}.get(schedule)
     if virtual < 1 or (works is not None and virtual not in works) or (works is None and virtual < 2):
         wanted = works[0] if works else 2
         raise SpecError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterable
@@ -14,10 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import save_pretrained
-from hf_parallel.config import V_SCHEDULES, ParallelConfig, SpecError
+from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
-from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
+from hf_parallel.pipeline.schedules import choose_schedule
+from hf_parallel.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
@@ -80,6 +82,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     roots = [(model, transformer_blocks(model))]
     tied = config.pp_size > 1 and has_tied_embedding(model)
     if config.pp_size > 1:
+        config = state.config = mesh.config = with_schedule(model, config, tied)
         counts, line = layers_per_stage(model, config)
         state.notes.append(line)
     if config.tp_size > 1:
@@ -95,7 +98,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         check_tied_in_a_v(config, tied)
         views = cut_into_stages(model, config, mesh.index("pp"), counts)
         parts = config.tp_size if state.sequence_parallel else 1
-        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, parts)
+        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, counts, parts)
         state.root = state.pipeline.stages
         roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:
@@ -193,6 +196,14 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         )
     if len({p.device.type == "meta" for p in model.parameters()}) > 1:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
+
+
+def with_schedule(model: Any, config: ParallelConfig, tied: bool) -> ParallelConfig:
+    """The config with pipeline_schedule=auto decided."""
+    if config.pipeline_schedule != AUTO_SCHEDULE:
+        return config
+    chosen = choose_schedule(config, layer_count(model, config), tied)
+    return dataclasses.replace(config, pipeline_schedule=chosen)
 
 
 def check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:

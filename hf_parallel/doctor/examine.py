@@ -15,7 +15,7 @@ from hf_parallel.config import AXES, ParallelConfig, SpecError
 from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
 from hf_parallel.doctor.sizes import distinct_parameters, slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates
-from hf_parallel.parallelize import check_tied_in_a_v, use_attention, why_whole_sequences
+from hf_parallel.parallelize import check_tied_in_a_v, use_attention, why_whole_sequences, with_schedule
 from hf_parallel.pipeline import cut_into_stages
 from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
 from hf_parallel.rewrite.styles import styles_and_origins
@@ -126,6 +126,7 @@ def _cut(model: Any, config: ParallelConfig) -> list[Any]:
     """The model as `cut_into_stages` leaves it, and its stages, by place along pp."""
     if config.pp_size == 1:
         return [(model, [])]
+    config = with_schedule(model, config, has_tied_embedding(model))
     check_tied_in_a_v(config, has_tied_embedding(model))
     counts, _ = layers_per_stage(model, config)
     copies = [copy.deepcopy(model) for _ in range(config.pp_size)]

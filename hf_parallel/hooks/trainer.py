@@ -44,6 +44,7 @@ def init(original: Callable) -> Callable:
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
+        self._drawn = set()  # steps of profile_steps
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
         losses.prepare(self)
@@ -224,9 +225,22 @@ def training_step(original: Callable) -> Callable:
 
     def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
         self._rows_of_step = self._real_rows.get(id(inputs))
-        return original(self, model, inputs, *args, **kwargs)
+        with _recorded(self):
+            return original(self, model, inputs, *args, **kwargs)
 
     return replacement
+
+
+def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
+    """Draw the first batch of each step of `profile_steps`, for the pipeline of rank 0."""
+    state, step = runtime.parallel_state(trainer.model), trainer.state.global_step + 1
+    if state is None or state.pipeline is None or step not in (state.config.profile_steps or ()):
+        return contextlib.nullcontext()
+    mesh, path = state.mesh, os.path.join(trainer.args.output_dir, f"timeline_step_{step}.svg")
+    if mesh.data_rank or mesh.index("tp") or mesh.index("cp") or step in trainer._drawn:
+        return contextlib.nullcontext()
+    trainer._drawn.add(step)
+    return state.pipeline.recorded(path)
 
 
 def floating_point_ops(original: Callable) -> Callable:

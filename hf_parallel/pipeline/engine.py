@@ -30,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.outputs import PipelineLoss, broadcast_outputs, detached_node
-from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count
+from hf_parallel.pipeline.recorder import Recorder
+from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count, predicted_bubble
 from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype, hidden_size
 
 Batch = dict[str, Any]
@@ -68,8 +69,10 @@ class PipelineEngine:
         mesh: ParallelMesh,
         tied: bool,
         sums_over_tokens: bool,
+        layers_per_stage: tuple[int, ...],
         sequence_parts: int = 1,
     ) -> None:
+        self.layers_per_stage = layers_per_stage
         self.model, self.views, self.mesh, self.config = model, views, mesh, mesh.config
         self.layers = [layer for view in views for layer in view.layers]
         self.stages = nn.ModuleList(Stage(view) for view in views)
@@ -82,6 +85,7 @@ class PipelineEngine:
         self.sequence_parts = sequence_parts  # under sequence parallelism stages exchange 1/tp of each sequence
         self.loss_only = False  # evaluation that wants no logits need not send them
         self.keep_outputs = False  # a script that reads more than the loss in training needs all outputs
+        self.recorder = Recorder(mesh.device)
         self._schedules: dict[tuple, Any] = {}
         self._arriving: Callable[..., torch.Tensor] | torch.Tensor | None = None
         self._view: StageView | None = None
@@ -158,6 +162,16 @@ class PipelineEngine:
         finally:
             for stage in self._stages():
                 stage.work = None
+
+    @contextlib.contextmanager
+    def recorded(self, path: str) -> Iterator[None]:
+        """Draw the timeline of what runs in here, by the pipeline's first rank."""
+        self.recorder.start(self.group)
+        yield
+        micro_batches = max((key[0] for key in self._schedules), default=1)
+        layers = tuple(self.layers_per_stage)
+        predicted = predicted_bubble(self.config, layers, micro_batches) if self._schedules else None
+        self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, Any]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
@@ -283,7 +297,7 @@ class PipelineEngine:
         if key not in self._schedules:
             modules: dict[int, nn.Module] = {v.index: s for v, s in zip(self.views, self._stages(), strict=True)}
             self._schedules[key] = build_schedule(
-                modules, self.config, self.group, self.mesh.device, micro_batches, boundary
+                modules, self.config, self.group, self.mesh.device, micro_batches, boundary, self.recorder
             )
         return self._schedules[key]
 

@@ -18,7 +18,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from hf_parallel.config import LOOPED_SCHEDULES, SINGLE_SCHEDULES, ParallelConfig, SpecError
+from hf_parallel.config import (
+    LOOPED_SCHEDULES,
+    SCHEDULES,
+    SINGLE_SCHEDULES,
+    V_SCHEDULES,
+    ParallelConfig,
+    SpecError,
+)
+from hf_parallel.pipeline import orders, timeline
+from hf_parallel.pipeline.recorder import Recorder
 
 _SCHEDULES: dict[str, type] = {
     "1f1b": schedules.Schedule1F1B,
@@ -31,6 +40,23 @@ _SCHEDULES: dict[str, type] = {
 }
 #: Schedules that compute gradients of inputs and of weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+
+
+def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
+    """pipeline_schedule=auto: the smallest simulated bubble among those that hold no more activations than 1F1B does.
+
+    Raises:
+        SpecError: none can run `pipeline_microbatches`.
+    """
+    allowed = [name for name in SCHEDULES if not (tied and config.data_parallel_size > 1 and name in V_SCHEDULES)]
+    count = config.pipeline_microbatches or 4 * config.pp_size
+    return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)
+
+
+def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
+    """The idle share of a step, simulated for layers of equal cost."""
+    actions = timeline.order(config.pipeline_schedule, config.pp_size, config.stages_per_rank, micro_batches)
+    return timeline.simulate(actions, *timeline.layer_costs(layers)).bubble
 
 
 def micro_batch_count(rows: int, config: ParallelConfig) -> int:
@@ -70,6 +96,27 @@ def takes(config: ParallelConfig, micro_batches: int) -> bool:
     return micro_batches >= config.pp_size
 
 
+class TimedStage(PipelineStage):
+    """A stage whose work is recorded; what is not work is waiting."""
+
+    recorder: Recorder
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.span(orders.FORWARD, self.stage_index, fwd_chunk_id):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        kind = orders.BACKWARD if full_backward else orders.BACKWARD_INPUT
+        with self.recorder.span(kind, self.stage_index, bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self.recorder.span(orders.BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id):
+            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
 def build_schedule(
     modules: dict[int, nn.Module],
     config: ParallelConfig,
@@ -77,6 +124,7 @@ def build_schedule(
     device: torch.device,
     micro_batches: int,
     boundary: torch.Tensor,
+    recorder: Recorder,
 ) -> Any:
     """One torch schedule for one shape of batch; cheap to build.
 
@@ -87,7 +135,7 @@ def build_schedule(
     """
     count = config.pipeline_stages
     stages = [
-        PipelineStage(
+        TimedStage(
             module,
             index,
             count,
@@ -98,6 +146,8 @@ def build_schedule(
         )
         for index, module in modules.items()
     ]
+    for stage in stages:
+        stage.recorder = recorder
     single = config.pipeline_schedule in SINGLE_SCHEDULES
     schedule = _SCHEDULES[config.pipeline_schedule]
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.

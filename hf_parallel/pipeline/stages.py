@@ -98,6 +98,12 @@ class StageView:
                 owner._modules[name] = former
 
 
+def layer_count(model: Any, config: ParallelConfig) -> int:
+    """How many layers there are to share out."""
+    plan = _plan(model, config.pp_size)
+    return len(backbone_of(model).get_submodule(plan.layers))
+
+
 def layers_per_stage(model: Any, config: ParallelConfig) -> tuple[tuple[int, ...], str]:
     """How many layers each stage gets, and a line about it: `pipeline_split`, else balanced by cost.
 

@@ -1,5 +1,7 @@
 """Every schedule gives the numbers of one process, whatever a stage holds and whatever a batch looks like."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -128,3 +130,32 @@ def test_micro_batches_alive():
     """1F1B: stage s keeps p - s of them (Narayanan et al., 2019); GPipe keeps all."""
     assert run(most_alive, 4, "1f1b") == [4, 3, 2, 1]
     assert run(most_alive, 4, "gpipe") == [8, 8, 8, 8]
+
+
+def test_auto_takes_the_smallest_bubble_with_the_memory_of_1f1b(runs, capfd):
+    runs.check(Script().with_accumulation(2), "pp=2,pipeline_schedule=auto")
+    assert "pipeline_schedule=interleaved_zero_bubble" in capfd.readouterr().err
+
+
+def test_profiled_step_is_drawn(runs):
+    """Forwards and backwards of both ranks, in the step that was asked for."""
+    folder = Path(runs.parallel(Script(), "pp=2,profile_steps=[2]")[0].folder)
+    (drawn,) = [*folder.glob("timeline*.svg"), *folder.parent.glob("timeline*.svg")]
+    assert drawn.name == "timeline_step_2.svg"
+    picture = drawn.read_text()
+    assert "1f1b" in picture
+    assert "measured" in picture
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (Script(overrides=True), "adds up over micro-batches: 1f1b from now on"),
+        (Script(own_loss=True), "adds up over micro-batches: 1f1b from now on"),
+        (Script(arguments=(("label_smoothing_factor", 0.1),)), "adds up over micro-batches: 1f1b from now on"),
+    ],
+    ids=["overridden", "compute_loss_func", "label smoothing"],
+)
+def test_what_is_said_of_a_loss(runs, capfd, script, said):
+    runs.check(script, "pp=2")
+    assert said in capfd.readouterr().err

@@ -55,7 +55,7 @@ def test_every_other_key(key):
 
 
 def test_every_key_of_the_config_is_tested_here():
-    tested = {*VALUES, *(f"{axis}_size" for axis in AXES), "pipeline_split"}
+    tested = {*VALUES, *(f"{axis}_size" for axis in AXES), "pipeline_split", "profile_steps"}
     assert {field.name for field in dataclasses.fields(ParallelConfig)} == tested
 
 
@@ -247,6 +247,8 @@ def test_pipeline_split_needs_one_number_per_stage():
         ("pp=2,pipeline_schedule=looped_bfs,pipeline_virtual_stages=1", "pipeline_virtual_stages=2"),
         ("pp=2,pipeline_schedule=dualpipe_v,pipeline_microbatches=3", "4 works"),
         ("pp=2,pipeline_schedule=looped_bfs,pipeline_split=[2,2]", "4 stages"),
+        ("pp=2,pipeline_schedule=auto,pipeline_split=[2,2]", "name a schedule"),
+        ("tp=2,profile_steps=[3]", "pp_size=2 works"),
     ],
 )
 def test_stages_per_rank_follow_the_schedule(spec, works):
