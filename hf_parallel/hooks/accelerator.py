@@ -86,6 +86,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         labels = kwargs.get("labels")
         if not state.sums_over_tokens or labels is None or kwargs.get("num_items_in_batch") is not None:
             return None
+        if state.pipeline is not None and state.pipeline.items is not None:
+            return None  # it has counted the whole batch, of which this is a part
         if not (module.training and torch.is_grad_enabled()) and not state.counts_in_evaluation:
             return None
         targets = kwargs["shift_labels"] if kwargs.get("shift_labels") is not None else labels[..., 1:]

@@ -90,6 +90,7 @@ class PipelineEngine:
         self._arriving: Callable[..., torch.Tensor] | torch.Tensor | None = None
         self._view: StageView | None = None
         self._calls = 0  # of the model, by the loss of one micro-batch
+        self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self._watch: Callable[[Batch, Any], None] | None = None
         self._replay: Callable[[Batch], Any] | None = None
         self._handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
@@ -134,6 +135,8 @@ class PipelineEngine:
         self._refuse_partial_outputs(batch)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
+        if self.items is not None and self.sums_over_tokens and batch.get("labels") is not None:
+            batch["num_items_in_batch"] = batch.get("num_items_in_batch", self.items)
         if self._replay is not None:
             return self._replay(batch)
         if self._view is not None:  # a script's loss calls the model for one micro-batch
@@ -157,11 +160,26 @@ class PipelineEngine:
 
         It runs on every stage as far as the model's layers go; only the last stage sees the end of it.
         """
+        parts = split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config))
         try:
-            return self._scheduled(split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config)), loss_of)
+            with self._counted(batch):
+                return self._scheduled(parts, loss_of)
         finally:
             for stage in self._stages():
                 stage.work = None
+
+    @contextlib.contextmanager
+    def _counted(self, batch: Batch) -> Iterator[None]:
+        """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
+        if torch.is_tensor(batch.get("labels")) and self.sums_over_tokens:
+            self.items = _count_targets(batch)
+            if self.mesh.data_size > 1:
+                dist.all_reduce(self.items, group=self.mesh.data_group)
+                self.items = self.items / self.mesh.data_size
+        try:
+            yield
+        finally:
+            self.items = None
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
@@ -443,14 +461,12 @@ class PipelineEngine:
         """Is `loss` the sum of the losses of micro-batches? Computed from parts of the outputs, without the model."""
         if len(calls) != 1 or _tokens(calls[0][0]).shape != _tokens(batch).shape:
             return False
-        called, outputs = calls[0]
+        outputs = calls[0][1]
         parts = split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config))
         total = torch.zeros_like(loss, dtype=torch.float32)
-        with torch.no_grad():
-            for part, seen, given in zip(
-                parts, split_rows({**outputs}, len(parts)), split_rows(called, len(parts)), strict=True
-            ):
-                self._replay = lambda batch, seen=seen, given=given: type(outputs)(**self._with_loss(seen, given))
+        with torch.no_grad(), self._counted(batch):
+            for part, seen in zip(parts, split_rows({**outputs}, len(parts)), strict=True):
+                self._replay = lambda batch, seen=seen: type(outputs)(**self._with_loss(seen, batch))
                 try:
                     total += loss_of(part).float()
                 finally:
@@ -460,7 +476,7 @@ class PipelineEngine:
 
     def _with_loss(self, outputs: Batch, batch: Batch) -> Batch:
         """The model's own loss of these rows, where the script reads it."""
-        if outputs.get("loss") is None or not self.sums_over_tokens:
+        if outputs.get("loss") is None or batch.get("labels") is None or not self.sums_over_tokens:
             return outputs
         known = {"num_items_in_batch": batch.get("num_items_in_batch"), "shift_labels": batch.get("shift_labels")}
         vocabulary = outputs["logits"].shape[-1]
