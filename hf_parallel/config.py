@@ -19,8 +19,11 @@ import yaml
 
 #: The axes of the mesh from slow links to fast links: replicas across nodes, tensor parallelism inside one.
 AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
-SCHEDULES = ("1f1b", "gpipe")
-_LATER_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+#: Pipeline schedules by the number of stages that each rank holds: one, several in a loop, two in a V.
+SINGLE_SCHEDULES = ("1f1b", "gpipe")
+LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
+V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
+SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
 
 
 class SpecError(ValueError):
@@ -45,6 +48,7 @@ class ParallelConfig:
     sequence_parallel: bool | None = None
     pipeline_schedule: str = "1f1b"
     pipeline_microbatches: int | None = None
+    pipeline_virtual_stages: int | None = None
     pipeline_split: tuple[int, ...] | None = field(default=None, metadata={"list": True})
     context_parallel: str = "ring"
     activation_checkpointing: str = "none"
@@ -110,6 +114,24 @@ class ParallelConfig:
     def data_parallel_size(self) -> int:
         """Number of data ranks: how many different batches are seen in one step. Needs a resolved config."""
         return self.dp_replicate_size * self.dp_shard_size
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages of the pipeline each rank holds."""
+        if self.pipeline_schedule in SINGLE_SCHEDULES:
+            return 1
+        return self.pipeline_virtual_stages or 2
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Number of stages over all ranks."""
+        return self.pp_size * self.stages_per_rank
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Which pipeline rank holds this stage: round and round, or down and up again in a V."""
+        if self.pipeline_schedule in V_SCHEDULES and stage >= self.pp_size:
+            return 2 * self.pp_size - 1 - stage
+        return stage % self.pp_size
 
     @property
     def world_size(self) -> int:
@@ -232,7 +254,7 @@ def _check_sizes(config: ParallelConfig) -> None:
 def _check_choices(config: ParallelConfig) -> None:
     choices = {
         "zero_stage": (0, 1, 2, 3),
-        "pipeline_schedule": SCHEDULES + _LATER_SCHEDULES,
+        "pipeline_schedule": SCHEDULES,
         "context_parallel": ("ring", "ulysses"),
         "activation_checkpointing": ("none", "selective", "full"),
     }
@@ -241,16 +263,37 @@ def _check_choices(config: ParallelConfig) -> None:
         if value not in allowed:
             raise SpecError(f"{name}={value}: not one of {', '.join(map(str, allowed))}")
     micro = config.pipeline_microbatches
-    if micro is not None and micro < max(1, config.pp_size):  # 1F1B keeps every stage busy with one micro-batch each
-        works = max(1, config.pp_size)
-        raise SpecError(f"pipeline_microbatches={micro}: must be at least pp_size={works}; {works} works")
+    # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
+    works = max(1, config.pp_size) * (2 if config.pipeline_schedule == "dualpipe_v" else 1)
+    if micro is not None and micro < works:
+        raise SpecError(
+            f"pipeline_microbatches={micro}: must be at least {works} with pp_size={config.pp_size}; {works} works"
+        )
     if config.sequence_parallel and config.tp_size == 1:
         raise SpecError(
             "sequence_parallel=true: tp_size=1 splits no sequence; tp_size=2 or sequence_parallel=false works"
         )
-    if config.pipeline_split is not None and config.pp_size not in (-1, len(config.pipeline_split)):
-        spelled = _spell(config.pipeline_split)
-        raise SpecError(f"pipeline_split={spelled}: {len(config.pipeline_split)} numbers for pp_size={config.pp_size}")
+    _check_virtual_stages(config)
+    if config.pipeline_split is not None and config.pp_size != -1:
+        count = len(config.pipeline_split)
+        if count != config.pipeline_stages:
+            raise SpecError(
+                f"pipeline_split={_spell(config.pipeline_split)}: {count} numbers for {config.pipeline_stages} stages "
+                f"(pp_size={config.pp_size} x {config.stages_per_rank} per rank)"
+            )
+
+
+def _check_virtual_stages(config: ParallelConfig) -> None:
+    virtual, schedule = config.pipeline_virtual_stages, config.pipeline_schedule
+    if virtual is None:
+        return
+    works = {**dict.fromkeys(SINGLE_SCHEDULES, (1,)), **dict.fromkeys(V_SCHEDULES, (2,))}.get(schedule)
+    if virtual < 1 or (works is not None and virtual not in works) or (works is None and virtual < 2):
+        wanted = works[0] if works else 2
+        raise SpecError(
+            f"pipeline_virtual_stages={virtual}: pipeline_schedule={schedule} holds "
+            f"{wanted if works else 'two or more'} stages per rank; pipeline_virtual_stages={wanted} works"
+        )
 
 
 def _refuse_what_is_not_built(config: ParallelConfig) -> None:
@@ -268,12 +311,6 @@ def _refuse_what_is_not_built(config: ParallelConfig) -> None:
             "activation_checkpointing=selective",
             "selective checkpointing",
             "activation_checkpointing=full",
-        ),
-        (
-            config.pipeline_schedule in _LATER_SCHEDULES,
-            f"pipeline_schedule={config.pipeline_schedule}",
-            "this schedule",
-            "pipeline_schedule=1f1b",
         ),
     ]
     for asked, spelled, what, works in wanted:

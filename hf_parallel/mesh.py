@@ -107,7 +107,7 @@ class ParallelMesh:
     @property
     def is_last_stage(self) -> bool:
         """Does this rank hold the head and compute the loss?"""
-        return self.index("pp") == self.size("pp") - 1
+        return self.index("pp") == self.config.rank_of_stage(self.config.pipeline_stages - 1)
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""

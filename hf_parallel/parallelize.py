@@ -14,10 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import save_pretrained
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.pipeline import PipelineEngine, cut_into_stage
-from hf_parallel.pipeline.stages import has_tied_embedding
+from hf_parallel.pipeline import PipelineEngine, cut_into_stages
+from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
@@ -71,14 +71,17 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
     state.flops_per_token = flops_per_token(model) * config.data_parallel_size / config.world_size
 
     _check_model(model, config)
-    _use_attention(model, config.attention)
+    use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
         model.activation_checkpointing_enable()
     if not on_meta:
         make_identical(model, mesh.device)
 
-    blocks = transformer_blocks(model)
+    roots = [(model, transformer_blocks(model))]
     tied = config.pp_size > 1 and has_tied_embedding(model)
+    if config.pp_size > 1:
+        counts, line = layers_per_stage(model, config)
+        state.notes.append(line)
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
         state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
@@ -89,13 +92,16 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         if state.sequence_parallel:
             sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
-        blocks, entry = cut_into_stage(model, config, mesh.index("pp"))
+        check_tied_in_a_v(config, tied)
+        views = cut_into_stages(model, config, mesh.index("pp"), counts)
         parts = config.tp_size if state.sequence_parallel else 1
-        state.pipeline = PipelineEngine(model, blocks, entry, mesh, tied, state.sums_over_tokens, parts)
-        state.root = state.pipeline.stage
+        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, parts)
+        state.root = state.pipeline.stages
+        roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:
         model.to(mesh.device)
-    shard_data_parallel(model, state.root, blocks, mesh)
+    for root, layers in roots:
+        shard_data_parallel(model, root, layers, mesh)
     if state.pipeline is not None:
         state.pipeline.attach()
     if state.sequence_parallel:
@@ -189,21 +195,45 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         raise SpecError(f"{type(model).__name__} is partly on the meta device; load it fully or not at all")
 
 
+def check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
+    """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter.
+
+    Raises:
+        SpecError: that is asked for.
+    """
+    if tied and config.pipeline_schedule in V_SCHEDULES and config.data_parallel_size > 1:
+        raise SpecError(
+            f"pipeline_schedule={config.pipeline_schedule}: tied embeddings cannot be sharded over data ranks; "
+            "interleaved_zero_bubble works"
+        )
+
+
 def _wants_sequence_parallel(model: Any, styles: dict[str, str], state: ParallelState) -> bool:
     """On by default where the model allows it; what cannot be met is an error if asked for, else a note."""
-    asked = state.config.sequence_parallel
-    if asked is False:
-        return False
-    reason = obstacle(model, styles)
-    if reason is None:
-        return True
-    if asked:
+    reason = why_whole_sequences(model, styles, state.config.sequence_parallel)
+    if reason is not None and state.config.sequence_parallel is None:
+        state.notes.append(f"no sequence parallelism: {reason}")
+    return reason is None
+
+
+def why_whole_sequences(model: Any, styles: dict[str, str], asked: bool | None) -> str | None:
+    """Why there is no sequence parallelism, or None if there is.
+
+    Raises:
+        SpecError: it is asked for, and the model does not allow it.
+    """
+    reason = "sequence_parallel=false" if asked is False else obstacle(model, styles)
+    if asked and reason is not None:
         raise SpecError(f"sequence_parallel=true: {reason}; sequence_parallel=false works")
-    state.notes.append(f"no sequence parallelism: {reason}")
-    return False
+    return reason
 
 
-def _use_attention(model: Any, name: str) -> None:
+def use_attention(model: Any, name: str) -> None:
+    """Set the kernel the spec names; `auto` leaves the model's own.
+
+    Raises:
+        SpecError: the model or this machine does not have it.
+    """
     if name == "auto":
         return
     try:

@@ -64,6 +64,11 @@ def llama(**changes: Any) -> LlamaConfig:
     return LlamaConfig(**{**DECODER, "tie_word_embeddings": False, **changes})
 
 
+def deep(**changes: Any) -> LlamaConfig:
+    """Llama of ten layers, which four or eight stages cannot share evenly."""
+    return llama(**{"num_hidden_layers": 10, **changes})
+
+
 def qwen3(**changes: Any) -> Qwen3Config:
     """Qwen3: q/k norms, tied embeddings, heads wider than hidden / heads."""
     return Qwen3Config(**{**DECODER, "tie_word_embeddings": True, "head_dim": 32, **changes})
@@ -224,6 +229,7 @@ def llava(**changes: Any) -> LlavaConfig:
 
 CONFIGS = {
     "llama": llama,
+    "deep": deep,
     "qwen3": qwen3,
     "mistral": mistral,
     "odd": odd,

@@ -44,7 +44,13 @@ COLUMNS = (
     "label smoothing",
     "own loss",
     "odd sizes",
+    "1f1b",
     "gpipe",
+    "interleaved_1f1b",
+    "looped_bfs",
+    "interleaved_zero_bubble",
+    "zbv_zero_bubble",
+    "dualpipe_v",
     "Accelerate loop",
     "library",
 )

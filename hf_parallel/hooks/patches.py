@@ -5,7 +5,7 @@ Checked on the versions in `patching.CHECKED`. A target that does not exist, or 
 
 from __future__ import annotations
 
-from hf_parallel.hooks import accelerator, data, from_pretrained, loading, trainer
+from hf_parallel.hooks import accelerator, data, from_pretrained, loading, losses, trainer
 from hf_parallel.hooks.patching import Patch
 
 _MODEL = "transformers.modeling_utils"
@@ -54,6 +54,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.train", trainer.train, "refuses to resume without optimizer state"),
         Patch(f"{_TRAINER}.get_batch_samples", trainer.get_batch_samples, "repeats rows to fill a ragged last batch"),
         Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
+        Patch(f"{_TRAINER}.log", losses.log, "metrics of a pipelined loss are known on the last stage"),
         Patch(f"{_TRAINER}.training_step", trainer.training_step, "does not know which rows are repeated"),
         Patch(f"{_TRAINER}.prediction_step", trainer.prediction_step, "counts repeated rows of the last batch"),
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),

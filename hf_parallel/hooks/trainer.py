@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dis
 import functools
 import inspect
 import os
@@ -18,7 +17,7 @@ import torch.distributed as dist
 
 from hf_parallel.checkpoint import full_state_dict, load_weights
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks import losses, report, runtime
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import real_rows
@@ -46,23 +45,10 @@ def init(original: Callable) -> Callable:
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
         # On the object, so that a subclass's own compute_loss is wrapped as well.
-        self.compute_loss = functools.partial(compute_loss, self, self.compute_loss)
-        _prepare_pipeline(self)
+        self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
+        losses.prepare(self)
 
     return replacement
-
-
-def _prepare_pipeline(trainer: Any) -> None:
-    """A loss that is not the model's own needs whole outputs; the layout says what that costs."""
-    state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None:
-        return
-    from transformers import Trainer
-
-    own = type(trainer).compute_loss is not Trainer.compute_loss
-    state.pipeline.keep_outputs = own
-    if own or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
-        state.notes.append("the loss is computed from whole outputs: the pipeline keeps all activations of a batch")
 
 
 def call_model_init(original: Callable) -> Callable:
@@ -72,7 +58,7 @@ def call_model_init(original: Callable) -> Callable:
         model = original(self, trial)
         _make_ready(model, None)
         self.model = model
-        _prepare_pipeline(self)
+        losses.prepare(self)
         return model
 
     return replacement
@@ -241,67 +227,6 @@ def training_step(original: Callable) -> Callable:
         return original(self, model, inputs, *args, **kwargs)
 
     return replacement
-
-
-def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-    """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
-    real = self._rows_of_step if torch.is_grad_enabled() else None
-    averages, labels = self.args.average_tokens_across_devices, inputs.get("labels")
-    with _set(self.args, average_tokens_across_devices=False):  # our share of tokens holds that factor already
-        result = own(model, inputs, *args, **kwargs)
-    loss, *outputs = result if isinstance(result, tuple) else (result,)
-    self._per_token = labels is not None and averages and _is_per_token(self, model, loss)
-    self._targets = None if self._per_token else _targets_of_own_mean(model, labels, loss)
-    weight = real if self._targets is None else self._targets
-    if weight is None or self._per_token or not torch.is_grad_enabled():
-        return result
-    # A mean over no target is not a number, and stays so times zero.
-    loss = (loss if weight else torch.nan_to_num(loss)) * _share(weight)
-    return (loss, *outputs) if outputs else loss
-
-
-def _is_per_token(trainer: Any, model: Any, loss: Any) -> bool:
-    """Is the loss a sum over tokens divided by their share? Then rows need no weight: missing ones have no tokens."""
-    state = runtime.parallel_state(model)
-    if state is not None and loss is state.model_loss:
-        return state.reads_item_count
-    if trainer.label_smoother is not None and trainer.compute_loss_func is None:
-        return True
-    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
-
-
-def _reads_item_count(function: Any) -> bool:
-    """Does a script's loss use `num_items_in_batch`, by name or among its other keywords? If not, it is a mean."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        code = type(function).__call__.__code__
-    names = {"num_items_in_batch"}
-    if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
-        positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        names.add(code.co_varnames[positional])  # the name of **kwargs
-    reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
-    return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
-
-
-def _targets_of_own_mean(model: Any, labels: Any, loss: Any) -> int | None:
-    """Over how many targets the model's own mean runs (token classification, masked tokens), if rows do not tell."""
-    state = runtime.parallel_state(model)
-    if state is None or state.mesh.data_size == 1 or loss is not state.model_loss or state.reads_item_count:
-        return None
-    if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
-        return None
-    return int((labels != -100).sum())
-
-
-def _share(weight: int) -> float:
-    """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
-    mesh = runtime.mesh()
-    total = torch.tensor(float(weight), device=mesh.device)
-    dist.all_reduce(total, group=mesh.data_group)
-    return weight * mesh.data_size / max(1.0, float(total))
 
 
 def floating_point_ops(original: Callable) -> Callable:

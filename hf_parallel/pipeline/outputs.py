@@ -51,19 +51,19 @@ def detached_node(values: list[torch.Tensor], finish: Callable[[Gradients], None
 
 
 def broadcast_outputs(
-    outputs: Any, group: dist.ProcessGroup, device: torch.device, loss_only: bool
+    outputs: Any, group: dist.ProcessGroup, source: int, device: torch.device, loss_only: bool
 ) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
     """Send the last stage's outputs to all stages.
 
     Args:
         outputs: what the model returned on the last stage; ignored elsewhere.
+        source: which rank of the group holds the last stage.
         loss_only: send nothing but the loss, if there is one.
 
     Returns:
         A function that rebuilds the model's output from a list of tensors, and those tensors: on the last stage the
         ones that carry a graph, elsewhere their received values.
     """
-    source = group.size() - 1
     last = group.rank() == source
     entries: list[tuple[str, torch.Tensor]] = []
     note: list[Any] = [None]

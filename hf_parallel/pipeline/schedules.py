@@ -1,4 +1,13 @@
-"""Names of schedules -> torch's schedules, with the number of micro-batches they need."""
+"""Names of schedules -> torch's schedules, with the number of micro-batches they need.
+
+name                      stages per rank   bubble, share of a step of m micro-batches on p ranks
+gpipe, 1f1b               1                 (p - 1) / (m + p - 1); 1f1b keeps at most p micro-batches alive
+interleaved_1f1b          v, in a loop      (p - 1) / (v m + p - 1)               (Narayanan et al., 2021)
+looped_bfs                v, in a loop      the same, all forwards first          (Lamy-Poirier, 2022)
+interleaved_zero_bubble   v, in a loop      weight gradients fill most of it      (Qi et al., 2023)
+zbv_zero_bubble           2, in a V         the same, memory of 1f1b              (Qi et al., 2024)
+dualpipe_v                2, in a V         forward beside backward               (DeepSeek-V3; Sea AI Lab's cut)
+"""
 
 from __future__ import annotations
 
@@ -7,38 +16,62 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, schedules
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import LOOPED_SCHEDULES, SINGLE_SCHEDULES, ParallelConfig, SpecError
 
-_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_SCHEDULES: dict[str, type] = {
+    "1f1b": schedules.Schedule1F1B,
+    "gpipe": schedules.ScheduleGPipe,
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "looped_bfs": schedules.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
+    "dualpipe_v": schedules.ScheduleDualPipeV,
+}
+#: Schedules that compute gradients of inputs and of weights at different times.
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 
 
 def micro_batch_count(rows: int, config: ParallelConfig) -> int:
     """How many micro-batches a batch of `rows` is cut into.
 
-    By default the largest divisor of `rows` up to 4 x stages: a bubble of at most (p - 1) / 4p of the step, and
-    micro-batches no smaller than that needs.
+    By default the largest divisor of `rows` up to 4 x ranks that the schedule takes: a bubble of at most (p - 1) / 4p
+    of the step, and micro-batches no smaller than that needs.
 
     Raises:
         SpecError: the batch cannot feed every stage, or `pipeline_microbatches` does not divide it.
     """
-    stages, asked = config.pp_size, config.pipeline_microbatches
-    if rows < stages:
+    ranks, asked = config.pp_size, config.pipeline_microbatches
+    counts = [n for n in range(ranks, rows + 1) if rows % n == 0 and takes(config, n)]
+    if not counts:
+        fewest = next(n for n in range(ranks, 4 * ranks + 1) if takes(config, n))
         raise SpecError(
-            f"a batch of {rows} rows per data rank cannot feed pp_size={stages} stages; {stages} rows work"
+            f"a batch of {rows} rows per data rank cannot feed pp_size={ranks} with "
+            f"pipeline_schedule={config.pipeline_schedule}; {fewest} rows work"
         )
-    divisors = [n for n in range(stages, rows + 1) if rows % n == 0]
     if asked is None:
-        return max((n for n in divisors if n <= 4 * stages), default=divisors[0])
-    if rows % asked:
-        works = " or ".join(map(str, divisors))
-        raise SpecError(f"pipeline_microbatches={asked} does not divide a batch of {rows} rows; {works} works")
+        return max((n for n in counts if n <= 4 * ranks), default=counts[0])
+    if asked not in counts:
+        works = " or ".join(map(str, counts))
+        raise SpecError(
+            f"pipeline_microbatches={asked} does not cut a batch of {rows} rows for "
+            f"pipeline_schedule={config.pipeline_schedule}; {works} works"
+        )
     return asked
 
 
+def takes(config: ParallelConfig, micro_batches: int) -> bool:
+    """Can the schedule run this many micro-batches?"""
+    if config.pipeline_schedule == "dualpipe_v":
+        return micro_batches >= config.pipeline_stages
+    if config.pipeline_schedule in LOOPED_SCHEDULES:  # they go in rounds of equal size
+        return micro_batches % max(1, micro_batches // config.pp_size) == 0
+    return micro_batches >= config.pp_size
+
+
 def build_schedule(
-    module: nn.Module,
+    modules: dict[int, nn.Module],
     config: ParallelConfig,
     group: dist.ProcessGroup,
     device: torch.device,
@@ -48,20 +81,26 @@ def build_schedule(
     """One torch schedule for one shape of batch; cheap to build.
 
     Args:
-        module: this rank's stage, called as module(hidden, micro_batch=index).
+        modules: this rank's stages by index, each called as module(hidden, micro_batch=index).
         boundary: meta tensor [rows of a micro-batch, seq, hidden] of what travels between stages. Fixing it here keeps
             torch from running a shape-inference pass, which fails on new shapes and can drop gradients.
     """
-    index, stages = group.rank(), group.size()
-    stage = PipelineStage(
-        module,
-        index,
-        stages,
-        device,
-        group=group,
-        input_args=torch.empty(1, dtype=torch.long, device="meta") if index == 0 else boundary,
-        output_args=torch.empty((), device="meta") if index == stages - 1 else boundary,
-    )
+    count = config.pipeline_stages
+    stages = [
+        PipelineStage(
+            module,
+            index,
+            count,
+            device,
+            group=group,
+            input_args=torch.empty(1, dtype=torch.long, device="meta") if index == 0 else boundary,
+            output_args=torch.empty((), device="meta") if index == count - 1 else boundary,
+        )
+        for index, module in modules.items()
+    ]
+    single = config.pipeline_schedule in SINGLE_SCHEDULES
     schedule = _SCHEDULES[config.pipeline_schedule]
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
-    return schedule(stage, micro_batches, loss_fn=lambda output, target: output, scale_grads=False)
+    return schedule(
+        stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
+    )

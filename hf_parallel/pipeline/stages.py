@@ -1,21 +1,25 @@
 """Cut a Hugging Face model into pipeline stages without copying it.
 
-The model object itself becomes this rank's stage: layers of other stages turn into pass-throughs, so the names of what
+The model object itself becomes this rank's stages: layers of other ranks turn into pass-throughs, so the names of what
 stays are the Hub's names and the script's own object is the one that trains. What belongs where comes from the
-backbone's own `base_model_pp_plan` (embedding, layers, final norm); what is outside the backbone is on the last stage.
+backbone's plan (`anatomy.py`: what runs before the layers, the layers, what runs after them); what is outside the
+backbone is on the last stage.
 
     four layers, pp=2      embed_tokens   layers.0  layers.1  layers.2  layers.3   norm   lm_head
     stage 0                     x            x         x        exit       ->       ->      ->
     stage 1                     ->           ->       entry      x         x        x       x
 
-The layer just before a later stage's own is its entry: it gives what the previous stage computed. So what the model
-does between embedding and layers (scaling, positions, dropout) happens once, on the first stage. The layer just after
-its own is its exit, where the forward ends.
+The layer just before a stage's own is its entry: it gives what the previous stage computed. So what the model does
+between embedding and layers (scaling, positions, dropout) happens once, on the first stage. The layer just after its
+own is its exit, where the forward ends. A rank with several stages shows the model one of them at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +27,7 @@ from torch import nn
 
 from hf_parallel.anatomy import Backbone, backbone_plan, text_part, token_readers
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.pipeline.balance import balance, block_costs, explain
 
 
 class PassThrough(nn.Module):
@@ -61,7 +66,7 @@ class Exit(PassThrough):
         raise LeaveAtExit(args[0] if args else kwargs["hidden_states"])
 
 
-class AddsNothing(nn.Module):
+class AddsNothing(PassThrough):
     """Stands where an embedding was whose output is added to the stream, such as that of positions."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -70,48 +75,113 @@ class AddsNothing(nn.Module):
         )
 
 
-def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> tuple[list[nn.Module], Entry | None]:
-    """Keep the modules of stage `index` in `model`, replace the others.
+@dataclass
+class StageView:
+    """One stage of this rank: what the model must look like while it runs."""
 
-    Returns:
-        The layers that stay, and where the activations of the previous stage enter (None on the first stage).
+    index: int
+    layers: list[nn.Module]
+    entry: Entry | None  # None on the first stage, which embeds
+    modules: list[nn.Module]  # all that hold its parameters
+    swaps: list[tuple[nn.Module, str, nn.Module]]
+
+    @contextlib.contextmanager
+    def shown(self) -> Iterator[None]:
+        """Let the model be this stage."""
+        before = [(owner, name, owner._modules[name]) for owner, name, _ in self.swaps]
+        for owner, name, module in self.swaps:
+            owner._modules[name] = module
+        try:
+            yield
+        finally:
+            for owner, name, former in before:
+                owner._modules[name] = former
+
+
+def layers_per_stage(model: Any, config: ParallelConfig) -> tuple[tuple[int, ...], str]:
+    """How many layers each stage gets, and a line about it: `pipeline_split`, else balanced by cost.
+
+    Call it before the model is changed: costs are counted from its modules.
 
     Raises:
-        SpecError: the model publishes no pipeline plan, or has fewer layers than stages.
+        SpecError: the order in which the model runs its modules is not known, or it has fewer layers than stages.
     """
-    backbone, plan = backbone_of(model), _plan(model, config.pp_size)
+    plan, backbone = _plan(model, config.pp_size), backbone_of(model)
+    costs = block_costs(model, backbone, plan, recomputes=config.activation_checkpointing == "full")
+    counts = config.pipeline_split
+    _check_split(len(costs.layers), config)
+    if counts is None:
+        counts = balance(costs, config.pipeline_stages)
+    return counts, explain(costs, counts)
+
+
+def _check_split(layers: int, config: ParallelConfig) -> None:
+    stages, asked = config.pipeline_stages, config.pipeline_split
+    if stages > layers:
+        most = layers // config.stages_per_rank
+        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
+        raise SpecError(
+            f"pp_size={config.pp_size}: the model has {layers} layers, {stages} stages need one each; {works} works"
+        )
+    if asked is not None and (sum(asked) != layers or min(asked) < 1):
+        quotient, remainder = divmod(layers, stages)
+        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
+        raise SpecError(
+            f"pipeline_split=[{','.join(map(str, asked))}]: needs {stages} positive numbers that add to {layers}; "
+            f"[{works}] works"
+        )
+
+
+def cut_into_stages(model: Any, config: ParallelConfig, rank: int, counts: tuple[int, ...]) -> list[StageView]:
+    """Keep the modules of the stages of pipeline rank `rank` in `model`, replace the others.
+
+    Args:
+        counts: layers of each stage, from `layers_per_stage`.
+    """
+    plan, backbone = _plan(model, config.pp_size), backbone_of(model)
     layers: Any = backbone.get_submodule(plan.layers)
-    first, last = layer_range(len(layers), config, index)
+    ends = list(itertools.accumulate(counts))
+    ranges = list(zip([0, *ends[:-1]], ends, strict=True))
+    own = [stage for stage in range(config.pipeline_stages) if config.rank_of_stage(stage) == rank]
+    views = [_view(model, backbone, plan, ranges, stage) for stage in own]
     for i in range(len(layers)):
-        if not first <= i < last:
-            layers[i] = Entry() if i == first - 1 else Exit() if i == last else PassThrough()
-            layers[i].tuples = plan.tuples
-    is_first, is_last = index == 0, index == config.pp_size - 1
-    if not is_first:
+        if not any(ranges[stage][0] <= i < ranges[stage][1] for stage in own):
+            layers[i] = PassThrough()
+    if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
+        is_last = len(ranges) - 1 in own
         kept = model.get_input_embeddings() if is_last and has_tied_embedding(model) else None
         _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
-    if not is_last:
+        if kept is not None:
+            views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
+    if len(ranges) - 1 not in own:
         _replace(backbone, plan.after)
         _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
-    return [layers[i] for i in range(first, last)], None if is_first else layers[first - 1]
+    return views
 
 
-def layer_range(layers: int, config: ParallelConfig, index: int) -> tuple[int, int]:
-    """First and one-past-last layer of stage `index`; without `pipeline_split`, early stages take the remainder."""
-    stages = config.pp_size
-    if stages > layers:
-        raise SpecError(f"pp_size={stages}: the model has {layers} layers, a stage needs one; pp_size={layers} works")
-    quotient, remainder = divmod(layers, stages)
-    counts = config.pipeline_split or tuple(quotient + (stage < remainder) for stage in range(stages))
-    if sum(counts) != layers or min(counts) < 1:
-        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
-        given = ",".join(map(str, counts))
-        raise SpecError(
-            f"pipeline_split=[{given}]: needs {stages} positive numbers that add to {layers}; [{works}] works"
-        )
-    first = sum(counts[:index])
-    return first, first + counts[index]
+def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]], stage: int) -> StageView:
+    layers, (first, last) = list(backbone.get_submodule(plan.layers)), ranges[stage]
+    own, modules = layers[first:last], layers[first:last]
+    shown: list[nn.Module] = [PassThrough() for _ in layers]
+    entry = Entry() if stage > 0 else None
+    shown[first:last] = own
+    if last < len(layers):
+        shown[last] = Exit()
+    if entry is None:
+        modules = [*_present(backbone, plan.before), *modules]
+    else:
+        shown[first - 1] = entry
+    if stage == len(ranges) - 1:
+        outside = [child for child in model.children() if backbone not in child.modules()]
+        modules = [*modules, *_present(backbone, plan.after), *outside]
+    for module in shown:
+        if isinstance(module, PassThrough):
+            module.tuples = plan.tuples
+    swaps: list[tuple[nn.Module, str, nn.Module]] = [(backbone, plan.layers, nn.ModuleList(shown))]
+    if stage > 0:
+        swaps += [(backbone, name, _stand_in(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
+    return StageView(stage, own, entry, modules, swaps)
 
 
 def has_tied_embedding(model: Any) -> bool:
@@ -157,9 +227,20 @@ def _plan(model: Any, stages: int) -> Backbone:
 
 def _replace(parent: nn.Module, names: Iterable[str]) -> None:
     for name in names:
-        module = getattr(parent, name, None)
-        if isinstance(module, nn.Module):
-            setattr(parent, name, AddsNothing() if isinstance(module, nn.Embedding) else PassThrough())
+        if _is(parent, name):
+            setattr(parent, name, _stand_in(getattr(parent, name)))
+
+
+def _stand_in(module: Any) -> nn.Module:
+    return AddsNothing() if isinstance(module, nn.Embedding) else PassThrough()
+
+
+def _is(parent: nn.Module, name: str) -> bool:
+    return isinstance(getattr(parent, name, None), nn.Module)  # some models of a family have none
+
+
+def _present(parent: nn.Module, names: Iterable[str]) -> list[nn.Module]:
+    return [getattr(parent, name) for name in names if _is(parent, name)]
 
 
 def hidden_size(model: Any) -> int:

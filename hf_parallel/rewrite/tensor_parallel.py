@@ -80,15 +80,19 @@ def _regions(model: Any, mesh: DeviceMesh, styles: dict[str, str], switch: Switc
 
 
 def _split(model: Any, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    expected, build = _STYLES[style]
     module = region.owner if style == "heads" else model.get_submodule(name)
+    check_kind(name, module, style, mesh.size())
+    _STYLES[style][1](module, mesh, device, region)
+
+
+def check_kind(name: str, module: nn.Module, style: str, tp_size: int) -> None:
+    """Refuse a subclass of what the style is for, which may compute something else."""
+    expected = _STYLES[style][0] if style in _STYLES else ()
     plain = type(module) in expected or type(module).__name__ in _SAME_AS_LINEAR
-    if nn.Linear in expected and not plain:  # a subclass may compute something else
+    if nn.Linear in expected and not plain:
         raise SpecError(
-            f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, but style {style} is for Linear; "
-            "tp_size=1 works"
+            f"tp_size={tp_size}: {name} is a {type(module).__name__}, but style {style} is for Linear; tp_size=1 works"
         )
-    build(module, mesh, device, region)
 
 
 def _reads_stream(styles: dict[str, str], owner: str) -> bool:

@@ -35,11 +35,12 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
         if style not in ("embedding_rowwise", "colwise_gather_output"):
             continue
         module = model.get_submodule(name)
+        check_vocabulary(name, module, style, mesh.size())
         region = Region(module, mesh.get_group(), Switch(False))  # whole sequences on both sides
         if style == "embedding_rowwise":
-            _embedding(name, module, mesh, device, region)
+            _embedding(module, mesh, device, region)
         else:
-            _head(name, module, mesh, device, region, own_loss)
+            _head(module, mesh, device, region, own_loss)
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(causal_loss, model.loss_function)
         model.register_forward_hook(_gather_when_read)
@@ -176,13 +177,17 @@ def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
         output.__class__ = _gathering_class(type(output))
 
 
-def _embedding(name: str, module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    if not isinstance(module, nn.Embedding):
-        raise SpecError(
-            f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, not an Embedding; tp_size=1 works"
-        )
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+def check_vocabulary(name: str, module: Any, style: str, tp_size: int) -> None:
+    """Refuse an embedding or head of a kind that cannot be cut by rows."""
+    is_head = style == "colwise_gather_output"
+    if type(module) is not nn.Linear if is_head else not isinstance(module, nn.Embedding):
+        kind = "a Linear" if is_head else "an Embedding"
+        raise SpecError(f"tp_size={tp_size}: {name} is a {type(module).__name__}, not {kind}; tp_size=1 works")
+    if not is_head and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
         raise SpecError(f"{name} with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
+
+
+def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     if type(module) is nn.Embedding:
         become(module, VocabParallel, region)
@@ -196,9 +201,7 @@ def _lookup_behind(cls: Any) -> type:
     return type(f"VocabParallel{cls.__name__}", (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
 
 
-def _head(name: str, module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
-    if module.__class__ is not nn.Linear:
-        raise SpecError(f"tp_size={mesh.size()}: {name} is a {type(module).__name__}, not a Linear; tp_size=1 works")
+def _head(module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     shard_parameter(module, "bias", mesh, 0, device)
     become(module, VocabParallelHead, region)

@@ -1,5 +1,7 @@
 """Checkpoints that transformers converts while loading: the right slices, whatever the layout cuts."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -32,16 +34,37 @@ def save_and_load(name: str, folder: str) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
 
 
-def gathered(spec: str, name: str, folder: str, out: str) -> dict[str, torch.Tensor]:
+def cut_everything(model: torch.nn.Module, mesh) -> torch.nn.Module:
+    """In place of `parallelize`: every parameter cut by tp along one of its dimensions, packed if it can be, and by
+    FSDP2. More than any model does, so that all that a model may do is among it."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from hf_parallel.rewrite.packed import packed_order
+
+    for number, (key, parameter) in enumerate(list(model.named_parameters())):
+        owner, _, name = key.rpartition(".")
+        module, dim = model.get_submodule(owner), number % max(parameter.ndim, 1)
+        if parameter.ndim and parameter.shape[dim] % 4 == 0:
+            order = packed_order([parameter.shape[dim] // 2] * 2, 2, dim)
+            module.stored_orders = {**getattr(module, "stored_orders", {}), name: order}
+        if parameter.ndim:
+            shard = distribute_tensor(parameter.detach(), mesh["tp"], [Shard(dim)], src_data_rank=None)
+            module._parameters[name] = torch.nn.Parameter(shard)
+    return fully_shard(model, mesh=mesh["dp_shard"])
+
+
+def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None = None) -> dict[str, dict]:
     """Load under a layout, save, spoil the weights, read them back; rank 0 returns what both ways gave."""
     from hf_parallel import hooks
-    from hf_parallel.checkpoint import full_state_dict, load_weights
+    from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained
 
     hooks.activate(spec, source="test")
+    hooks.from_pretrained.parallelize = cut or hooks.from_pretrained.parallelize
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = hooks.runtime.mesh()
     first = full_state_dict(model, mesh)
-    model.save_pretrained(out, max_shard_size="50KB")
+    save_pretrained(model, mesh, out, max_shard_size="50KB")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -65,11 +88,27 @@ def test_the_checkpoint_is_not_as_the_model(name, checkpoints):
     assert set(weights(folder)) != set(whole)
 
 
+def check(name: str, spec: str, checkpoint: tuple[str, dict], out: str, cut: Callable | None = None) -> None:
+    """What a layout loads, saves and reads back is bit for bit what one process does."""
+    folder, whole = checkpoint
+    ranks = run(gathered, axes(spec)["world"], spec, name, folder, out, cut, init=False)
+    assert unequal(ranks[0]["loaded"], whole) == []
+    assert unequal(ranks[0]["read back"], whole) == []
+    none(weight_differences(out, folder, 0.0))
+
+
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "dp_shard=4"], ids=spec_id)
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_checkpoints(name, spec, checkpoints, tmp_path):
-    folder, whole = checkpoints(name)
-    ranks = run(gathered, axes(spec)["world"], spec, name, folder, str(tmp_path), init=False)
-    assert unequal(ranks[0]["loaded"], whole) == []
-    assert unequal(ranks[0]["read back"], whole) == []
-    none(weight_differences(str(tmp_path), folder, 0.0))
+    check(name, spec, checkpoints(name), str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "spec"), [("mixtral", "pp=2"), ("qwen3_moe", "pp=2"), ("llava", "dp_shard=2,tp=2")])
+def test_converted_checkpoints_of_models_that_are_split(name, spec, checkpoints, tmp_path):
+    check(name, spec, checkpoints(name), str(tmp_path))
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2,tp=2"], ids=spec_id)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_way_to_cut(name, spec, checkpoints, tmp_path):
+    check(name, spec, checkpoints(name), str(tmp_path), cut_everything)

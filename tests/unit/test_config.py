@@ -14,6 +14,7 @@ VALUES = {
     "sequence_parallel": ("false", False),
     "pipeline_schedule": ("gpipe", "gpipe"),
     "pipeline_microbatches": ("4", 4),
+    "pipeline_virtual_stages": ("1", 1),
     "context_parallel": ("ulysses", "ulysses"),
     "activation_checkpointing": ("full", "full"),
     "offload": ("none", "none"),
@@ -241,6 +242,27 @@ def test_pipeline_split_needs_one_number_per_stage():
 @pytest.mark.parametrize(
     ("spec", "works"),
     [
+        ("pp=2,pipeline_virtual_stages=2", "pipeline_virtual_stages=1"),
+        ("pp=2,pipeline_schedule=zbv_zero_bubble,pipeline_virtual_stages=3", "pipeline_virtual_stages=2"),
+        ("pp=2,pipeline_schedule=looped_bfs,pipeline_virtual_stages=1", "pipeline_virtual_stages=2"),
+        ("pp=2,pipeline_schedule=dualpipe_v,pipeline_microbatches=3", "4 works"),
+        ("pp=2,pipeline_schedule=looped_bfs,pipeline_split=[2,2]", "4 stages"),
+    ],
+)
+def test_stages_per_rank_follow_the_schedule(spec, works):
+    assert works in refusal(spec)
+
+
+def test_where_stages_live():
+    loop = ParallelConfig.parse("pp=2,pipeline_schedule=interleaved_1f1b,pipeline_virtual_stages=3")
+    assert [loop.rank_of_stage(stage) for stage in range(loop.pipeline_stages)] == [0, 1, 0, 1, 0, 1]
+    vee = ParallelConfig.parse("pp=3,pipeline_schedule=zbv_zero_bubble")
+    assert [vee.rank_of_stage(stage) for stage in range(vee.pipeline_stages)] == [0, 1, 2, 2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("spec", "works"),
+    [
         ("cp=2", "cp_size=1"),
         ("sequence_parallel=true", "sequence_parallel=false"),
         ("ep=2", "ep_size=1"),
@@ -251,7 +273,6 @@ def test_pipeline_split_needs_one_number_per_stage():
         ("zero_stage=0", "dp_replicate"),
         ("zero_stage=1", "zero_stage=2"),
         ("activation_checkpointing=selective", "activation_checkpointing=full"),
-        ("pp=2,pipeline_schedule=interleaved_1f1b", "pipeline_schedule=1f1b"),
         ("auto", "tp=2"),
     ],
 )

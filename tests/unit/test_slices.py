@@ -109,6 +109,14 @@ def test_conversions_part_by_part(name):
         assert lazy[key].part(nothing).shape == (0, *whole.shape[1:])
 
 
+@pytest.mark.parametrize("operation", [torch.unbind, lambda t: t.sort(dim=1), lambda t: [t.reshape(3, 8) + 1]])
+def test_other_operations(operation):
+    """Done whole when read; each of several results is its own."""
+    whole = source(4, 6)
+    for lazy, expected in zip(operation(unread(whole)), operation(whole), strict=True):
+        assert torch.equal(lazy.whole(), expected)
+
+
 def test_only_the_part_is_read():
     """Two of four experts, of each the upper half of two joined sources: a quarter of the values."""
     seen = []

@@ -285,11 +285,19 @@ def test_recorder_is_free_when_off():
 # ---- hf-parallel plan --------------------------------------------------------------------------------------------
 
 
-def test_plan_draws(tmp_path, capsys):
-    path = tmp_path / "out.svg"
-    assert cli.main(["plan", "--timeline", str(path), "--parallel", "pp=4,pipeline_microbatches=8"]) == 0
-    assert "1f1b, bubble 27.3%" in capsys.readouterr().out
-    assert len(shapes(path.read_text(), "box")) == 4 * 8 * 2
+@pytest.mark.parametrize(
+    ("schedule", "bubble", "boxes"),
+    [
+        ("1f1b", "27.3%", 4 * 8 * 2),
+        ("interleaved_1f1b,pipeline_virtual_stages=3", "11.1%", 12 * 8 * 2),
+        ("zbv_zero_bubble", "5.9%", 8 * 8 * 3 - 8),  # but for the first stage's input
+    ],
+)
+def test_plan_draws(tmp_path, capsys, schedule, bubble, boxes):
+    path, spec = tmp_path / "out.svg", f"pp=4,pipeline_microbatches=8,pipeline_schedule={schedule}"
+    assert cli.main(["plan", "--timeline", str(path), "--parallel", spec]) == 0
+    assert f"bubble {bubble}" in capsys.readouterr().out
+    assert len(shapes(path.read_text(), "box")) == boxes
 
 
 @pytest.mark.parametrize(
