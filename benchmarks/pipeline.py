@@ -62,28 +62,35 @@ class Setting:
 
 
 class Sleeper(nn.Module):
-    """A stage that takes known times. The number of the micro-batch is what travels through it."""
+    """The identity, as a stage that takes known times: seconds of forward, input gradient and weight gradient."""
 
-    def __init__(self, stage: int, costs: list[list[float]], recorder: Recorder) -> None:
+    def __init__(self, seconds: list[float]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
-        self.stage, self.recorder = stage, recorder
-        self.seconds = dict(
-            zip(("forward", "backward_input", "backward_weight"), (c[stage] for c in costs), strict=True)
-        )
+        self.seconds = seconds
 
     def forward(self, arriving: torch.Tensor) -> torch.Tensor:
         """Sleep, and hand on what arrived."""
-        micro_batch = round(arriving.flatten()[0].item())
-        self.sleep("forward", micro_batch)
+        forward, by_input, by_weight = self.seconds
+        time.sleep(forward)
         # Two nodes of the graph that meet in a sum: torch can run each without the other.
-        by_input = SleepInBackward.apply(arriving, self, "backward_input", micro_batch)
-        return by_input + SleepInBackward.apply(self.weight, self, "backward_weight", micro_batch)
+        return SleepInBackward.apply(arriving, by_input) + SleepInBackward.apply(self.weight, by_weight)
 
-    def sleep(self, kind: str, micro_batch: int) -> None:
-        """Take this stage's time for one kind of work."""
-        with self.recorder.span(kind, self.stage, micro_batch):
-            time.sleep(self.seconds[kind])
+
+class SleepInBackward(torch.autograd.Function):
+    """The identity, with a backward that takes time."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, seconds: float) -> torch.Tensor:
+        """Note how long."""
+        ctx.seconds = seconds
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+        """Sleep."""
+        time.sleep(ctx.seconds)
+        return gradient, None
 
 
 @contextlib.contextmanager
@@ -91,36 +98,23 @@ def awake(stages: Collection[Sleeper]) -> Iterator[None]:
     """Let stages take no time."""
     before = [stage.seconds for stage in stages]
     for stage in stages:
-        stage.seconds = dict.fromkeys(stage.seconds, 0.0)
+        stage.seconds = [0.0, 0.0, 0.0]
     yield
     for stage, seconds in zip(stages, before, strict=True):
         stage.seconds = seconds
 
 
-class SleepInBackward(torch.autograd.Function):
-    """The identity, with a backward that takes time."""
-
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, stage: Sleeper, kind: str, micro_batch: int) -> torch.Tensor:
-        """Note what the backward is to do."""
-        ctx.work = stage, kind, micro_batch
-        return value.view_as(value)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        """Sleep."""
-        stage, kind, micro_batch = ctx.work
-        stage.sleep(kind, micro_batch)
-        return gradient.sum_to_size(1) if kind == "backward_weight" else gradient, None, None, None
-
-
 # ---- running a schedule ------------------------------------------------------------------------------------------
 
 
-def torch_pipeline(name: str, modules: dict[int, Sleeper], stages: int, micro_batches: int) -> Callable[[], None]:
+def torch_pipeline(
+    name: str, modules: dict[int, Sleeper], stages: int, micro_batches: int, recorder: Recorder
+) -> Callable[[], None]:
     """One step of this rank under torch's own schedule. The one function to replace to measure another engine."""
     group, single = dist.group.WORLD, len(modules) == 1
     local = [PipelineStage(m, i, stages, torch.device("cpu"), *_boundary(i), group=group) for i, m in modules.items()]
+    for stage in local:
+        recorder.watch(stage)
     make = get_schedule_class(name.replace("_", ""))
     schedule = make(
         local[0] if single else local, micro_batches, loss_fn=lambda output, target: output.sum(), scale_grads=False
@@ -142,8 +136,8 @@ def measure(name: str, setting: Setting) -> Timeline:
     stages = setting.ranks * virtual
     recorder = Recorder(torch.device("cpu"))
     own = {a.stage for a in flat(order(name, setting.ranks, virtual, setting.micro_batches)[dist.get_rank()])}
-    modules = {stage: Sleeper(stage, setting.costs(stages), recorder) for stage in sorted(own)}
-    step = torch_pipeline(name, modules, stages, setting.micro_batches)
+    modules = {stage: Sleeper([costs[stage] for costs in setting.costs(stages)]) for stage in sorted(own)}
+    step = torch_pipeline(name, modules, stages, setting.micro_batches, recorder)
     with awake(modules.values()):
         step()  # opens the connections
     timelines = []

@@ -2,10 +2,10 @@
 
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
-    hf-parallel plan --timeline out.svg --parallel pp=4,pipeline_microbatches=8
+    hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` and `plan` start none: they read a config, or draw what the ranks of a pipeline will do when.
+too. `doctor` starts none and reads a config only; `plan` draws which rank of a pipeline runs what when.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
-    if arguments[:1] == ["plan"]:
-        return plan(arguments[1:])
     parser = _top_parser()
     args = parser.parse_args(arguments)
     if args.command == "doctor":
         return doctor(args)
+    if args.command == "plan":
+        return plan(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -79,9 +79,8 @@ def doctor(args: argparse.Namespace) -> int:
     return 2 if report.problems else 0
 
 
-def plan(argv: list[str]) -> int:
+def plan(args: argparse.Namespace) -> int:
     """Draw the simulated timeline of a spec's pipeline."""
-    args = _plan_parser().parse_args(argv)
     try:
         print(_draw_timeline(ParallelConfig.parse(args.parallel), args))
     except (SpecError, OSError) as error:
@@ -96,18 +95,18 @@ def _draw_timeline(config: ParallelConfig, args: argparse.Namespace) -> str:
     name, ranks = config.pipeline_schedule, config.pp_size
     if ranks < 2:
         raise SpecError(f"pp_size={ranks}: a timeline shows a pipeline of two ranks or more; pp=4 works")
-    virtual = config.stages_per_rank
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
-    actions = timeline.order(name, ranks, virtual, 4 * ranks if asked is None else asked)
-    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers, ranks * virtual)))
+    actions = timeline.order(name, ranks, config.stages_per_rank, 4 * ranks if asked is None else asked)
+    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers)))
     picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
     live = ", ".join(map(str, timeline.peak_live(actions)))
     return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
 
 
-def _layers_to_draw(config: ParallelConfig, layers: int | None, stages: int) -> list[int]:
+def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
     from hf_parallel.pipeline.timeline import even_split
 
+    stages = config.pipeline_stages
     split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
     if len(split) != stages or min(split) < 1:
         raise SpecError(
@@ -138,21 +137,19 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
-    commands.add_parser("plan", add_help=False, help="draw the timeline of a pipeline (`hf-parallel plan --help`)")
+    _add_plan(commands.add_parser("plan", help="draw the timeline of a pipeline"))
     return parser
 
 
-def _plan_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hf-parallel plan",
-        description="Draw which rank of a pipeline runs what when: simulated, for equal layers whose backward takes "
-        "twice their forward, without communication. Other planning is not part of this version.",
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Draw which rank of a pipeline runs what when: simulated, for equal layers whose backward takes twice their "
+        "forward, without communication. Other planning is not part of this version."
     )
     parser.add_argument("--timeline", metavar="FILE.svg", required=True, help="the picture to write")
     parser.add_argument(_OPTION, metavar="SPEC", required=True, help="with pp and, if wanted, pipeline_schedule")
     parser.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
     parser.add_argument("--layers", type=int, metavar="N", help="of the model; default: one for each stage")
-    return parser
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import report, runtime
+from hf_parallel.pipeline.own_loss import adds_up, watched
 
 
 def prepare(trainer: Any) -> None:
@@ -87,10 +88,10 @@ def _own_loss(self: Any, engine: Any, own: Callable, model: Any, inputs: dict, a
         self._per_token, self._targets = True, None
         return engine.run_loss(dict(inputs), loss_of)
     batch = dict(inputs)  # scripts may take out of it what they have read
-    with engine.watched() as calls:
+    with watched(engine) as calls:
         result = _weighted(self, own, model, inputs, args, kwargs)
     loss = result[0] if isinstance(result, tuple) else result
-    self._loss_adds_up = _agreed(engine.adds_up(batch, calls, loss, loss_of))
+    self._loss_adds_up = _agreed(adds_up(engine, batch, calls, loss, loss_of))
     if self._loss_adds_up:
         report.say(f"the script's loss adds up over micro-batches: {engine.config.pipeline_schedule} from now on")
     else:

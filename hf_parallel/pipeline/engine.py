@@ -18,23 +18,22 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.pipeline.outputs import PipelineLoss, broadcast_outputs, detached_node
+from hf_parallel.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
+from hf_parallel.pipeline.outputs import PipelineLoss, detached_node
+from hf_parallel.pipeline.own_loss import counted
 from hf_parallel.pipeline.recorder import Recorder
 from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count, predicted_bubble
 from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype, hidden_size
-
-Batch = dict[str, Any]
+from hf_parallel.pipeline.whole import run_whole
 
 
 class Stage(nn.Module):
@@ -48,15 +47,6 @@ class Stage(nn.Module):
     def forward(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
         assert self.work is not None
         return self.work(hidden, int(micro_batch))
-
-
-@dataclass
-class Pass:
-    """One micro-batch through the layers of one stage: what came in and what went out, for the backward."""
-
-    hidden: torch.Tensor | None
-    output: torch.Tensor | None = None
-    handed_on: torch.Tensor | None = None  # on the last stage: the output as the head and the script's loss see it
 
 
 class PipelineEngine:
@@ -141,13 +131,13 @@ class PipelineEngine:
             return self._replay(batch)
         if self._view is not None:  # a script's loss calls the model for one micro-batch
             return self._model_forward(**batch)
-        rows = _tokens(batch).shape[0]
+        rows = tokens_of(batch).shape[0]
         try:
             if self._schedulable(batch, rows):
-                batch = {"num_items_in_batch": _count_targets(batch), **batch}
+                batch = {"num_items_in_batch": count_targets(batch), **batch}
                 parts = split_rows(batch, micro_batch_count(rows, self.config))
                 return PipelineLoss(loss=self._scheduled(parts, lambda part: self._model_forward(**part)["loss"]))
-            outputs = self._whole(batch, rows)
+            outputs = run_whole(self, batch, rows)
             if self._watch is not None:
                 self._watch(batch, outputs)
             return outputs
@@ -160,26 +150,13 @@ class PipelineEngine:
 
         It runs on every stage as far as the model's layers go; only the last stage sees the end of it.
         """
-        parts = split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config))
+        parts = split_rows(batch, micro_batch_count(tokens_of(batch).shape[0], self.config))
         try:
-            with self._counted(batch):
+            with counted(self, batch):
                 return self._scheduled(parts, loss_of)
         finally:
             for stage in self._stages():
                 stage.work = None
-
-    @contextlib.contextmanager
-    def _counted(self, batch: Batch) -> Iterator[None]:
-        """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
-        if torch.is_tensor(batch.get("labels")) and self.sums_over_tokens:
-            self.items = _count_targets(batch)
-            if self.mesh.data_size > 1:
-                dist.all_reduce(self.items, group=self.mesh.data_group)
-                self.items = self.items / self.mesh.data_size
-        try:
-            yield
-        finally:
-            self.items = None
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
@@ -292,7 +269,7 @@ class PipelineEngine:
 
     def _scheduled(self, parts: list[Batch], loss_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
         """Run all forward and backward passes now; the returned loss hands the gradients over in its backward."""
-        schedule = self._schedule_for(len(parts), _tokens(parts[0]))
+        schedule = self._schedule_for(len(parts), tokens_of(parts[0]))
         losses: list[torch.Tensor] = []
         index = torch.arange(len(parts))
         with self._autocast_per_stage() as autocast, fresh_gradients(self._trainable()) as fresh:
@@ -328,161 +305,6 @@ class PipelineEngine:
             # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
             yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
-    # ---- whole -------------------------------------------------------------------------------------------------
-
-    def _whole(self, batch: Batch, rows: int) -> Any:
-        """All rows through the stages; the model's outputs on every rank."""
-        grad = torch.is_grad_enabled()
-        parameters = self._trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
-        tape: list[dict[int, Pass]] = []
-        outputs = self._forward_whole(batch, min(rows, 2 * self.config.pp_size), tape)
-        outputs, tensors = broadcast_outputs(outputs, self.group, self.last_rank, self.mesh.device, self.loss_only)
-        values = [tensor.detach() for tensor in tensors]
-        if grad:
-            values = detached_node(
-                values, lambda gradients: self._backward_whole(parameters, tape, tensors, gradients)
-            )
-        return outputs(values)
-
-    def _forward_whole(self, batch: Batch, count: int, tape: list[dict[int, Pass]]) -> Any:
-        """Each micro-batch through this rank's stages in turn; the last stage waits until it has them all."""
-        for part in split_rows(batch, count):
-            tape.append({})
-            for view, stage in zip(self.views, self._stages(), strict=True):
-                hidden = None if view.index == 0 else self._receive(view.index, part)
-                tape[-1][view.index] = Pass(hidden)
-                if view.index != self.last_index:
-                    stage.work = lambda hidden, i, view=view, part=part: self._enter(
-                        view, hidden, lambda: self._model_forward(**part)
-                    )
-                    tape[-1][view.index].output = output = stage(hidden)
-                    self._send(output.detach(), view.index + 1)
-        if not self.last:
-            return None
-        return self._last_stage(batch, [passes[self.last_index] for passes in tape])
-
-    def _last_stage(self, batch: Batch, passes: list[Pass]) -> Any:
-        """The model's forward, once for all rows: only its backbone runs micro-batch by micro-batch."""
-
-        def backbone(*args: Any, **kwargs: Any) -> Any:
-            results = []
-            for done, part in zip(passes, split_rows(self._named(args, kwargs), len(passes)), strict=True):
-                results.append(self._run_backbone(done.hidden, **part))
-                done.output = results[-1]["last_hidden_state"]
-                # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
-                done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
-            results[0]["last_hidden_state"] = torch.cat([cast(torch.Tensor, done.handed_on) for done in passes])
-            return results[0]
-
-        view, stage = self.views[-1], self._stages()[-1]
-        stage.work = lambda hidden, i: self._enter(view, backbone, lambda: self._model_forward(**batch))
-        return stage()
-
-    def _receive(self, index: int, batch: Batch) -> torch.Tensor:
-        """What stage `index` works on, from the stage before it."""
-        source = self.config.rank_of_stage(index - 1)
-        if source == self.group.rank():
-            assert self._handed_over is not None
-            hidden, self._handed_over = self._handed_over, None
-        else:
-            hidden = self._boundary(_tokens(batch), self.mesh.device)
-            dist.recv(hidden, group=self.group, group_src=source)
-        return hidden.requires_grad_(torch.is_grad_enabled())
-
-    def _send(self, tensor: torch.Tensor, index: int) -> None:
-        """Hand a stage's output, or its input's gradient, to stage `index`."""
-        target = self.config.rank_of_stage(index)
-        if target == self.group.rank():
-            self._handed_over = tensor
-        else:
-            dist.send(tensor.contiguous(), group=self.group, group_dst=target)
-
-    def _backward_whole(
-        self, parameters: list, tape: list[dict[int, Pass]], tensors: list[torch.Tensor], gradients: list
-    ) -> None:
-        """Send the gradient of the outputs, known to every rank, back through the stages."""
-        with fresh_gradients(parameters) as fresh:
-            for stage in self._stages():
-                self._reduce_in(stage, False)
-            if self.last:
-                pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
-                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-            for i, passes in enumerate(tape):
-                for view, stage in reversed(list(zip(self.views, self._stages(), strict=True))):
-                    self._reduce_in(stage, i == len(tape) - 1)
-                    self._backward_pass(view.index, passes[view.index])
-        self._accumulate(fresh, None)
-
-    def _backward_pass(self, index: int, done: Pass) -> None:
-        assert done.output is not None
-        if done.handed_on is not None:
-            gradient = done.handed_on.grad
-        else:
-            gradient = self._receive_gradient(index, done.output)
-        if done.output.requires_grad and gradient is not None:
-            torch.autograd.backward(done.output, gradient)
-        if done.hidden is not None:
-            hidden = done.hidden
-            self._send(torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
-
-    def _receive_gradient(self, index: int, output: torch.Tensor) -> torch.Tensor:
-        source = self.config.rank_of_stage(index + 1)
-        if source == self.group.rank():
-            assert self._handed_over is not None
-            gradient, self._handed_over = self._handed_over, None
-            return gradient
-        gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
-        dist.recv(gradient, group=self.group, group_src=source)
-        return gradient
-
-    def _reduce_in(self, stage: Any, last: bool) -> None:
-        """FSDP2 reduces a stage's gradients, and frees its weights, after the last micro-batch only.
-
-        So the number of collectives does not depend on the number of rows, which data ranks may differ in.
-        """
-        if isinstance(stage, FSDPModule):
-            stage.set_requires_gradient_sync(last)
-            stage.set_reshard_after_backward(last)
-            stage.set_is_last_backward(last)
-
-    # ---- does a script's loss add up? ------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def watched(self) -> Iterator[list[tuple[Batch, Any]]]:
-        """Keep what the model is called with, and returns, in here."""
-        calls: list[tuple[Batch, Any]] = []
-        self._watch = lambda batch, outputs: calls.append((batch, outputs))
-        try:
-            yield calls
-        finally:
-            self._watch = None
-
-    def adds_up(self, batch: Batch, calls: list, loss: torch.Tensor, loss_of: Callable[[Batch], Any]) -> bool:
-        """Is `loss` the sum of the losses of micro-batches? Computed from parts of the outputs, without the model."""
-        if len(calls) != 1 or _tokens(calls[0][0]).shape != _tokens(batch).shape:
-            return False
-        outputs = calls[0][1]
-        parts = split_rows(batch, micro_batch_count(_tokens(batch).shape[0], self.config))
-        total = torch.zeros_like(loss, dtype=torch.float32)
-        with torch.no_grad(), self._counted(batch):
-            for part, seen in zip(parts, split_rows({**outputs}, len(parts)), strict=True):
-                self._replay = lambda batch, seen=seen: type(outputs)(**self._with_loss(seen, batch))
-                try:
-                    total += loss_of(part).float()
-                finally:
-                    self._replay = None
-        # Means over micro-batches, or over pairs of rows, are off by far more than bf16 rounds.
-        return torch.allclose(total, loss.detach().float(), rtol=1e-2 if loss.dtype != torch.float32 else 1e-5)
-
-    def _with_loss(self, outputs: Batch, batch: Batch) -> Batch:
-        """The model's own loss of these rows, where the script reads it."""
-        if outputs.get("loss") is None or batch.get("labels") is None or not self.sums_over_tokens:
-            return outputs
-        known = {"num_items_in_batch": batch.get("num_items_in_batch"), "shift_labels": batch.get("shift_labels")}
-        vocabulary = outputs["logits"].shape[-1]
-        loss = self.model.loss_function(outputs["logits"], batch["labels"], vocabulary, **known)
-        return {**outputs, "loss": loss}
-
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def _trainable(self) -> list[nn.Parameter]:
@@ -500,52 +322,6 @@ class PipelineEngine:
                 dist.all_reduce(_local(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
-
-
-@contextlib.contextmanager
-def fresh_gradients(parameters: list[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, torch.Tensor | None]]]:
-    """Collect the gradients of what runs inside, apart from those already accumulated."""
-    before = [parameter.grad for parameter in parameters]
-    fresh: list[tuple[nn.Parameter, torch.Tensor | None]] = []
-    for parameter in parameters:
-        parameter.grad = None
-    yield fresh
-    for parameter, gradient in zip(parameters, before, strict=True):
-        fresh.append((parameter, parameter.grad))
-        parameter.grad = gradient
-
-
-def split_rows(batch: Batch, parts: int) -> list[Batch]:
-    """Cut every tensor that has one entry per row into `parts` along dim 0; share everything else."""
-    if parts == 1:
-        return [batch]
-    rows = _rows(batch)
-    cut = {
-        key: value.tensor_split(parts)
-        for key, value in batch.items()
-        if torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == rows
-    }
-    return [{key: cut[key][i] if key in cut else value for key, value in batch.items()} for i in range(parts)]
-
-
-def _rows(batch: Batch) -> int:
-    named = next((batch[key] for key in ("input_ids", "inputs_embeds", "logits") if batch.get(key) is not None), None)
-    if named is None:
-        raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
-    return named.shape[0]
-
-
-def _tokens(batch: Batch) -> torch.Tensor:
-    for key in ("input_ids", "inputs_embeds"):
-        if torch.is_tensor(batch.get(key)):
-            return batch[key]
-    raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
-
-
-def _count_targets(batch: Batch) -> torch.Tensor:
-    """How many tokens the causal loss averages over: labels are shifted by one, -100 does not count."""
-    labels = batch["shift_labels"] if batch.get("shift_labels") is not None else batch["labels"][..., 1:]
-    return (labels != -100).sum()
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

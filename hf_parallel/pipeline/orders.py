@@ -16,15 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from hf_parallel.config import SpecError
+from hf_parallel.config import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES, SpecError
 
 FORWARD, BACKWARD, OVERLAP = "forward", "backward", "overlap"
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
 COMPUTE = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
 _KINDS = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT, "OVERLAP_F_B": OVERLAP}
-_LOOPED = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
-_V_SHAPED = ("zbv_zero_bubble", "dualpipe_v")
-SIMPLEST_FIRST = ("gpipe", "1f1b", *_LOOPED, *_V_SHAPED)
+SIMPLEST_FIRST = ("gpipe", "1f1b", *LOOPED_SCHEDULES, *V_SCHEDULES)
 
 
 class Action(NamedTuple):
@@ -51,7 +49,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
         RuntimeError: this version of torch keeps its schedules in another form than 2.11 to 2.13.
     """
     _check_numbers(name, stages, virtual, micro_batches)
-    read = _read_looped if name in _LOOPED + _V_SHAPED else _run_single
+    read = _run_single if name in SINGLE_SCHEDULES else _read_looped
     try:
         actions = read(name, stages, virtual, micro_batches)
     except ValueError as error:  # torch's way to say that the numbers do not fit
@@ -64,7 +62,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
 
 def virtual_stages(name: str, asked: int = 2) -> int:
     """Stages per rank: one or two where the schedule fixes them, else `asked`."""
-    return asked if name in _LOOPED else 2 if name in _V_SHAPED else 1
+    return asked if name in LOOPED_SCHEDULES else 2 if name in V_SCHEDULES else 1
 
 
 def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> None:

@@ -1,8 +1,10 @@
 """When did which stage really run? Spans of one step on every rank, put together into a timeline.
 
+    recorder.watch(stage)                       # once for each of this rank's torch stages
     recorder.start(group)                       # a barrier: all ranks begin to count here
-    with recorder.span("forward", stage=0, micro_batch=3):
-        ...
+    schedule.step(...)
+    with recorder.span("communication", stage=0, micro_batch=3):
+        ...                                     # whatever else is to be seen
     timeline = recorder.gather(group)           # on every rank; then nothing is recorded until the next start
     recorder.draw(group, "step.svg", "1f1b")    # or this: the same, and rank 0 writes the picture
 
@@ -20,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.pipeline import picture
+from hf_parallel.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from hf_parallel.pipeline.timeline import Span, Timeline
 
 _NOTHING = contextlib.nullcontext()
@@ -42,6 +45,26 @@ class Recorder:
     def span(self, kind: str, stage: int, micro_batch: int) -> contextlib.AbstractContextManager:
         """A context: what runs inside is one span."""
         return _Open(self, kind, stage, micro_batch) if self.active else _NOTHING
+
+    def watch(self, stage: Any) -> None:
+        """Make a span of everything that torch's schedules ask this stage to compute."""
+        whole, half = stage.backward_one_chunk, stage.backward_weight_one_chunk
+        forward, index = stage.forward_one_chunk, stage.stage_index
+
+        def forward_one_chunk(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+            with self.span(FORWARD, index, micro_batch):
+                return forward(micro_batch, *args, **kwargs)
+
+        def backward_one_chunk(micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+            with self.span(BACKWARD if full_backward else BACKWARD_INPUT, index, micro_batch):
+                whole(micro_batch, *args, full_backward=full_backward, **kwargs)
+
+        def backward_weight_one_chunk(micro_batch: int, *args: Any, **kwargs: Any) -> None:
+            with self.span(BACKWARD_WEIGHT, index, micro_batch):
+                half(micro_batch, *args, **kwargs)
+
+        stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
+        stage.backward_weight_one_chunk = backward_weight_one_chunk
 
     def mark(self) -> Any:
         """Now: a number of seconds, or an event that is read at the end."""

@@ -26,7 +26,7 @@ from hf_parallel.config import (
     ParallelConfig,
     SpecError,
 )
-from hf_parallel.pipeline import orders, timeline
+from hf_parallel.pipeline import timeline
 from hf_parallel.pipeline.recorder import Recorder
 
 _SCHEDULES: dict[str, type] = {
@@ -96,27 +96,6 @@ def takes(config: ParallelConfig, micro_batches: int) -> bool:
     return micro_batches >= config.pp_size
 
 
-class TimedStage(PipelineStage):
-    """A stage whose work is recorded; what is not work is waiting."""
-
-    recorder: Recorder
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.span(orders.FORWARD, self.stage_index, fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        kind = orders.BACKWARD if full_backward else orders.BACKWARD_INPUT
-        with self.recorder.span(kind, self.stage_index, bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self.recorder.span(orders.BACKWARD_WEIGHT, self.stage_index, bwd_chunk_id):
-            return super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
-
-
 def build_schedule(
     modules: dict[int, nn.Module],
     config: ParallelConfig,
@@ -135,7 +114,7 @@ def build_schedule(
     """
     count = config.pipeline_stages
     stages = [
-        TimedStage(
+        PipelineStage(
             module,
             index,
             count,
@@ -147,7 +126,7 @@ def build_schedule(
         for index, module in modules.items()
     ]
     for stage in stages:
-        stage.recorder = recorder
+        recorder.watch(stage)
     single = config.pipeline_schedule in SINGLE_SCHEDULES
     schedule = _SCHEDULES[config.pipeline_schedule]
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
