@@ -16,17 +16,15 @@ second half has nothing to run behind.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from hf_parallel.rewrite.overlap import as_autocast, join_parts, parts_of_sequence, weight_gradient
+from hf_parallel.rewrite.overlap import as_autocast, parts_of_sequence, weight_gradient
 
 
 class LateGradient:
@@ -102,7 +100,13 @@ class _ColumnLinear(torch.autograd.Function):
         x_wanted, weight_wanted = ctx.needs_input_grad[:2]
         ctx.late = late
         ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
-        return F.linear(x, weight, bias)
+        output = x.new_empty(*x.shape[:-1], weight.shape[0])  # F.linear may return a view: not to be changed in place
+        rows, products = x.flatten(0, -2), output.flatten(0, -2)
+        if bias is None:
+            torch.mm(rows, weight.t(), out=products)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=products)
+        return output
 
     @staticmethod
     @once_differentiable
@@ -124,9 +128,7 @@ class _Enter(torch.autograd.Function):
         ctx.late, ctx.group, ctx.sequence_parallel = late, group, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        before = x.shape[:-2]
-        gather = start_all_gather(x.reshape(math.prod(before), *x.shape[-2:]), group)
-        return join_parts([gather.wait()], before)
+        return torch.cat(start_all_gather(x, group).wait().unbind(), dim=-2)
 
     @staticmethod
     @once_differentiable

@@ -80,15 +80,15 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, in / n] -> […, out]."""
-    rows, started = x.flatten(0, -2), []
-    output = x.new_empty(rows.shape[0], weight.shape[0])
+    """[…, in / n] -> […, out]. No view: models add their residual in place, which autograd allows to no view."""
+    output, started = x.new_empty(*x.shape[:-1], weight.shape[0]), []
+    rows, sums = x.flatten(0, -2), output.flatten(0, -2)
     for half in _halves(rows.shape[0]):
-        torch.mm(rows[half], weight.t(), out=output[half])
-        started.append(start_all_reduce(output[half], group))
+        torch.mm(rows[half], weight.t(), out=sums[half])
+        started.append(start_all_reduce(sums[half], group))
     for reduce in started:
         reduce.wait()
-    return output.view(*x.shape[:-1], weight.shape[0])
+    return output
 
 
 def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -98,8 +98,8 @@ def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.Proces
         # Ordered by ranks before the product, the product is ready to be sent; F.linear keeps the order.
         rows = parts[:, :, half].transpose(0, 1).contiguous()
         started.append(start_reduce_scatter(rows @ weight.t(), group))
-    own = torch.cat([scatter.wait() for scatter in started], dim=1)
-    return own.view(*x.shape[:-2], *own.shape[1:])
+    own = [scatter.wait() for scatter in started]
+    return torch.cat([half.view(*x.shape[:-2], *half.shape[1:]) for half in own], dim=-2)
 
 
 def _gathered_product(

@@ -381,6 +381,25 @@ def test_computes_while_a_peer_is_late(tmp_path, sequence_parallel):
     run(late_peer, 2, tmp_path, sequence_parallel)
 
 
+def changed_in_place() -> None:
+    """Outputs of the overlapped layers, changed as the model may change those of a linear and of a collective."""
+    block = Block()
+    for block.sequence_parallel in (True, False):
+        for shape in ((2, 3), (3,)):
+            x = drawn(block, whole_numbers, *shape, HIDDEN).requires_grad_()
+            weights = [local(block.up), local(block.gate)]
+            entered, (up, gate) = enter_columns(x, weights, block.group, block.sequence_parallel)
+            inner = column_linear(entered, up, local(block.bias)).mul_(2) + column_linear(entered, gate).mul_(2)
+            output = row_linear(inner, local(block.down), block.group, block.sequence_parallel)
+            output += x
+            output.sum().backward()
+
+
+def test_outputs_may_be_changed_in_place():
+    """Falcon and BLOOM add their residual to the output of a region."""
+    run(changed_in_place, 2)
+
+
 def uncuttable() -> str:
     block = Block()
     x = torch.ones(1, 3, INNER // 2)
