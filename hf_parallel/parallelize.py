@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.config import ParallelConfig, SpecError
@@ -18,9 +19,10 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stage
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite.identical import make_identical
+from hf_parallel.rewrite.region import Switch
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
 from hf_parallel.rewrite.styles import resolve_styles
-from hf_parallel.rewrite.tensor_parallel import Switch, tensor_parallel
+from hf_parallel.rewrite.tensor_parallel import tensor_parallel
 from hf_parallel.rewrite.vocab_parallel import vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel
@@ -85,7 +87,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         vocab_parallel(model, mesh["tp"], styles, mesh.device, state.sums_over_tokens)
         retie(model)
         if state.sequence_parallel:
-            sequence_parallel(model, mesh["tp"], styles, mesh.device, switch)
+            sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
         blocks, entry = cut_into_stage(model, config, mesh.index("pp"))
         parts = config.tp_size if state.sequence_parallel else 1
@@ -138,8 +140,13 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
 def retie(model: Any) -> None:
     """Splitting made new Parameters: let tied modules share one again before FSDP2 looks."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
-        owner, _, name = target.rpartition(".")
-        model.get_submodule(owner)._parameters[name] = model.get_parameter(source)
+        own, theirs = model.get_parameter(target), model.get_parameter(source)
+        # BERT's head has its bias from a module that is not split: the split one is the one that lives on.
+        lasting, changed = (
+            (own, source) if isinstance(own, DTensor) and not isinstance(theirs, DTensor) else (theirs, target)
+        )
+        owner, _, name = changed.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = lasting
 
 
 def loss_sums_over_tokens(model: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tiny models and data sets: fp32, on CPU, every number drawn under a seed.
+"""Tiny models: fp32, on CPU, every number drawn under a seed. Their data: `tests/rows.py`.
 
 Weights are drawn with a spread of 0.1, not the usual 0.02: losses then move visibly in three steps, and an error of
 one axis is not hidden behind logits that are all nearly zero.
@@ -7,23 +7,38 @@ one axis is not hidden behind logits that are all nearly zero.
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, IterableDataset
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     BertConfig,
+    BloomConfig,
+    CLIPVisionConfig,
+    DeepseekV3Config,
+    FalconConfig,
     Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
+    LlavaConfig,
+    MambaConfig,
     MistralConfig,
+    OPTConfig,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    RobertaConfig,
+    T5Config,
+    ViTConfig,
 )
 
-VOCABULARY = 256
-LENGTH = 16
-CLASSES = 3
+from tests.rows import CLASSES, IMAGE_SIZE, IMAGE_TOKEN, PATCHES, VOCABULARY
+
 SEED = 7
 
 DECODER = {
@@ -37,6 +52,11 @@ DECODER = {
     "initializer_range": 0.1,
     "use_cache": False,
 }
+
+
+def without(*keys: str) -> dict[str, Any]:
+    """DECODER less the keys that a family does not know or spells in another way."""
+    return {key: value for key, value in DECODER.items() if key not in keys}
 
 
 def llama(**changes: Any) -> LlamaConfig:
@@ -54,13 +74,6 @@ def mistral(**changes: Any) -> MistralConfig:
     return MistralConfig(**{**DECODER, "tie_word_embeddings": False, "sliding_window": 8, **changes})
 
 
-def bert(**changes: Any) -> BertConfig:
-    """BERT sequence classification, 2 layers, no dropout: its forward takes no `num_items_in_batch`."""
-    sizes = {key: DECODER[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
-    still = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "initializer_range": 0.1}
-    return BertConfig(**{**sizes, **still, "num_hidden_layers": 2, "num_labels": CLASSES, **changes})
-
-
 def odd(**changes: Any) -> LlamaConfig:
     """Llama with a vocabulary that no number of ranks divides, on rows of an odd length (see `data`), tied."""
     return llama(**{"vocab_size": VOCABULARY + 1, "tie_word_embeddings": True, **changes})
@@ -71,90 +84,196 @@ def gemma2(**changes: Any) -> Gemma2Config:
     return Gemma2Config(**{**DECODER, "head_dim": 16, "sliding_window": 8, "query_pre_attn_scalar": 16, **changes})
 
 
+def gemma3(**changes: Any) -> Gemma3TextConfig:
+    """Gemma 3: Gemma 2 with q/k norms and without caps; layers with a sliding window rotate by another base."""
+    own = {"head_dim": 16, "query_pre_attn_scalar": 16}
+    window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    return Gemma3TextConfig(**{**DECODER, **own, **window, **changes})
+
+
 def qwen2(**changes: Any) -> Qwen2Config:
     """Qwen2: biases on the projections of queries, keys and values."""
     return Qwen2Config(**{**DECODER, "tie_word_embeddings": False, **changes})
+
+
+def phi3(**changes: Any) -> Phi3Config:
+    """Phi-3: one projection [q | k | v] with fewer keys than queries, and one [gate | up]."""
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return Phi3Config(**{**DECODER, **tokens, "tie_word_embeddings": False, **changes})
+
+
+def gpt2(**changes: Any) -> GPT2Config:
+    """GPT-2: Conv1D, whose weight is [in, out]; one projection [q | k | v] with a bias; learned positions; tied."""
+    shape = {"vocab_size": VOCABULARY, "n_embd": 64, "n_inner": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
+    return GPT2Config(**{**shape, **still, "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def gpt_neox(**changes: Any) -> GPTNeoXConfig:
+    """GPT-NeoX: one projection of [q k v] head by head; attention and MLP side by side; part of a head rotates."""
+    return GPTNeoXConfig(**{**without("num_key_value_heads"), **changes})
+
+
+def opt(**changes: Any) -> OPTConfig:
+    """OPT: the MLP's two layers are the decoder layer's own, positions count the mask, tied."""
+    left = without("num_key_value_heads", "intermediate_size", "initializer_range")
+    return OPTConfig(**{**left, "ffn_dim": 128, "dropout": 0.0, "init_std": 0.1, **changes})
+
+
+def opt_350m(**changes: Any) -> OPTConfig:
+    """OPT as its 350m is: norms after the sums, so none at the end, and an embedding narrower than the layers."""
+    return opt(**{"do_layer_norm_before": False, "word_embed_proj_dim": 32, **changes})
+
+
+def falcon(**changes: Any) -> FalconConfig:
+    """Falcon 40B: one projection of key/value groups [q q k v | q q k v], two norms side by side, no bias, tied."""
+    kind = {"new_decoder_architecture": True, "num_kv_heads": 2, "ffn_hidden_size": 128}
+    left = without("num_key_value_heads", "intermediate_size")
+    return FalconConfig(**{**left, **kind, "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def falcon_7b(**changes: Any) -> FalconConfig:
+    """Falcon 7B: all queries share one key and value [q q q q k v], one norm feeds attention and MLP."""
+    kind = {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "num_kv_heads": None}
+    return falcon(**{**kind, **changes})
+
+
+def falcon_rw(**changes: Any) -> FalconConfig:
+    """Falcon RW: ALiBi in a mask with a dimension of heads, [q k v] head by head, biases, MLP after attention."""
+    kind = {"new_decoder_architecture": False, "multi_query": False, "parallel_attn": False, "num_kv_heads": None}
+    return falcon(**{**kind, "alibi": True, "bias": True, **changes})
+
+
+def bloom(**changes: Any) -> BloomConfig:
+    """BLOOM: ALiBi of shape [rows * heads, 1, length]; a norm after the embedding; regions add the residual."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "n_layer": 4, "n_head": 4}
+    return BloomConfig(**{**shape, "initializer_range": 0.1, "use_cache": False, **changes})
+
+
+def deepseek_v3(**changes: Any) -> DeepseekV3Config:
+    """DeepSeek-V3's latent attention: queries and keys pass through narrow layers; no layer has experts."""
+    latent = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+    return DeepseekV3Config(**{**DECODER, **latent, "first_k_dense_replace": 4, "num_key_value_heads": 4, **changes})
+
+
+def granite_swa(**changes: Any) -> PretrainedConfig:
+    """Granite SWA: GPT-OSS's attention sinks, one number per head, without its experts. Newer than the others."""
+    from transformers import GraniteSWAConfig
+
+    scales = {"embedding_multiplier": 2.0, "logits_scaling": 2.0, "residual_multiplier": 0.5}
+    return GraniteSWAConfig(
+        **{**DECODER, **scales, "sliding_window": 8, "bos_token_id": 1, "eos_token_id": 2, **changes}
+    )
+
+
+def mamba(**changes: Any) -> MambaConfig:
+    """Mamba: no attention, no heads; tensor parallelism refuses it."""
+    shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "state_size": 8}
+    return MambaConfig(**{**shape, "use_cache": False, **changes})
+
+
+ENCODER = {
+    **without("num_key_value_heads"),
+    "num_hidden_layers": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "num_labels": CLASSES,
+}
+
+
+def bert(**changes: Any) -> BertConfig:
+    """BERT sequence classification, 2 layers, no dropout: its forward takes no `num_items_in_batch`."""
+    return BertConfig(**{**ENCODER, **changes})
+
+
+def roberta(**changes: Any) -> RobertaConfig:
+    """RoBERTa: BERT whose positions count the tokens that are no padding, and whose head is a small network."""
+    return RobertaConfig(**{**ENCODER, **changes})
+
+
+def t5(**changes: Any) -> T5Config:
+    """T5: one embedding for encoder and decoder; a bias per head and distance that a stack's first layer computes."""
+    shape = {"vocab_size": VOCABULARY, "d_model": 64, "d_kv": 8, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    return T5Config(**{**shape, "dropout_rate": 0.0, "decoder_start_token_id": 0, "use_cache": False, **changes})
+
+
+def t5_gated(**changes: Any) -> T5Config:
+    """T5 1.1: a gated MLP; the decoder's output is not scaled, so the shared embedding starts small."""
+    return t5(
+        **{"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "initializer_factor": 0.3, **changes}
+    )
+
+
+def vit(**changes: Any) -> ViTConfig:
+    """ViT image classification: 16 patches and a class token, an odd length; its loss does take the item count."""
+    shape = {key: ENCODER[key] for key in ENCODER if key not in ("vocab_size", "max_position_embeddings", "use_cache")}
+    return ViTConfig(**{**shape, "image_size": IMAGE_SIZE, "patch_size": 4, **changes})
+
+
+def llava(**changes: Any) -> LlavaConfig:
+    """Llava: Llama that reads the patches of a CLIP tower, whose last layer and norm get no gradient."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    images = {"image_size": IMAGE_SIZE, "patch_size": 8, "projection_dim": 32, "initializer_range": 0.1}
+    # An image's features are not one row per row of the batch, which Trainer's predictions must be.
+    ignored = {"keys_to_ignore_at_inference": ["past_key_values", "image_hidden_states"]}
+    own = {"image_token_index": IMAGE_TOKEN, "image_seq_length": PATCHES, "use_cache": False, **ignored}
+    return LlavaConfig(
+        **{"vision_config": CLIPVisionConfig(**shape, **images), "text_config": llama(), **own, **changes}
+    )
 
 
 CONFIGS = {
     "llama": llama,
     "qwen3": qwen3,
     "mistral": mistral,
-    "bert": bert,
     "odd": odd,
     "gemma2": gemma2,
+    "gemma3": gemma3,
     "qwen2": qwen2,
+    "phi3": phi3,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "opt": opt,
+    "opt_350m": opt_350m,
+    "falcon": falcon,
+    "falcon_7b": falcon_7b,
+    "falcon_rw": falcon_rw,
+    "bloom": bloom,
+    "deepseek_v3": deepseek_v3,
+    "granite_swa": granite_swa,
+    "mamba": mamba,
+    "bert": bert,
+    "roberta": roberta,
+    "t5": t5,
+    "t5_gated": t5_gated,
+    "vit": vit,
+    "llava": llava,
+}
+
+AUTO_CLASSES = {
+    "bert": AutoModelForSequenceClassification,
+    "roberta": AutoModelForSequenceClassification,
+    "t5": AutoModelForSeq2SeqLM,
+    "vit": AutoModelForImageClassification,
+    "llava": AutoModelForImageTextToText,
 }
 
 
 def auto_class(config: PretrainedConfig) -> type:
     """The Auto class a script would use for this config."""
-    return AutoModelForSequenceClassification if isinstance(config, BertConfig) else AutoModelForCausalLM
+    return AUTO_CLASSES.get(config.model_type, AutoModelForCausalLM)
 
 
 def build(name: str, seed: int = SEED, **changes: Any) -> PreTrainedModel:
-    """The model with weights drawn under `seed`, in this process's memory."""
+    """The model with weights drawn under `seed`, in this process's memory.
+
+    Biases, norms and attention sinks start as equal numbers, whose order would not show: they get noise.
+    """
     config = CONFIGS[name](**changes)
     torch.manual_seed(seed)
-    return auto_class(config).from_config(config)
-
-
-class Rows(Dataset):
-    """`size` rows of LENGTH random tokens; row i has its first i % 7 labels ignored, so label counts are uneven.
-
-    With `even=True` no label is ignored, for loops that average means over ranks. With `uneven_lengths=True` row i
-    has LENGTH - i % 5 tokens and needs a collator that pads.
-    """
-
-    def __init__(self, size: int, seed: int, even: bool = False, uneven_lengths: bool = False, length: int = LENGTH):
-        generator = torch.Generator().manual_seed(seed)
-        self.tokens = torch.randint(0, VOCABULARY, (size, length), generator=generator)
-        self.even, self.uneven_lengths = even, uneven_lengths
-
-    def __len__(self) -> int:
-        return len(self.tokens)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index, : LENGTH - index % 5] if self.uneven_lengths else self.tokens[index]
-        labels = tokens.clone()
-        if not self.even:
-            labels[: index % 7] = -100
-        return {"input_ids": tokens, "attention_mask": torch.ones_like(labels), "labels": labels}
-
-
-class Stream(IterableDataset):
-    """The same rows without a length and without random access."""
-
-    def __init__(self, size: int, seed: int):
-        self.rows = Rows(size, seed)
-
-    def __iter__(self):
-        for index in range(len(self.rows)):
-            yield self.rows[index]
-
-
-class Sentences(Rows):
-    """Rows for classification: a class per row, and padding at the end of every third one."""
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        tokens = self.tokens[index]
-        mask = (torch.arange(LENGTH) < LENGTH - 5 * (index % 3 == 0)).long()
-        return {"input_ids": tokens, "attention_mask": mask, "labels": tokens[0] % CLASSES}
-
-
-PADDING = {"input_ids": 0, "attention_mask": 0, "labels": -100}
-
-
-def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A collator that pads to the longest row of the batch, so that data ranks and steps see unequal lengths."""
-    stack = torch.nn.utils.rnn.pad_sequence
-    return {key: stack([row[key] for row in rows], True, PADDING[key]) for key in rows[0]}
-
-
-def data(model: str, size: int, seed: int, stream: bool = False, uneven_lengths: bool = False) -> Dataset:
-    """The data set that goes with a model."""
-    if model == "bert":
-        return Sentences(size, seed)
-    if model == "odd":
-        return Rows(size, seed, length=LENGTH - 1)
-    return Stream(size, seed) if stream else Rows(size, seed, uneven_lengths=uneven_lengths)
+    model = auto_class(config).from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model

@@ -19,6 +19,7 @@ from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, 
 
 from tests import models
 from tests.distributed import run, run_alone
+from tests.rows import data, pad
 
 GLOBAL_BATCH = 8
 TRAIN_SEED, EVAL_SEED = 11, 12
@@ -37,6 +38,8 @@ class Script:
     stream: bool = False
     route: str = "from_pretrained"  # or "from_config", or "unequal": from_config under a seed per rank
     uneven_lengths: bool = False
+    length: int | None = None  # of a row; None is the data set's own
+    masked: bool = True  # rows come with an attention mask
     own_loss: bool = False
     overrides: bool = False  # a Trainer subclass whose compute_loss reads the logits
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -143,14 +146,17 @@ def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int
         seed=0,
         **chosen,
     )
-    recorder, kind = Recorder(), (script.stream, script.uneven_lengths)
+    recorder, kind = (
+        Recorder(),
+        {key: getattr(script, key) for key in ("stream", "uneven_lengths", "length", "masked")},
+    )
     trainer_class = OwnTrainer if script.overrides else Trainer
     trainer = trainer_class(
         model=load_model(script, initial, rank),
         args=arguments,
-        train_dataset=models.data(script.model, script.rows, TRAIN_SEED, *kind),
-        eval_dataset=models.data(script.model, script.eval_rows, EVAL_SEED, *kind),
-        data_collator=models.pad if script.uneven_lengths else None,
+        train_dataset=data(script.model, script.rows, TRAIN_SEED, **kind),
+        eval_dataset=data(script.model, script.eval_rows, EVAL_SEED, **kind),
+        data_collator=pad if script.uneven_lengths else None,
         compute_loss_func=own_loss if script.own_loss else None,
         callbacks=[recorder],
     )
@@ -160,10 +166,17 @@ def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int
     predicted = trainer.predict(trainer.eval_dataset)
     folder = f"{out}/saved"
     trainer.save_model(folder)
-    predictions, label_ids = torch.as_tensor(predicted.predictions), torch.as_tensor(predicted.label_ids)
+    predictions, label_ids = as_one(predicted.predictions), torch.as_tensor(predicted.label_ids)
     if script.uneven_lengths:
         predictions[label_ids == -100] = 0  # what stands at padding depends on who padded
     return Outcome(recorder.logs, recorder.gradient_keys, eval_loss, predictions, label_ids, folder)
+
+
+def as_one(predictions: Any) -> torch.Tensor:
+    """The tensor of a model that predicts one; several, such as T5's logits and encoder states, side by side."""
+    if not isinstance(predictions, tuple):
+        return torch.as_tensor(predictions)
+    return torch.cat([torch.as_tensor(part).flatten(1) for part in predictions], 1)
 
 
 def train_rank(spec: str, script: Script, initial: str, out: str) -> Outcome:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from hf_parallel.checkpoint.slices import local_part
+from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.rewrite.packed import stored_order
 
 
 def load_weights(model: nn.Module, directory: str) -> None:
@@ -19,40 +24,76 @@ def load_weights(model: nn.Module, directory: str) -> None:
     Raises:
         FileNotFoundError: no safetensors in the folder.
         KeyError: a weight of the model is not in the folder.
+        ValueError: a weight of the folder has another shape.
     """
-    where = _weight_map(directory)
     tied = set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
-    files: dict[str, Any] = {}
-    for key, tensor in model.state_dict().items():
-        if key not in where:
-            if key in tied:
-                continue
-            raise KeyError(f"{directory} has no {key}")
-        path = os.path.join(directory, where[key])
-        if path not in files:
-            files[path] = safe_open(path, framework="pt").__enter__()
-        _copy_slice(tensor, files[path].get_slice(key))
-    for file in files.values():
-        file.__exit__(None, None, None)
+    own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
+    found = set()
+    with contextlib.ExitStack() as stack:
+        for key, tensor in _converted(model, own, _in_folder(directory, stack)):
+            _copy_part(model, key, own[key], tensor)
+            found.add(key)
+    missing = [key for key in own if key not in found and key not in tied]
+    if missing:
+        raise KeyError(f"{directory} has no {missing[0]}")
 
 
-def _weight_map(directory: str) -> dict[str, str]:
+def _in_folder(directory: str, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
+    """All tensors of the folder, not read; open until the stack is closed."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in _files(directory):
+        opened = stack.enter_context(safe_open(os.path.join(directory, file), framework="pt", backend="pread"))
+        tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
+    return tensors
+
+
+def _files(directory: str) -> list[str]:
     index = os.path.join(directory, "model.safetensors.index.json")
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as file:
-            return json.load(file)["weight_map"]
-    single = os.path.join(directory, "model.safetensors")
-    if not os.path.isfile(single):
+            return sorted(set(json.load(file)["weight_map"].values()))
+    if not os.path.isfile(os.path.join(directory, "model.safetensors")):
         raise FileNotFoundError(f"{directory} holds no model.safetensors")
-    with safe_open(single, framework="pt") as file:
-        return dict.fromkeys(file.keys(), "model.safetensors")
+    return ["model.safetensors"]
 
 
-def _copy_slice(target: torch.Tensor, source: Any) -> None:
+def _converted(model: Any, own: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+    """The tensors under the model's own names, joined and split as transformers does while loading."""
+    if not hasattr(model, "base_model_prefix"):  # not a transformers model
+        yield from ((key, tensor) for key, tensor in tensors.items() if key in own)
+        return
+    from transformers import core_model_loading as loading
+
+    renamings, converters = _conversions(model)
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    together: dict[str, Any] = {}
+    for key in sorted(tensors, key=loading.dot_natural_key):
+        name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, own)
+        if pattern is not None and name in own:
+            converter = together.setdefault(name, copy.deepcopy(of_pattern[pattern]))
+            converter.add_tensor(name, key, pattern, tensors[key])
+        elif name in own or key in own:
+            yield name if name in own else key, tensors[key]
+    for name, converter in together.items():
+        for target, tensor in converter.convert(name, model=model, config=model.config).items():
+            yield target, tensor[0] if isinstance(tensor, list) else tensor
+
+
+def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+    """The renamings and the conversions that the model was loaded with, or those of its class."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    steps = getattr(model, "_weight_conversions", None)
+    steps = get_model_conversion_mapping(model, add_legacy=False) if steps is None else steps
+    kinds = (WeightRenaming, WeightConverter)
+    renamings, converters = ([step for step in steps if isinstance(step, kind)] for kind in kinds)
+    return renamings, converters
+
+
+def _copy_part(model: nn.Module, key: str, target: Any, source: torch.Tensor) -> None:
+    if source.shape != target.shape:
+        raise ValueError(f"{key} is {tuple(target.shape)}, in the folder {tuple(source.shape)}")
+    part = values(source, local_part(target, stored_order(model, key)))
     with torch.no_grad():
-        if not isinstance(target, DTensor):
-            target.copy_(source[...])
-            return
-        shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-        slices = tuple(slice(start, start + size) for start, size in zip(offsets, shape, strict=True))
-        target.to_local().copy_(source[slices])
+        (target.to_local() if hasattr(target, "to_local") else target).copy_(part)

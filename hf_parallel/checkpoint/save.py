@@ -1,18 +1,19 @@
 """Write an ordinary Hub folder from any layout, one tensor at a time.
 
 Rank 0 writes the header of a safetensors file first (all sizes are known beforehand) and then appends tensor after
-tensor as they are gathered, so it never holds more than one whole tensor. Of a tied weight only one name is written.
+tensor as they are gathered, so it never holds more than one whole tensor, or one group of those that transformers
+converts together (`hub_format.py`). Of a tied weight only one name is written.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 import torch
@@ -21,7 +22,9 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.rewrite.packed import stored_order
 
 #: safetensors' names of dtypes (format description in its README).
 _DTYPES = {
@@ -36,22 +39,6 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of the whole model: its name in the model and in the file, and the stage that holds it."""
-
-    key: str
-    saved_as: str
-    stage: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the data, bytes."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 def save_pretrained(
@@ -70,7 +57,7 @@ def save_pretrained(
     The folder holds config, generation config, safetensors and index, and loads in plain transformers.
 
     Raises:
-        NotImplementedError: `push_to_hub=True`, or a weight conversion that joins several tensors into one.
+        NotImplementedError: `push_to_hub=True`, or a weight conversion that cannot be reverted.
     """
     if push_to_hub:
         raise NotImplementedError("hf_parallel: save first, then upload the folder (or use Trainer's push_to_hub)")
@@ -80,24 +67,24 @@ def save_pretrained(
         dist.barrier()
         return
     directory = os.fspath(save_directory)
-    entries = list_entries(model, mesh, convert=kwargs.get("save_original_format", True))
+    groups = hub_groups(model, list_entries(model, mesh), convert=kwargs.get("save_original_format", True))
     if mesh.rank == 0:
         os.makedirs(directory, exist_ok=True)
         _write_configs(model, directory)
-    _write_weights(model, mesh, directory, entries, max_shard_size, variant)
+    _write_weights(model, mesh, directory, groups, max_shard_size, variant)
     dist.barrier()  # no rank reads or goes on before the folder is whole
 
 
 def full_state_dict(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     """All weights on rank 0's CPU, an empty dict elsewhere. For scripts that ask for it: it needs the memory."""
     tensors = {}
-    for entry, tensor in _gathered(model, mesh, list_entries(model, mesh, convert=False)):
+    for entry, tensor in _gathered(model, mesh, list_entries(model, mesh)):
         if tensor is not None:
-            tensors[entry.key] = tensor.cpu()
+            tensors[entry.name] = tensor.cpu()
     return tensors
 
 
-def list_entries(model: Any, mesh: ParallelMesh, convert: bool) -> list[Entry]:
+def list_entries(model: Any, mesh: ParallelMesh) -> list[Entry]:
     """Every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
     skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     skip |= set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
@@ -109,22 +96,9 @@ def list_entries(model: Any, mesh: ParallelMesh, convert: bool) -> list[Entry]:
     entries: dict[str, Entry] = {}
     for stage, described in enumerate(stages):
         for key, shape, dtype in described:
-            if key not in entries:  # the first stage's copy of a tied embedding is the one that is written
-                saved_as = _hub_name(model, key, shape) if convert else key
-                entries[key] = Entry(key, saved_as, stage, shape, dtype)
+            # The first stage's copy of a tied embedding is the one that is written.
+            entries.setdefault(key, Entry(key, shape, dtype, stage))
     return list(entries.values())
-
-
-def _hub_name(model: Any, key: str, shape: tuple[int, ...]) -> str:
-    """The name under which transformers would save this tensor (it renames on loading for some models)."""
-    from transformers.core_model_loading import revert_weight_conversion
-
-    reverted = revert_weight_conversion(model, {key: torch.empty(shape, device="meta")})
-    if len(reverted) != 1 or tuple(next(iter(reverted.values())).shape) != shape:
-        raise NotImplementedError(
-            f"hf_parallel: {key} is stored differently on the Hub; pass save_original_format=False to save it as it is"
-        )
-    return next(iter(reverted))
 
 
 def _write_configs(model: Any, directory: str) -> None:
@@ -139,31 +113,41 @@ def _write_weights(
     model: nn.Module,
     mesh: ParallelMesh,
     directory: str,
-    entries: list[Entry],
+    groups: list[Group],
     max_shard_size: int | str,
     variant: str | None,
 ) -> None:
     stem = f"model.{variant}" if variant else "model"
+    by_name = {next(iter(group.saved)): group for group in groups}
     plan = split_state_dict_into_shards_factory(
-        {entry.saved_as: entry for entry in entries},
-        get_storage_size=lambda entry: entry.nbytes,
-        get_storage_id=lambda entry: None,
+        by_name,
+        get_storage_size=lambda group: group.nbytes,
+        get_storage_id=lambda group: None,
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-    by_name = {entry.saved_as: entry for entry in entries}
+    weight_map: dict[str, str] = {}
     for file, names in plan.filename_to_tensors.items():
         chosen = [by_name[name] for name in names]
-        with _open_for_writing(os.path.join(directory, file), chosen, mesh.rank == 0) as out:
-            for _, tensor in _gathered(model, mesh, chosen):
-                if out is not None and tensor is not None:
-                    out.write(_raw_bytes(tensor))
+        saved = [entry for group in chosen for entry in group.entries]
+        weight_map.update({entry.name: file for entry in saved})
+        with _open_for_writing(os.path.join(directory, file), saved, mesh.rank == 0) as out:
+            tensors = _gathered(model, mesh, [entry for group in chosen for entry in group.own])
+            for group in chosen:
+                _write_group(group, itertools.islice(tensors, len(group.own)), out)
     if mesh.rank == 0:
         _remove_stale_files(directory, stem, keep=set(plan.filename_to_tensors))
         if plan.is_sharded:
-            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
+            index = {"metadata": plan.metadata, "weight_map": weight_map}
             with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
                 json.dump(index, out, indent=2, sort_keys=True)
+
+
+def _write_group(group: Group, gathered: Iterable, out: BinaryIO | None) -> None:
+    tensors = {entry.name: tensor.cpu() for entry, tensor in gathered if tensor is not None}
+    if out is not None:
+        for value in group.convert(tensors):
+            out.write(_as_bytes(value).numpy().data)
 
 
 @contextlib.contextmanager
@@ -176,7 +160,7 @@ def _open_for_writing(path: str, entries: list[Entry], writer: bool) -> Iterator
     start = 0
     for entry in entries:
         end = start + entry.nbytes
-        header[entry.saved_as] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        header[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks
@@ -197,7 +181,9 @@ def _gathered(
     for entry in entries:
         tensor = None
         if entry.stage == stage:
-            tensor = _whole(state[entry.key].detach())
+            tensor = _whole(state[entry.name].detach())
+            order = stored_order(model, entry.name)
+            tensor = order.to_own(tensor) if order else tensor
         if entry.stage != 0 and leader:  # the ranks that differ from rank 0 in the stage alone
             tensor = _to_first_stage(tensor, entry, mesh)
         yield entry, tensor if mesh.rank == 0 else None
@@ -229,10 +215,6 @@ def _to_first_stage(tensor: torch.Tensor | None, entry: Entry, mesh: ParallelMes
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
-
-
-def _raw_bytes(tensor: torch.Tensor) -> Any:
-    return _as_bytes(tensor).cpu().numpy().data
 
 
 def _remove_stale_files(directory: str, stem: str, keep: set[str]) -> None:

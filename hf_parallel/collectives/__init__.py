@@ -3,6 +3,7 @@
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.differentiable import (
     all_reduce,
+    begin_gather_sequence,
     copy_to_group,
     gather_sequence,
     join_last_dim,
@@ -15,6 +16,7 @@ from hf_parallel.collectives.differentiable import (
 __all__ = [
     "Started",
     "all_reduce",
+    "begin_gather_sequence",
     "copy_to_group",
     "gather_sequence",
     "join_last_dim",

@@ -1,18 +1,19 @@
 """The conjugate pairs of Megatron-LM: f and g (Shoeybi et al., 2019, section 3), and their forms along the sequence
 (Korthikanti et al., 2022, section 4.2.2).
 
-Each takes a local tensor and a process group. Sequence forms cut dim 1 of [batch, seq, hidden] into equal parts.
+Each takes a local tensor and a process group. Sequence forms cut the last dim but one into equal parts: tokens of
+[batch, seq, hidden], or of [tokens, hidden] where a model flattens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-_SEQUENCE = 1
 # torch 2.13 renamed these two; the former names warn.
 _all_gather_op = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
 _reduce_scatter_op = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
@@ -49,11 +50,11 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_gather(tensor, _SEQUENCE, group)
+        return _all_gather(tensor, tensor.dim() - 2, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter(gradient, _SEQUENCE, ctx.group), None
+        return _reduce_scatter(gradient, gradient.dim() - 2, ctx.group), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
@@ -62,11 +63,11 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _reduce_scatter(tensor, _SEQUENCE, group)
+        return _reduce_scatter(tensor, tensor.dim() - 2, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(gradient, _SEQUENCE, ctx.group), None
+        return _all_gather(gradient, gradient.dim() - 2, ctx.group), None
 
 
 class _SplitSequence(torch.autograd.Function):
@@ -75,11 +76,11 @@ class _SplitSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _own_part(tensor, _SEQUENCE, group)
+        return _own_part(tensor, tensor.dim() - 2, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(gradient, _SEQUENCE, ctx.group), None
+        return _all_gather(gradient, gradient.dim() - 2, ctx.group), None
 
 
 class _Join(torch.autograd.Function):
@@ -110,6 +111,12 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _GatherSequence.apply(tensor, group)
 
 
+def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
+    parts = _all_gather_op(tensor.contiguous(), 0, group)
+    return lambda: torch.cat(functional.wait_tensor(parts).chunk(group.size(), dim=0), dim=tensor.dim() - 2)
+
+
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s, h] partial sums -> [b, s / n, h]: leave it with parts of the sequence."""
     return _ReduceScatterSequence.apply(tensor, group)
@@ -122,7 +129,7 @@ def split_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 def join_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h] on all ranks, which must go on to compute the same thing."""
-    return _Join.apply(tensor, _SEQUENCE, group)
+    return _Join.apply(tensor, tensor.dim() - 2, group)
 
 
 def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -146,4 +153,6 @@ def _reduce_scatter(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) ->
 
 
 def _own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    if tensor.shape[dim] % group.size():
+        raise RuntimeError(f"hf_parallel: {tensor.shape[dim]} tokens do not divide among {group.size()} ranks")
     return tensor.chunk(group.size(), dim=dim)[group.rank()].contiguous()

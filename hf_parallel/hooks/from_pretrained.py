@@ -1,7 +1,7 @@
 """Loading: an unchanged `from_pretrained` call gives each rank only its slices.
 
 transformers builds the model on the meta device, lets `maybe_distribute_model` turn parameters into DTensors, and then
-reads of each file what the DTensors describe. We stand in for that one function. Each patch takes the original.
+fills it tensor by tensor (`loading.py`). We stand in for that one function. Each patch takes the original.
 """
 
 from __future__ import annotations
@@ -9,10 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from typing import Any
-
-import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
@@ -36,7 +32,6 @@ def from_pretrained(original: Callable) -> Callable:
         if kwargs.get("quantization_config") is not None:
             raise SpecError("quantization_config: quantised models are not part of this version; load in bf16")
         result = original(cls, *args, distributed_config=Requested(), **kwargs)
-        runtime.equalise_random_state("pp")  # only the last stage drew a new head's numbers
         runtime.equalise_random_state("tp")
         return result
 
@@ -86,64 +81,3 @@ def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:
     model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= local}
-
-
-def initialize(original: Callable) -> Callable:
-    """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
-
-    def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        new: dict[str, Any] = {
-            name: parameter
-            for name, parameter in module._parameters.items()
-            if isinstance(parameter, DTensor) and not getattr(parameter, "_is_hf_initialized", False)
-        }
-        for name, shard in new.items():
-            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=shard.to_local().device)
-            module._parameters[name] = nn.Parameter(whole)
-        original(self, module, *args, **kwargs)
-        for name, shard in new.items():
-            with torch.no_grad():
-                shard.to_local().copy_(_slice_of(shard, module.get_parameter(name).detach()))
-            module._parameters[name] = shard
-
-    return replacement
-
-
-def open_by_reading(original: Callable) -> Callable:
-    """Read slices into memory of their own: a mapped file keeps every page that was touched."""
-
-    def replacement(file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None) -> Any:
-        return original(file, framework=framework, device=device, backend="pread")
-
-    return replacement
-
-
-def convert_and_load(original: Callable) -> Callable:
-    """Refuse checkpoints whose tensors are rearranged on loading in a way that slices cannot follow."""
-
-    def replacement(model: Any, state_dict: dict, load_config: Any, *args: Any, **kwargs: Any) -> Any:
-        from transformers import core_model_loading as loading
-
-        harmless = (loading.MergeModulelist, loading.Concatenate)
-        for converter in load_config.weight_mapping or ():
-            if isinstance(converter, loading.WeightConverter):
-                odd = [operation for operation in converter.operations if not isinstance(operation, harmless)]
-                used = any(re.search(_as_pattern(p), key) for p in converter.source_patterns for key in state_dict)
-                if odd and used:
-                    raise SpecError(
-                        f"{type(model).__name__} is rearranged on loading ({type(odd[0]).__name__}), which slices "
-                        "cannot follow in this version; from_config and load_state_dict work"
-                    )
-        return original(model, state_dict, load_config, *args, **kwargs)
-
-    return replacement
-
-
-def _as_pattern(source: str) -> str:
-    return source if "\\" in source else re.escape(source).replace(r"\*", r"[^.]+")
-
-
-def _slice_of(shard: DTensor, whole: torch.Tensor) -> torch.Tensor:
-    from transformers.core_model_loading import DtensorShardOperation
-
-    return DtensorShardOperation(shard).shard_tensor(whole)

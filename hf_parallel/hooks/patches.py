@@ -5,10 +5,11 @@ Checked on the versions in `patching.CHECKED`. A target that does not exist, or 
 
 from __future__ import annotations
 
-from hf_parallel.hooks import accelerator, data, from_pretrained, trainer
+from hf_parallel.hooks import accelerator, data, from_pretrained, loading, trainer
 from hf_parallel.hooks.patching import Patch
 
 _MODEL = "transformers.modeling_utils"
+_LOADING = "transformers.core_model_loading"
 _TRAINER = "transformers.trainer:Trainer"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _OPERATIONS = "accelerate.utils.operations"
@@ -23,13 +24,14 @@ def all_patches() -> list[Patch]:
             f"{_MODEL}:PreTrainedModel.prepare_distribute_model", from_pretrained.prepare, "knows only its own meshes"
         ),
         Patch(f"{_MODEL}:PreTrainedModel.maybe_distribute_model", from_pretrained.distribute, "cuts the meta model"),
+        Patch(f"{_MODEL}:safe_open", loading.open_by_reading, "a file mapping keeps whole tensors in memory"),
+        Patch(f"{_LOADING}:spawn_materialize", loading.materialize, "converts slices, which mixes up joined tensors"),
+        Patch(f"{_LOADING}:set_param_for_module", loading.set_parameter, "judges sizes by local shapes"),
         Patch(
-            f"{_MODEL}:PreTrainedModel._initialize_weights", from_pretrained.initialize, "new heads equal on all ranks"
+            f"{_MODEL}:PreTrainedModel._initialize_missing_keys", loading.initialize_missing, "stages would draw alike"
         ),
-        Patch(f"{_MODEL}:safe_open", from_pretrained.open_by_reading, "a file mapping keeps whole tensors in memory"),
-        Patch(
-            f"{_MODEL}:convert_and_load_state_dict_in_model", from_pretrained.convert_and_load, "slices, then converts"
-        ),
+        Patch(f"{_MODEL}:PreTrainedModel._initialize_weights", loading.initialize, "new heads equal on all ranks"),
+        Patch(f"{_MODEL}:log_state_dict_report", loading.report, "knows the keys of one stage"),
         # Data: a "process" that data is counted over is a data rank.
         Patch("accelerate.accelerator:prepare_data_loader", data.prepare_data_loader, "shards by rank // n"),
         Patch(f"{_OPERATIONS}:_gpu_gather", data.gather, "gathers over all processes"),

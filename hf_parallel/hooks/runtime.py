@@ -71,14 +71,14 @@ def parallel_state(model: Any) -> ParallelState | None:
     return state_of(getattr(model, "_orig_mod", model))
 
 
-def equalise_random_state(axis: str) -> None:
-    """Let all ranks along `axis` go on from the random state of the last one. Collective along it."""
+def equalise_random_state(axis: str, source: int = -1) -> None:
+    """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it."""
     if mesh().size(axis) == 1:
         return
     group, kind = mesh().group(axis), mesh().device
     device = torch.get_device_module(kind)
     state: list[Any] = [torch.get_rng_state(), device.get_rng_state() if kind.type != "cpu" else None]
-    dist.broadcast_object_list(state, group=group, group_src=group.size() - 1)
+    dist.broadcast_object_list(state, group=group, group_src=source % group.size())
     torch.set_rng_state(state[0])
     if state[1] is not None:
         device.set_rng_state(state[1])

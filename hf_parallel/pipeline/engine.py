@@ -1,7 +1,7 @@
 """A pipeline behind `model(**batch)`: one call runs all micro-batches through all stages.
 
 Every stage runs the model's own forward on its micro-batch as far as the backbone; there the first stage embeds the
-tokens, the others take the activations they received, and all but the last leave with their output. So masks, rotary
+tokens, the others take the activations they received, and all but the last leave at their last layer. So masks, rotary
 embeddings and head are Hugging Face's own code, and the last stage computes the model's own loss.
 
 Two ways through the stages, chosen per call and both exact:
@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.outputs import PipelineLoss, broadcast_outputs, detached_node
 from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count
-from hf_parallel.pipeline.stages import Entry, boundary_dtype, hidden_size
+from hf_parallel.pipeline.stages import Entry, LeaveAtExit, backbone_of, boundary_dtype, hidden_size
 
 Batch = dict[str, Any]
 
@@ -43,14 +43,6 @@ class Stage(nn.Module):
     def forward(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
         assert self.work is not None
         return self.work(hidden, int(micro_batch))
-
-
-class LeaveAtBackbone(BaseException):  # not an Exception: model code that catches errors must let it pass
-    """Unwinds the model's forward on every stage but the last, carrying the activation for the next stage."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
 
 
 class PipelineEngine:
@@ -85,7 +77,7 @@ class PipelineEngine:
 
         Plain functions, called with the model as first argument or without: accelerate rebinds what it wraps.
         """
-        backbone = self.model.base_model
+        backbone = backbone_of(self.model)
         self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
         self._signature = inspect.signature(self._model_forward)
         self._backbone_names = list(inspect.signature(self._backbone_forward).parameters)
@@ -151,7 +143,7 @@ class PipelineEngine:
         self._arriving, self._inside = arriving, True
         try:
             return self._model_forward(**batch)
-        except LeaveAtBackbone as leave:
+        except LeaveAtExit as leave:
             return leave.hidden
         finally:
             self._arriving, self._inside = None, False
@@ -170,16 +162,18 @@ class PipelineEngine:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
             kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": self._placeholder(hidden)}
             args, self.entry.hidden = (), hidden
-        output = self._backbone_forward(*args, **kwargs)
-        if self.entry is not None:
-            self.entry.hidden = None
-        if self.last:
-            return output
-        hidden = output[0]
-        expected = boundary_dtype(self.layers)
-        if hidden.dtype != expected:  # it would arrive as garbage in the receiver's buffer
-            raise RuntimeError(f"hf_parallel: activations are {hidden.dtype}, weights {expected}: cannot cross stages")
-        raise LeaveAtBackbone(hidden)
+        try:
+            return self._backbone_forward(*args, **kwargs)
+        except LeaveAtExit as leave:
+            expected = boundary_dtype(self.layers)
+            if leave.hidden.dtype != expected:  # it would arrive as garbage in the receiver's buffer
+                raise RuntimeError(
+                    f"hf_parallel: activations are {leave.hidden.dtype}, weights {expected}: cannot cross stages"
+                ) from leave
+            raise
+        finally:
+            if self.entry is not None:
+                self.entry.hidden = None
 
     def _placeholder(self, hidden: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole sequence's shape; with parts of it expanded, which takes no memory."""
@@ -190,7 +184,7 @@ class PipelineEngine:
     def _boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """An empty tensor of the shape that travels between stages for a batch of these tokens."""
         rows, length = tokens.shape[:2]
-        shape = rows, length // self.sequence_parts, hidden_size(self.model)
+        shape = rows, -(-length // self.sequence_parts), hidden_size(self.model)
         return torch.empty(shape, dtype=boundary_dtype(self.layers), device=device)
 
     def _named(self, args: tuple, kwargs: Batch) -> Batch:

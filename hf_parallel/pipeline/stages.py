@@ -5,28 +5,36 @@ stays are the Hub's names and the script's own object is the one that trains. Wh
 backbone's own `base_model_pp_plan` (embedding, layers, final norm); what is outside the backbone is on the last stage.
 
     four layers, pp=2      embed_tokens   layers.0  layers.1  layers.2  layers.3   norm   lm_head
-    stage 0                     x            x         x         ->        ->       ->      ->
+    stage 0                     x            x         x        exit       ->       ->      ->
     stage 1                     ->           ->       entry      x         x        x       x
 
 The layer just before a later stage's own is its entry: it gives what the previous stage computed. So what the model
-does between embedding and layers (scaling, positions, dropout) happens once, on the first stage.
+does between embedding and layers (scaling, positions, dropout) happens once, on the first stage. The layer just after
+its own is its exit, where the forward ends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_parallel.anatomy import Backbone, backbone_plan, text_part, token_readers
 from hf_parallel.config import ParallelConfig, SpecError
 
 
 class PassThrough(nn.Module):
     """Stands where another stage's module was: hands the hidden states on."""
 
+    tuples = False  # do the layers it stands among return tuples?
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if args else next(iter(kwargs.values()))
+        return self._as_layer(args[0] if args else next(iter(kwargs.values())))
+
+    def _as_layer(self, hidden: Any) -> Any:
+        return (hidden, None) if self.tuples else hidden
 
 
 class Entry(PassThrough):
@@ -35,7 +43,31 @@ class Entry(PassThrough):
     hidden: torch.Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.hidden
+        return self._as_layer(self.hidden)
+
+
+class LeaveAtExit(BaseException):  # not an Exception: model code that catches errors must let it pass
+    """Unwinds the model's forward on every stage but the last, carrying the activation for the next stage."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        super().__init__()
+        self.hidden = hidden
+
+
+class Exit(PassThrough):
+    """Stands where the next stage's first layer was: what reaches it leaves for that stage."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise LeaveAtExit(args[0] if args else kwargs["hidden_states"])
+
+
+class AddsNothing(nn.Module):
+    """Stands where an embedding was whose output is added to the stream, such as that of positions."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.zeros(
+            (), device=next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).device
+        )
 
 
 def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> tuple[list[nn.Module], Entry | None]:
@@ -47,19 +79,21 @@ def cut_into_stage(model: Any, config: ParallelConfig, index: int) -> tuple[list
     Raises:
         SpecError: the model publishes no pipeline plan, or has fewer layers than stages.
     """
-    before, layers_name, after = _plan(model, config.pp_size)
-    backbone = model.base_model
-    layers = backbone.get_submodule(layers_name)
+    backbone, plan = backbone_of(model), _plan(model, config.pp_size)
+    layers: Any = backbone.get_submodule(plan.layers)
     first, last = layer_range(len(layers), config, index)
     for i in range(len(layers)):
         if not first <= i < last:
-            layers[i] = Entry() if i == first - 1 else PassThrough()
+            layers[i] = Entry() if i == first - 1 else Exit() if i == last else PassThrough()
+            layers[i].tuples = plan.tuples
     is_first, is_last = index == 0, index == config.pp_size - 1
-    if not is_first and not (is_last and has_tied_embedding(model)):
-        _replace(backbone, before)  # a tied head keeps the embedding beside it: the shared parameter's home
+    if not is_first:
+        # A tied head keeps the embedding beside it: the shared parameter's home.
+        kept = model.get_input_embeddings() if is_last and has_tied_embedding(model) else None
+        _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
     if not is_last:
-        _replace(backbone, after)
-        _replace(model, [name for name, child in model.named_children() if child is not backbone])
+        _replace(backbone, plan.after)
+        _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
     return [layers[i] for i in range(first, last)], None if is_first else layers[first - 1]
 
 
@@ -93,31 +127,39 @@ def has_tied_embedding(model: Any) -> bool:
     return weight is head_weight or by_name
 
 
-def _plan(model: Any, stages: int) -> tuple[list[str], str, list[str]]:
-    """Names in the backbone that come before the layers, of the layers, and after them."""
-    backbone = getattr(model, "base_model", model)
-    plan = dict(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
-    lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
-    if len(lists) != 1:
+def backbone_of(model: Any) -> Any:
+    """The part that embeds tokens and runs the layers; the head is outside."""
+    readers = token_readers(model)
+    return readers[0] if len(readers) == 1 and readers[0] is not model else None
+
+
+def _plan(model: Any, stages: int) -> Backbone:
+    backbone, name = backbone_of(model), type(model).__name__
+    if text_part(model) is not getattr(model, "base_model", model):
+        raise SpecError(f"pp_size={stages}: {name} has parts beside its language model; pp_size=1 works")
+    if backbone is None:
         raise SpecError(
-            f"pp_size={stages}: {type(model).__name__} publishes no pipeline plan; pp_size=1 with dp_shard works"
+            f"pp_size={stages}: {name} is not one stack of layers with a head behind it; pp_size=1 with dp_shard works"
         )
-    if backbone is model:
-        raise SpecError(f"pp_size={stages}: {type(model).__name__} has no head to compute a loss; pp_size=1 works")
-    names = list(plan)
-    place = names.index(lists[0])
-    unplaced = [name for name, child in backbone.named_children() if name not in plan and any(child.parameters())]
-    if unplaced:
-        raise SpecError(f"pp_size={stages}: the pipeline plan says nothing about {unplaced[0]}; pp_size=1 works")
+    plan = backbone_plan(backbone)
+    if plan is None:
+        raise SpecError(f"pp_size={stages}: {name} publishes no pipeline plan; pp_size=1 with dp_shard works")
+    placed = (*plan.before, plan.layers, *plan.after)
+    for name, _ in backbone.named_parameters():
+        if not name.startswith(tuple(f"{part}." for part in placed)):
+            raise SpecError(f"pp_size={stages}: the pipeline plan says nothing about {name}; pp_size=1 works")
     if getattr(model.config, "output_router_logits", False):
         raise SpecError(f"pp_size={stages}: output_router_logits=True needs all layers on one rank; False works")
-    return names[:place], lists[0], names[place + 1 :]
+    if getattr(model.config, "layerdrop", 0):
+        raise SpecError(f"pp_size={stages}: layerdrop={model.config.layerdrop} skips layers at random; 0 works")
+    return plan
 
 
-def _replace(parent: nn.Module, names: list[str]) -> None:
+def _replace(parent: nn.Module, names: Iterable[str]) -> None:
     for name in names:
-        if isinstance(getattr(parent, name, None), nn.Module):
-            setattr(parent, name, PassThrough())
+        module = getattr(parent, name, None)
+        if isinstance(module, nn.Module):
+            setattr(parent, name, AddsNothing() if isinstance(module, nn.Embedding) else PassThrough())
 
 
 def hidden_size(model: Any) -> int:

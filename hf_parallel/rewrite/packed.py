@@ -1,8 +1,8 @@
 """Packed projections: one weight that holds several, such as [q | k | v] or [gate | up].
 
 Cutting such a weight into contiguous parts would give one rank queries and another keys. So it is stored in another
-order of rows: rank by rank, and within a rank segment by segment. The stored DTensor is then an ordinary `Shard`, which
-FSDP2 and the optimizer need not know about; whoever reads or writes whole tensors translates, here.
+order of rows: rank by rank, and within a rank segment by segment. The stored DTensor is then an ordinary `Shard`,
+about which FSDP2 and the optimizer need not know; whoever reads or writes whole tensors translates, here.
 
     model's own   q0 q1 q2 q3 | k0 k1 | v0 v1            stored (tp=2)   q0 q1 k0 v0 | q2 q3 k1 v1
 """

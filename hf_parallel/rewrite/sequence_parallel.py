@@ -3,9 +3,9 @@
     embedding -> split -> | norm -> gather | attention | reduce-scatter + residual -> … -> norm | -> join -> head
                             s / tp             s             s / tp                        s / tp       s
 
-Norms and the residual stream live on parts; regions (`tensor_parallel.py`) gather on entry and reduce-scatter on exit,
-which moves the same bytes as the all-reduces they replace. A batch whose length tp does not divide is padded on the
-right with tokens that have no target and that nobody attends to, and outputs are cut back.
+Norms and the residual stream live on parts; regions (`region.py`) gather on entry and reduce-scatter on exit, which
+moves the same bytes as the all-reduces they replace. A batch whose length tp does not divide is padded on the right
+before the backbone, with tokens that nobody attends to, and cut back after it: head and loss never see them.
 """
 
 from __future__ import annotations
@@ -20,107 +20,65 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_parallel.anatomy import stacks, token_readers
 from hf_parallel.collectives import join_sequence, split_sequence
-from hf_parallel.rewrite.tensor_parallel import Region, Switch, partial_gradient
+from hf_parallel.rewrite.dropout import OwnRandomNumbers
+from hf_parallel.rewrite.infer import is_norm, named_layers
+from hf_parallel.rewrite.layers import TensorParallelLayer, partial_gradient
+from hf_parallel.rewrite.region import READERS, Region, Switch
 
 
 def obstacle(model: Any, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
-    layers, final = _layers_and_final_norm(model)
-    if layers is None or final is None:
+    if getattr(model, "main_input_name", "input_ids") != "input_ids" and not hasattr(model.config, "text_config"):
+        return f"its rows are {model.main_input_name}, whose length cannot be padded"
+    layers = list(named_layers(model))
+    if not layers:
         return "its layers are not known"
-    prefix = next(name for name, module in model.named_modules() if module is layers)
-    for index, layer in enumerate(layers):
+    for name, layer in layers:
+        inside = {key: style for key, style in styles.items() if key.startswith(f"{name}.")}
         if next(layer.parameters(recurse=False), None) is not None:
-            return f"{prefix}.{index} has parameters of its own"
-        for child_name, child in layer.named_children():
-            inside = [style for name, style in styles.items() if name.startswith(f"{prefix}.{index}.{child_name}.")]
-            if inside and not {"colwise", "rowwise"} <= set(inside):
-                return f"{prefix}.{index}.{child_name} is not entered and left as a whole"
-            if not inside and any(True for _ in child.children()) and any(True for _ in child.parameters()):
-                return f"{prefix}.{index}.{child_name} is not split"
+            return f"{name} has parameters of its own"
+        entered = {key.rpartition(".")[0] for key, style in inside.items() if style in READERS}
+        left = [key for key, style in inside.items() if style == "rowwise"]
+        if not entered or len(entered) != len(left):
+            return f"{name} is not made of parts that are entered and left as a whole"
+        reason = _unsplit(name, layer, set(inside), entered)
+        if reason is not None:
+            return reason
     return None
 
 
-def sequence_parallel(
-    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, switch: Switch
-) -> None:
-    """Let norms work on parts, split before the first layer and join after the final norm. Before stages are cut."""
-    layers, final = _layers_and_final_norm(model)
-    assert layers is not None
-    assert final is not None
+def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
+    """Weights that work on the residual stream must treat each token by itself, as norms do."""
+    for key, module in layer.named_modules(prefix=name):
+        has_own = next(module.parameters(recurse=False), None) is not None
+        in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
+        if has_own and key not in split and not in_region and not is_norm(module):
+            return f"{key} is not split"
+    return None
+
+
+def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch: Switch) -> None:
+    """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
     group = mesh.get_group()
-    regions = {name.rpartition(".")[0] for name in styles}
-    names = {module: name for name, module in model.named_modules()}
-    for layer in layers:
-        for child in layer.children():
-            if names[child] not in regions and any(True for _ in child.parameters()):
-                partial_gradient(child, mesh, device, Region(layer, group, switch))
-    partial_gradient(final, mesh, device, Region(model, group, switch))
-    layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
-    final.register_forward_hook(lambda module, args, output: join_sequence(output, group) if switch.on else output)
+    for stack in stacks(model):
+        for layer in stack.layers:
+            _on_parts(layer, mesh, device, Region(layer, group, switch))
+            scope = OwnRandomNumbers(layer, group)
+            layer.register_forward_pre_hook(scope.begin)
+            layer.register_forward_hook(scope.end, always_call=True)
+        if stack.norm is not None:
+            _on_parts(stack.norm, mesh, device, Region(stack.norm, group, switch))
+        stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
+        (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
 
 
-def pad_sequences(model: Any, multiple: int, switch: Switch, caches: bool) -> None:
-    """Pad to a multiple of tp around the model's forward: the outermost wrapper, around a pipeline too.
-
-    Args:
-        caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
-            their steps are one token long. Under a pipeline there is none.
-    """
-    forward = model.forward
-    names = list(inspect.signature(forward).parameters)
-
-    @functools.wraps(forward)
-    def padded(*args: Any, **kwargs: Any) -> Any:
-        args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
-        batch = {**dict(zip(names, args, strict=False)), **kwargs}
-        cached = batch.get("use_cache", getattr(model.config, "use_cache", False)) and not torch.is_grad_enabled()
-        if caches and (cached or batch.get("past_key_values") is not None):
-            switch.on = False
-            try:
-                return forward(**batch)
-            finally:
-                switch.on = True
-        rows_and_length = next(
-            (batch[k].shape[:2] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None
-        )
-        if rows_and_length is None or rows_and_length[1] % multiple == 0:
-            return forward(**batch)
-        length = rows_and_length[1]
-        extra = -length % multiple
-        outputs = forward(**_padded_batch(model, batch, rows_and_length, extra))
-        logits = dict.get(outputs, "logits") if isinstance(outputs, dict) else None
-        if logits is not None and logits.dim() > 2 and logits.shape[1] == length + extra:
-            outputs["logits"] = logits[:, :length]
-        return outputs
-
-    model.forward = padded
-
-
-def _padded_batch(model: Any, batch: dict[str, Any], shape: torch.Size, extra: int) -> dict[str, Any]:
-    token = getattr(model.config, "pad_token_id", None)
-    if getattr(model, "loss_type", None) == "ForSequenceClassification" and (
-        token is None or "input_ids" not in batch
-    ):
-        raise ValueError(
-            f"hf_parallel: rows of {shape[1]} tokens need padding; the head finds each last token by pad_token_id: "
-            "set it and pass input_ids, or use sequence_parallel=false"
-        )
-    fill = {"labels": -100, "shift_labels": -100, "input_ids": 0 if token is None else token}
-    padded = {}
-    for key, value in batch.items():
-        fits = torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == shape
-        after = [0, 0] * (value.dim() - 2) if fits else []
-        padded[key] = F.pad(value, [*after, 0, extra], value=fill.get(key, 0)) if fits else value
-    last = batch.get("logits_to_keep", 0)
-    if isinstance(last, int) and last > 0:  # counted from the end, which is padding now
-        padded["logits_to_keep"] = torch.arange(shape[1] - last, shape[1], device=_device(padded))
-    return padded
-
-
-def _device(batch: dict[str, Any]) -> torch.device:
-    return next(value.device for value in batch.values() if torch.is_tensor(value))
+def _on_parts(root: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    for module in list(root.modules()):
+        has_own = next(module.parameters(recurse=False), None) is not None
+        if has_own and not isinstance(module, TensorParallelLayer):
+            partial_gradient(module, mesh, device, region)
 
 
 def _split_input(
@@ -133,11 +91,82 @@ def _split_input(
     return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}
 
 
-def _layers_and_final_norm(model: Any) -> tuple[nn.ModuleList | None, nn.Module | None]:
-    """The layers and what follows them, from the backbone's pipeline plan."""
-    backbone = getattr(model, "base_model", model)
-    plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
-    lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
-    if len(lists) != 1 or plan.index(lists[0]) != len(plan) - 2:
-        return None, None
-    return getattr(backbone, lists[0]), getattr(backbone, plan[-1])
+def _join_output(group: dist.ProcessGroup, switch: Switch, module: nn.Module, args: Any, output: Any) -> Any:
+    if not switch.on:
+        return output
+    if isinstance(output, tuple):
+        return (join_sequence(output[0], group), *output[1:])
+    return join_sequence(output, group)
+
+
+# ---- lengths that tp does not divide ----------------------------------------------------------------------------
+
+
+def pad_sequences(model: Any, multiple: int, switch: Switch, caches: bool) -> None:
+    """Pad to a multiple of tp around the forward of whatever reads tokens: after the pipeline has been attached.
+
+    Args:
+        caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
+            their steps are one token long. Under a pipeline there is none.
+    """
+    for reader in token_readers(model):
+        bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
+        reader.forward = _padded_forward(reader, multiple, switch, caches, bidirectional)
+
+
+def _padded_forward(reader: Any, multiple: int, switch: Switch, caches: bool, bidirectional: bool) -> Any:
+    forward = reader.forward
+    names = list(inspect.signature(forward).parameters)
+
+    @functools.wraps(forward)
+    def padded(*args: Any, **kwargs: Any) -> Any:
+        args = args[1:] if args and args[0] is reader else args  # accelerate rebinds what it wraps
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
+        if caches and (cached or batch.get("past_key_values") is not None):
+            return _whole_sequences(switch, forward, batch)
+        tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
+        if tokens is None or tokens.shape[1] % multiple == 0:
+            return forward(**batch)
+        shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
+        return _cut(forward(**_padded_batch(batch, shape, extra, bidirectional)), shape[1], extra)
+
+    return padded
+
+
+def _whole_sequences(switch: Switch, forward: Any, batch: dict[str, Any]) -> Any:
+    switch.on = False
+    try:
+        return forward(**batch)
+    finally:
+        switch.on = True
+
+
+def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, Any]:
+    """What has one entry per token gets `extra` more; encoder outputs beside it keep their own length."""
+    padded = dict(batch)
+    for key, value in batch.items():
+        if not torch.is_tensor(value) or key.startswith("encoder_"):
+            continue
+        if key == "attention_mask" and value.dim() > 2:
+            raise ValueError(
+                f"hf_parallel: rows of {shape[1]} tokens need padding, which a {value.dim()}-dimensional "
+                "attention_mask cannot get; pad the rows, or use sequence_parallel=false"
+            )
+        if key == "position_ids":  # [s], [b, s] or one of these per rotary section
+            padded[key] = F.pad(value, (0, extra))
+        elif value.dim() >= 2 and value.shape[:2] == shape:
+            padded[key] = F.pad(value, [*([0, 0] * (value.dim() - 2)), 0, extra])
+    if bidirectional and batch.get("attention_mask") is None:  # nobody may look at the padding
+        device = next(value.device for value in batch.values() if torch.is_tensor(value))
+        padded["attention_mask"] = F.pad(torch.ones(shape, dtype=torch.long, device=device), (0, extra))
+    return padded
+
+
+def _cut(outputs: Any, length: int, extra: int) -> Any:
+    hidden = outputs[0]
+    if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
+        if isinstance(outputs, tuple):
+            return (hidden[:, :length], *outputs[1:])
+        outputs[next(iter(outputs))] = hidden[:, :length]
+    return outputs

@@ -1,6 +1,7 @@
-"""Which module gets which tensor-parallel style: the model's own plan, checked against its sizes.
+"""Which module gets which tensor-parallel style: the model's own plan, else inferred; checked against its sizes.
 
-A style is a word; `tensor_parallel.py` knows what it does. The words are those of transformers' `tp_plan`.
+A style is a word; `tensor_parallel.py` and `vocab_parallel.py` know what it does. The words are those of transformers'
+`tp_plan` where it has one.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.anatomy import attention_heads, text_part, tied_to_embedding
 from hf_parallel.config import SpecError
+from hf_parallel.rewrite.infer import PACKED, by_heads, infer_styles, latent_attention, linear_sizes
 
 #: Words of transformers' plans that this version can apply.
 SUPPORTED = {
@@ -22,30 +25,81 @@ SUPPORTED = {
     "embedding_rowwise",
     "replicated_with_grad_allreduce",
 }
+#: transformers' own answer to packed weights is to compute them whole; where the packing is known we split them.
+_WHOLE = {"colwise_gather_output": "packed", "rowwise_split_input": "rowwise"}
 
 
 def resolve_styles(model: Any, tp_size: int) -> dict[str, str]:
     """Map the full name of each module that is split to its style.
 
     Raises:
-        SpecError: the model publishes no plan, uses a style unknown here, or a size does not divide.
+        SpecError: a style is unknown here, nothing can be inferred, or a size does not divide.
     """
+    return {name: style for name, (style, _) in styles_and_origins(model, tp_size).items()}
+
+
+def styles_and_origins(model: Any, tp_size: int) -> dict[str, tuple[str, str]]:
+    """As `resolve_styles`, with where each style comes from: "plan", "inferred" or "known"."""
     plan = dict(getattr(model, "tp_plan", None) or {})
-    if not plan:
-        raise SpecError(
-            f"tp_size={tp_size}: {type(model).__name__} publishes no tensor-parallel plan; tp_size=1 works"
-        )
     shared = _shares_heads(model, tp_size)
-    styles = {name: style for name, _, style in _matches(model, plan)}
-    unknown = sorted({style for style in styles.values() if style not in SUPPORTED})
-    if unknown:
-        raise SpecError(
-            f"tp_size={tp_size}: style {unknown[0]} of {type(model).__name__} is not supported; tp_size=1 works"
-        )
+    try:
+        latent = latent_attention(model)
+        attentions = {name.rpartition(".")[0] for name in latent}
+        published = _from_plan(model, {k: v for k, v in plan.items() if v != "local_params"}, attentions)
+        styles = {name: (style, "plan") for name, style in published.items()}
+        if not latent and _splits_no_layer(styles):
+            styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
+    except SpecError as error:
+        raise SpecError(f"tp_size={tp_size}: {type(model).__name__}: {error}; tp_size=1 works") from error
+    for known in (latent, _vocabulary(model), by_heads(model)):
+        styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
     if shared:
-        styles.update({name: "colwise_shared_heads" for name in styles if name.endswith((".k_proj", ".v_proj"))})
-    _check_widths(model, styles, tp_size)
+        styles.update({name: (_shared(style, name), origin) for name, (style, origin) in styles.items()})
+    _check_widths(model, {name: style for name, (style, _) in styles.items()}, tp_size)
     return styles
+
+
+def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
+    """The plan's words by module, without those of latent attentions, which we cut in our own way."""
+    styles = {}
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    inside = {id(module) for module in text_part(model).modules()}
+    for name, module, word in _matches(model, plan):
+        if id(module) not in inside and module is not head:
+            continue  # the vision part of a composite model stays whole
+        if name.rpartition(".")[0] in latent:
+            continue
+        style = word if module is head else _packed(model, name, _WHOLE.get(word, word))
+        if style not in SUPPORTED and not style.startswith("packed_"):
+            raise SpecError(f"style {word} of {name} is not supported")
+        styles[name] = style
+    return styles
+
+
+def _packed(model: Any, name: str, style: str) -> str:
+    owner, _, child = name.rpartition(".")
+    known = PACKED.get(f"{type(model.get_submodule(owner)).__name__}.{child}", style)
+    return known if style in ("packed", "colwise") else style
+
+
+def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:
+    return not any(style in ("colwise", "rowwise") for style, _ in styles.values())
+
+
+def _vocabulary(model: Any) -> dict[str, str]:
+    """Embeddings and head, which several plans leave out."""
+    styles = dict.fromkeys(tied_to_embedding(model), "embedding_rowwise")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if type(head) is nn.Linear:
+        styles[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
+    return styles
+
+
+def _shared(style: str, name: str) -> str:
+    """The style of key and value projections when ranks share heads."""
+    if style == "colwise" and name.endswith((".k_proj", ".v_proj")):
+        return "colwise_shared_heads"
+    return {"packed_qkv": "shared_qkv", "falcon_qkv": "shared_groups"}.get(style, style)
 
 
 def _matches(model: nn.Module, plan: dict[str, str]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -59,13 +113,15 @@ def _shares_heads(model: Any, tp_size: int) -> bool:
     """Are there fewer key/value heads than ranks, so that ranks share them?
 
     Raises:
-        SpecError: query heads, or key/value heads, do not fall into whole groups.
+        SpecError: no attention; query heads, or key/value heads, do not fall into whole groups.
     """
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    heads = getattr(config, "num_attention_heads", None)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        return False
+    counts = attention_heads(model)
+    if counts is None:
+        raise SpecError(
+            f"tp_size={tp_size}: {type(model).__name__} publishes no tensor-parallel plan and has no attention heads "
+            "to split; tp_size=1 works"
+        )
+    heads, kv_heads = counts
     works = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if tp_size not in works:
         choice = f"tp_size={' or '.join(map(str, works))}" if works else "tp_size=1"
@@ -77,7 +133,12 @@ def _shares_heads(model: Any, tp_size: int) -> bool:
 
 def _check_widths(model: nn.Module, styles: dict[str, str], tp_size: int) -> None:
     for name, style in styles.items():
-        weight = getattr(model.get_submodule(name), "weight", None)
-        dim = {"colwise": 0, "rowwise": 1}.get(style)
-        if isinstance(weight, torch.Tensor) and dim is not None and weight.shape[dim] % tp_size:
-            raise SpecError(f"tp_size={tp_size} does not divide {name}.weight dim {dim} of {weight.shape[dim]}")
+        if style not in ("colwise", "rowwise"):
+            continue
+        module = model.get_submodule(name)
+        width = linear_sizes(module)[style == "colwise"] if isinstance(module, nn.Linear | Conv1D) else 0
+        if width % tp_size:
+            side = "output" if style == "colwise" else "input"
+            raise SpecError(
+                f"tp_size={tp_size} does not divide the {width} {side} features of {name}; tp_size=1 works"
+            )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.collectives import all_reduce, reduce_from_group
 from hf_parallel.config import SpecError
-from hf_parallel.rewrite.tensor_parallel import (
-    ColumnParallelLinear,
-    Region,
-    Switch,
-    TensorParallelLayer,
-    become,
-    local,
-    shard_parameter,
-)
+from hf_parallel.rewrite.layers import ColumnParallel, TensorParallelLayer, become, local
+from hf_parallel.rewrite.region import Region, Switch
+from hf_parallel.rewrite.tensor_parallel import shard_parameter
 
 
 def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool) -> None:
@@ -38,11 +32,13 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
         SpecError: an embedding or head of a kind that cannot be cut by rows.
     """
     for name, style in styles.items():
+        if style not in ("embedding_rowwise", "colwise_gather_output"):
+            continue
         module = model.get_submodule(name)
-        region = Region(model, mesh.get_group(), Switch(False))  # whole sequences on both sides
+        region = Region(module, mesh.get_group(), Switch(False))  # whole sequences on both sides
         if style == "embedding_rowwise":
             _embedding(name, module, mesh, device, region)
-        elif style == "colwise_gather_output":
+        else:
             _head(name, module, mesh, device, region, own_loss)
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(causal_loss, model.loss_function)
@@ -51,8 +47,11 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
-class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
+class VocabParallel(TensorParallelLayer):
     """ids […] -> […, hidden]: each rank looks up the rows it holds, the others count as zero."""
+
+    num_embeddings: Any
+    padding_idx: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         weight = local(self.weight)
@@ -65,9 +64,10 @@ class VocabParallelEmbedding(TensorParallelLayer, nn.Embedding):
         return reduce_from_group(rows * inside.unsqueeze(-1), self.region.group)
 
 
-class VocabParallelHead(ColumnParallelLinear):
+class VocabParallelHead(ColumnParallel):
     """x […, hidden] -> logits […, V] as a DTensor cut along V, or whole where `whole` is set."""
 
+    out_features: Any
     mesh: Any
     whole: Any = False
 
@@ -184,14 +184,16 @@ def _embedding(name: str, module: Any, mesh: DeviceMesh, device: torch.device, r
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise SpecError(f"{name} with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
     shard_parameter(module, "weight", mesh, 0, device)
-    own = type(module)
-    # A subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it.
-    become(module, VocabParallelEmbedding if own is nn.Embedding else _lookup_behind(own), region)  # type: ignore[arg-type]
+    if type(module) is nn.Embedding:
+        become(module, VocabParallel, region)
+    else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
+        split, kind = cast(Any, module), cast(Any, type(module))
+        split.__class__, split.region = _lookup_behind(kind), region
 
 
 @functools.cache
-def _lookup_behind(cls: type) -> type:
-    return type(f"VocabParallel{cls.__name__}", (cls, VocabParallelEmbedding), {})
+def _lookup_behind(cls: Any) -> type:
+    return type(f"VocabParallel{cls.__name__}", (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
 
 
 def _head(name: str, module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:

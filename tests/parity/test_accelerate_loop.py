@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.distributed import run, run_alone
-from tests.models import Rows
+from tests.rows import Rows
 from tests.training import axes, close, layouts, none, weight_differences
 
 GLOBAL_BATCH = 8

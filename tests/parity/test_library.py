@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from tests import models
 from tests.distributed import run, run_alone
+from tests.rows import Rows
 from tests.training import axes, close, layouts, none, weight_differences
 
 STEPS, BATCH = 3, 8
@@ -13,7 +14,7 @@ STEPS, BATCH = 3, 8
 
 def loop(model, shares: int, share: int, out: str, even: bool) -> list[float]:
     """Three SGD steps on this share of each batch; returns the losses and saves the model."""
-    rows = models.Rows(STEPS * BATCH, seed=11, even=even)
+    rows = Rows(STEPS * BATCH, seed=11, even=even)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):

@@ -6,6 +6,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from tests import models
 from tests.distributed import run, run_alone
+from tests.rows import VOCABULARY, Rows
 from tests.training import Recorder, axes, close, none, spec_id
 
 
@@ -30,7 +31,7 @@ class ModelsLoss(Trainer):
 def gpt2() -> torch.nn.Module:
     torch.manual_seed(models.SEED)
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
-    return GPT2LMHeadModel(GPT2Config(vocab_size=models.VOCABULARY, n_embd=64, n_layer=2, n_head=4, **still))
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, **still))
 
 
 def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
@@ -45,7 +46,7 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
     arguments = TrainingArguments(out, per_device_train_batch_size=batch, seed=0, **settings, **quiet)
     model = gpt2() if kind == "gpt2" else models.build("llama")
     even = kind in ("mean", "optimizer")  # a mean of one's own is exact only where ranks have as many targets
-    data, recorder = models.Rows(19, 11, even=even), Recorder()
+    data, recorder = Rows(19, 11, even=even), Recorder()
     if kind == "optimizer":
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)

@@ -1,0 +1,133 @@
+"""Where things are in a Hugging Face model: text part, stacks of layers, what runs before and after them, heads.
+
+What a model says of itself (plans, attribute maps) comes first. `_BACKBONES` holds the order of execution of models
+that say nothing; it was read in their sources, since the order in which modules are registered proves nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """What a decoder runs, in order: names relative to the backbone. `tuples`: its layers return tuples."""
+
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+    tuples: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Layers that follow each other directly, and the norm right after them if it is known."""
+
+    name: str
+    layers: nn.ModuleList
+    norm: nn.Module | None
+
+
+_BACKBONES = {
+    "GPT2Model": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
+    "FalconModel": Backbone(("word_embeddings",), "h", ("ln_f",), tuples=True),
+    "BloomModel": Backbone(("word_embeddings", "word_embeddings_layernorm"), "h", ("ln_f",), tuples=True),
+    "OPTDecoder": Backbone(
+        ("embed_tokens", "embed_positions", "project_in"), "layers", ("final_layer_norm", "project_out")
+    ),
+}
+
+
+def backbone_plan(backbone: Any) -> Backbone | None:
+    """The published pipeline plan of a backbone, else the known one, else None."""
+    plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
+    lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
+    if len(lists) == 1:
+        place = plan.index(lists[0])
+        return Backbone(tuple(plan[:place]), lists[0], tuple(plan[place + 1 :]))
+    return _BACKBONES.get(type(backbone).__name__)
+
+
+def text_part(model: Any) -> Any:
+    """The part that reads tokens: of a vision-language model its language model, else the whole backbone."""
+    backbone = getattr(model, "base_model", model)
+    config = getattr(model, "config", None)
+    is_composite = any(getattr(config, name, None) is not None for name in ("vision_config", "audio_config"))
+    return model.get_decoder() if is_composite and hasattr(model, "get_decoder") else backbone
+
+
+def stacks(model: Any) -> list[Stack]:
+    """The stacks of layers of the text part: one, or two of an encoder-decoder model."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    part = text_part(model)
+    published = backbone_plan(part)
+    found = []
+    for name, module in part.named_modules():
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        owner: Any = part.get_submodule(name.rpartition(".")[0])
+        plan = published if owner is part else None if published else backbone_plan(owner)
+        layers: Any = module
+        if plan is not None and module is getattr(owner, plan.layers, None):
+            found.append(Stack(name, layers, _norm_after(owner, plan)))
+        elif published is None and plan is None and all(isinstance(x, GradientCheckpointingLayer) for x in module):
+            found.append(Stack(name, layers, None))
+    return found
+
+
+def token_readers(model: Any) -> list[Any]:
+    """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
+    part, readers = text_part(model), []
+    for stack in stacks(model):
+        name = stack.name
+        while name and not _takes_tokens(part.get_submodule(name)):
+            name = name.rpartition(".")[0]
+        reader = part.get_submodule(name)
+        if reader not in readers and _takes_tokens(reader):
+            readers.append(reader)
+    return readers
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    return "inputs_embeds" in inspect.signature(module.forward).parameters
+
+
+def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
+    """The norm right after the layers; some checkpoints of a family have none."""
+    module = getattr(owner, plan.after[0], None) if plan.after else None
+    return module if isinstance(module, nn.Module) and "norm" in type(module).__name__.lower() else None
+
+
+def text_config(model: Any) -> Any:
+    """The config that describes the text part."""
+    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+
+
+def attention_heads(model: Any) -> tuple[int, int] | None:
+    """Number of query heads and of key/value heads, or None for a model without attention."""
+    config = text_config(model)
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int):
+        return None
+    kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
+        kv_heads = 1  # Falcon-7B, StarCoder
+    return heads, kv_heads
+
+
+def tied_to_embedding(model: Any) -> list[str]:
+    """Full names of all token embeddings: the one the model names, and those that share its weight."""
+    embedding = model.get_input_embeddings()
+    if not isinstance(embedding, nn.Embedding):
+        return []
+    named = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    own = {key for key, module in named.items() if module is embedding or module.weight is embedding.weight}
+    sources = own | {tied[key] for key in own if key in tied}
+    shared = {key for key in named if tied.get(key) in sources}
+    return sorted(key.removesuffix(".weight") for key in own | (sources & set(named)) | shared)

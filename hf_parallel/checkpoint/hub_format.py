@@ -1,0 +1,109 @@
+"""What the tensors of a model become in a Hub folder: other names for some models, and other tensors for a few.
+
+transformers converts checkpoints while loading, and back while saving. Its conversion back is given tensors that are
+not read (`unread.py`), and tells by what it makes of them which belong together: those are gathered together, all
+experts of one layer, or q, k and v, and are then read from what was gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_parallel.checkpoint.slices import Part, read
+from hf_parallel.checkpoint.unread import Unread
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: of the whole model with the stage that holds it, or of the folder."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    stage: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data, bytes."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors of the model, and what they become in the folder."""
+
+    own: tuple[Entry, ...]
+    saved: dict[str, Unread]
+    gathered: dict[str, torch.Tensor]
+
+    @property
+    def entries(self) -> list[Entry]:
+        """What is in the folder."""
+        return [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.saved.items()]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the data in the folder, bytes."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    def convert(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
+        """The values of `saved`, one after the other, from those of `own` by name."""
+        self.gathered.update(tensors)
+        for tensor in self.saved.values():
+            yield tensor.whole()
+        self.gathered.clear()
+
+
+def hub_groups(model: Any, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
+    """The tensors of the model, grouped by what transformers makes of them when it saves, in their order.
+
+    Raises:
+        NotImplementedError: the model's conversion cannot be reverted.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    gathered: dict[str, torch.Tensor] = {}
+    own = {name: _later(entry, gathered) for name, entry in by_name.items()}
+    saved = _revert(model, own) if convert else own
+    together = _joined({name: tensor.origins for name, tensor in saved.items()})
+    groups: dict[str, Group] = {}
+    for name in by_name:
+        if name in together:  # else transformers leaves it out
+            keys, names = together[name]
+            members = tuple(by_name[key] for key in sorted(keys))  # on all ranks in one order
+            groups.setdefault(names[0], Group(members, {n: saved[n] for n in names}, gathered))
+    return list(groups.values())
+
+
+def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> Unread:
+    """A tensor of the model, to be read once it is in `gathered`."""
+
+    def part(wanted: Part) -> torch.Tensor:
+        return read(gathered[entry.name], wanted)
+
+    return Unread(part, entry.shape, entry.dtype, origins=frozenset([entry.name]))
+
+
+def _revert(model: Any, own: dict[str, Unread]) -> dict[str, Unread]:
+    from transformers.core_model_loading import revert_weight_conversion
+
+    try:
+        return revert_weight_conversion(model, own)
+    except Exception as error:  # each model's conversion has its own ways to fail
+        raise NotImplementedError(
+            f"hf_parallel: {type(model).__name__} cannot be converted to the format of its checkpoint on the Hub "
+            f"({type(error).__name__}: {error}); pass save_original_format=False to save it as it is"
+        ) from error
+
+
+def _joined(origins: dict[str, frozenset[str]]) -> dict[str, tuple[set[str], list[str]]]:
+    """For each tensor of the model: all that are converted with it, and the names of what they become."""
+    together: dict[str, tuple[set[str], list[str]]] = {}
+    for name, keys in origins.items():
+        parts = {id(together[key]): together[key] for key in sorted(keys) if key in together}.values()
+        merged = (set(keys).union(*(part[0] for part in parts)), [n for part in parts for n in part[1]] + [name])
+        together.update(dict.fromkeys(merged[0], merged))
+    return together

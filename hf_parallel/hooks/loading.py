@@ -1,0 +1,117 @@
+"""What happens to each tensor while `from_pretrained` fills the model. Each function takes the original.
+
+transformers hands the sources of a target through its conversions and sets the result. We hand it tensors that are not
+read yet (see `checkpoint.unread`), and read this rank's part when the result is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.checkpoint.unread import Unread, unread, values
+from hf_parallel.hooks import runtime
+from hf_parallel.rewrite.packed import stored_order
+from hf_parallel.rewrite.layers import local
+
+
+def open_by_reading(original: Callable) -> Callable:
+    """Read slices into memory of their own: a mapped file keeps every page that was touched."""
+
+    def replacement(file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None) -> Any:
+        return original(file, framework=framework, device=device, backend="pread")
+
+    return replacement
+
+
+def materialize(original: Callable) -> Callable:
+    """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
+
+    def replacement(pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return lambda: unread(tensor, dtype, device)
+
+    return replacement
+
+
+def set_parameter(original: Callable) -> Callable:
+    """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
+
+    def replacement(model: Any, name: str, value: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> None:
+        owner, _, leaf = name.rpartition(".")
+        own = getattr(model.get_submodule(owner), leaf, None)
+        if not isinstance(own, torch.Tensor):
+            value = value.whole() if isinstance(value, Unread) else value
+        elif own.shape != value.shape:
+            info.missing_keys.discard(name)
+            info.mismatched_keys.add((name, value.shape, own.shape))
+            return
+        else:
+            value = values(value, local_part(own, stored_order(model, name)))
+        original(model, name, value, info, *args, **kwargs)
+
+    return replacement
+
+
+def initialize_missing(original: Callable) -> Callable:
+    """Stages draw new weights one after the other, so that each draws what one process would."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        mesh = runtime.mesh()
+        if mesh.is_last_stage and not mesh.is_first_stage:
+            # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
+            self._initialize_weights(self.get_input_embeddings())
+        for stage in range(mesh.size("pp")):
+            if stage == mesh.index("pp"):
+                original(self, *args, **kwargs)
+            runtime.equalise_random_state("pp", stage)
+
+    return replacement
+
+
+def initialize(original: Callable) -> Callable:
+    """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
+
+    def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        new: dict[str, Any] = {
+            name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
+        }
+        for name, shard in new.items():
+            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
+            module._parameters[name] = nn.Parameter(whole)
+        original(self, module, *args, **kwargs)
+        for name, shard in new.items():
+            part = local_part(shard, stored_order(module, name))
+            with torch.no_grad():
+                local(shard).copy_(read(module.get_parameter(name).detach(), part))
+            module._parameters[name] = shard
+
+    return replacement
+
+
+def _is_new_part(module: nn.Module, parameter: Any) -> bool:
+    """Not loaded, and not stored as its values are drawn."""
+    if parameter is None or getattr(parameter, "_is_hf_initialized", False):
+        return False
+    return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
+
+
+def report(original: Callable) -> Callable:
+    """One report, and one error if sizes do not match, for all stages of a pipeline."""
+
+    def replacement(*args: Any, **kwargs: Any) -> None:
+        info = kwargs["loading_info"]
+        if runtime.mesh().size("pp") > 1:
+            stages: list[Any] = [None] * runtime.mesh().size("pp")
+            dist.all_gather_object(stages, vars(info), group=runtime.mesh().group("pp"))
+            for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
+                for stage in stages:
+                    getattr(info, field).update(stage[field])
+        original(*args, **kwargs)
+
+    return replacement

@@ -1,0 +1,123 @@
+"""What a split layer computes. Its class gets one of these mixins in front and keeps its name, parameters and kind."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from hf_parallel.collectives import copy_to_group
+from hf_parallel.rewrite import regather
+from hf_parallel.rewrite.region import Region
+
+
+class TensorParallelLayer(nn.Module):
+    """Mixin of all split layers: the region they are in, and what the classes behind them hold."""
+
+    region: Region
+    weight: Any
+    bias: Any
+
+
+class ColumnParallel(TensorParallelLayer):
+    """Linear x […, in] -> […, out / tp]."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return regather.linear(self.region.enter(input), local_weight(self), local(self.bias))
+
+
+class RowParallel(TensorParallelLayer):
+    """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = self.region.leave(F.linear(input, local_weight(self)))
+        if self.bias is None:
+            return output
+        # On a part of the sequence the bias gets a part of its gradient.
+        bias = copy_to_group(self.bias, self.region.group) if self.region.sequence_parallel else self.bias
+        return output + bias
+
+
+class SharedHeads(TensorParallelLayer):
+    """Linear to heads that ranks share, being fewer: x […, in] -> […, this rank's rows].
+
+    Consecutive ranks share a key/value head, as their query heads do. Each rank keeps the weight whole.
+    """
+
+    rows: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group, rows = self.region.group, self.rows.to(input.device)
+        weight = copy_to_group(self.weight, group)[rows]
+        bias = None if self.bias is None else copy_to_group(self.bias, group)[rows]
+        return regather.linear(self.region.enter(input), weight, bias)
+
+
+class HeadsEmbedding(TensorParallelLayer):
+    """A bias per head from a table [buckets, heads]: ids […] -> […, heads / tp]. The small table stays whole."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group = self.region.group
+        return F.embedding(input, copy_to_group(self.weight, group).chunk(group.size(), dim=1)[group.rank()])
+
+
+class LocalHeads(TensorParallelLayer):
+    """Mixin for an attention that keeps one number per head, such as sinks: it computes with this rank's."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _with_parameters(self, {"sinks": local(self._parameters["sinks"])}, super().forward, args, kwargs)
+
+
+class PartialGradient(TensorParallelLayer):
+    """Mixin for a layer whose whole weights act on a part of the heads or tokens: f(w) sums the parts of the gradient.
+
+    Summing in the backward of each micro-batch, not in the accumulated gradient, keeps accumulation right.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        own = {name: copy_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None}
+        return _with_parameters(self, own, super().forward, args, kwargs)
+
+
+def _with_parameters(module: Any, changed: dict[str, Any], forward: Callable, args: tuple, kwargs: dict) -> Any:
+    """Call `forward` while `module` holds other tensors in place of some parameters."""
+    before = {name: module._parameters[name] for name in changed}
+    module._parameters.update(changed)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        module._parameters.update(before)
+
+
+def local(parameter: Any) -> Any:
+    """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_weight(module: Any) -> torch.Tensor:
+    """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
+    weight = local(module.weight)
+    return weight.t() if isinstance(module, Conv1D) else weight
+
+
+def become(module: Any, mixin: type, region: Region) -> None:
+    """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
+    kind: Any = type(module)
+    module.__class__, module.region = _with_mixin(mixin, kind), region
+
+
+@functools.cache
+def _with_mixin(mixin: Any, cls: Any) -> type:
+    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+
+
+def partial_gradient(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    """Mark a layer whose whole weights act on a part of its input."""
+    become(module, PartialGradient, region)

@@ -1,0 +1,97 @@
+"""A region of tensor parallelism: entered once by a tensor all ranks use, left once by the sum of what each computed.
+
+style                            weight placement   forward of the layer
+colwise, packed_*                Shard(0)           y_local = x W_localᵀ
+rowwise                          Shard(1)           y = leave(x_local W_localᵀ) + b
+enter, leave                     f, g of Megatron-LM; under sequence parallelism all-gather and reduce-scatter
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.rewrite import regather
+from hf_parallel.rewrite.dropout import OwnRandomNumbers
+
+#: Styles of layers that read the residual stream.
+READERS = {
+    "colwise",
+    "colwise_shared_heads",
+    "packed_qkv",
+    "packed_halves",
+    "falcon_qkv",
+    "shared_qkv",
+    "shared_groups",
+}
+#: Inputs of a cross-attention beside its first: whole on every rank.
+_READ_BESIDES = ("key_value_states", "encoder_hidden_states")
+
+
+class Switch:
+    """Is sequence parallelism on? Shared by all of a model, which turns it off while it generates."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+
+class Region:
+    """The layers between one `enter` and one `leave`: an attention, an MLP, or a single layer.
+
+    Attentions and MLPs of their own are entered as a whole (`at_owner`): what an attention computes beside its
+    linears (shapes, latents) then sees the whole sequence. Where the linears sit in the layer itself each enters by
+    itself, and the same input only once.
+    """
+
+    def __init__(self, owner: Any, group: dist.ProcessGroup, switch: Switch, at_owner: bool = False) -> None:
+        self.owner, self.group, self.switch, self.at_owner = owner, group, switch, at_owner
+        self.heads = (0, 0)  # of the whole model: query, key/value
+        self._first = next(iter(inspect.signature(owner.forward).parameters), "")
+        self.scope = OwnRandomNumbers(owner, group)
+        self._input: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Do inputs come, and outputs go, as parts of the sequence?"""
+        return self.switch.on
+
+    def enter_owner(self, owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook of the owner: its first input enters, and what a cross-attention reads besides."""
+        self._begin_scope()
+        also = {key: copy_to_group(kwargs[key], self.group) for key in _READ_BESIDES if kwargs.get(key) is not None}
+        if args:
+            return (self._open(args[0]), *args[1:]), {**kwargs, **also}
+        return args, {**kwargs, **also, self._first: self._open(kwargs[self._first])}
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor for use by all ranks."""
+        if self.at_owner:
+            return tensor
+        if tensor is not self._input:
+            self._begin_scope()
+            self._input, self._entered = tensor, self._open(tensor)
+        assert self._entered is not None
+        return self._entered
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, whole or this rank's part of the sequence."""
+        self.scope.end()
+        return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(tensor, self.group)
+
+    def close(self, *args: Any) -> None:
+        """Forget the input, whose memory would else live until the next one. Also a forward hook."""
+        self.scope.end()
+        self._input = self._entered = None
+
+    def _open(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (regather.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
+
+    def _begin_scope(self) -> None:
+        if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
+            self.scope.begin()

@@ -1,0 +1,115 @@
+"""Weights that a checkpoint lacks or has in another size, and weights stored in another order, on every layout."""
+
+import io
+import logging
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import axes, spec_id
+
+SPECS = ("dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2", "dp_shard=2,tp=2")
+CLASSES = 5
+
+
+def in_order(model: torch.nn.Module) -> torch.nn.Module:
+    """Pretend that some weights are packed: MLPs as [gate | up] would be, and the rows of a head reversed."""
+    from hf_parallel.rewrite.packed import StoredOrder, packed_order
+
+    for name, module in model.named_modules():
+        if name.endswith("gate_proj"):
+            module.stored_orders = {"weight": packed_order([module.out_features // 2] * 2, 2, 0)}
+        if name.endswith("score"):
+            module.stored_orders = {"weight": StoredOrder(0, torch.arange(CLASSES).flip(0))}
+    return model
+
+
+def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwargs) -> dict[str, torch.Tensor]:
+    """Load under a seed; returns all weights on rank 0, the keys of another size, and what comes after at random."""
+    torch.manual_seed(3)
+    if spec is None:
+        model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
+        tied = set(model.all_tied_weights_keys)
+        whole = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+        return {"weights": whole, "sizes": info["mismatched_keys"], "next": torch.rand(2)}
+    from hf_parallel import hooks
+    from hf_parallel.checkpoint import full_state_dict
+    from hf_parallel.hooks import from_pretrained
+
+    hooks.activate(spec, source="test")
+    if packed:
+        original = from_pretrained.parallelize
+        from_pretrained.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
+    model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
+    after = torch.rand(2)
+    whole = full_state_dict(model, hooks.runtime.mesh())
+    return {"weights": whole, "sizes": info["mismatched_keys"], "next": after}
+
+
+def check(spec: str, folder: str, task: type, packed: bool = False, **kwargs) -> set:
+    """Every rank is as one process; returns the keys of another size."""
+    alone = run_alone(load, None, folder, task, **kwargs)
+    ranks = run(load, axes(spec)["world"], spec, folder, task, packed, init=False, **kwargs)
+    assert ranks[0]["weights"].keys() == alone["weights"].keys()
+    unequal = [key for key, tensor in alone["weights"].items() if not torch.equal(ranks[0]["weights"][key], tensor)]
+    assert unequal == []
+    for rank in ranks:
+        assert rank["sizes"] == alone["sizes"]
+        assert torch.equal(rank["next"], alone["next"])
+    return alone["sizes"]
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    """A Llama classifier with three classes."""
+    folder = str(tmp_path_factory.mktemp("classifier"))
+    task = AutoModelForSequenceClassification
+    run_alone(lambda: task.from_config(models.llama(num_labels=3)).save_pretrained(folder))
+    return folder
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["own", "packed"])
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_a_missing_head(spec, packed, runs):
+    sizes = check(spec, runs.initial("llama"), AutoModelForSequenceClassification, packed, num_labels=CLASSES)
+    assert not sizes
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["own", "packed"])
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_a_head_of_another_size(spec, packed, classifier):
+    kwargs = {"num_labels": CLASSES, "ignore_mismatched_sizes": True}
+    sizes = check(spec, classifier, AutoModelForSequenceClassification, packed, **kwargs)
+    assert {(key, tuple(theirs), tuple(ours)) for key, theirs, ours in sizes} == {("score.weight", (3, 64), (5, 64))}
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"], ids=["untied", "tied"])
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_a_vocabulary_of_another_size(spec, model, runs):
+    """The embedding too, which another stage of a pipeline draws than the head."""
+    kwargs = {"vocab_size": models.VOCABULARY + 7, "ignore_mismatched_sizes": True}
+    sizes = check(spec, runs.initial(model), AutoModelForCausalLM, **kwargs)
+    assert len(sizes) == {"llama": 2, "qwen3": 1}[model]
+
+
+def refused(spec: str, folder: str) -> tuple[str, str]:
+    """The error and the report of a checkpoint that does not fit."""
+    report = io.StringIO()
+    logging.getLogger("transformers").addHandler(logging.StreamHandler(report))
+    with pytest.raises(RuntimeError) as error:
+        load(spec, folder, AutoModelForSequenceClassification, num_labels=CLASSES)
+    return str(error.value), report.getvalue()
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+def test_another_size_unasked(spec, classifier):
+    """transformers' own error on every rank, and its report with the sizes of whole tensors on the first."""
+    ranks = run(refused, axes(spec)["world"], spec, classifier, init=False)
+    assert all("`ignore_mismatched_sizes`" in error for error, _ in ranks)
+    report = ranks[0][1]
+    assert report.count("MISMATCH") == 2  # the row and its footnote
+    assert "score.weight" in report
+    assert "ckpt: torch.Size([3, 64]) vs model:torch.Size([5, 64])" in report
