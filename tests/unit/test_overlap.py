@@ -20,9 +20,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hf_parallel.collectives import copy_to_group, gather_sequence, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.collectives.asynchronous import Started
-from hf_parallel.rewrite import late_gradients, overlap
+from hf_parallel.rewrite import late_gradients, overlap, regather
 from hf_parallel.rewrite.late_gradients import column_linear, enter_columns
 from hf_parallel.rewrite.overlap import row_linear
 from tests.counting import CountCollectives
@@ -66,11 +66,11 @@ class Block(nn.Module):
         return row_linear(inner, local(self.down), self.group, self.sequence_parallel)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -3) if x.dim() > 2 else x.unsqueeze(0)  # plain forms cut dim 1
-        entered = (gather_sequence if self.sequence_parallel else copy_to_group)(rows, self.group)
-        inner = F.linear(entered, local(self.up), local(self.bias)) * F.linear(entered, local(self.gate))
+        entered = (regather.gather if self.sequence_parallel else copy_to_group)(x, self.group)
+        up = regather.linear(entered, local(self.up), local(self.bias))
+        inner = up * regather.linear(entered, local(self.gate), None)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        return leave(F.linear(inner, local(self.down)), self.group).view(x.shape)
+        return leave(F.linear(inner, local(self.down)), self.group)
 
 
 def drawn(block: Block, draw: Any, *shape: int) -> torch.Tensor:
@@ -284,8 +284,9 @@ def test_order_with_sequence_parallelism():
     up_and_gate = ["product"] * 2
     assert forward == ["gather", "wait", *up_and_gate, "product", "scatter", "product", "scatter", "wait", "wait"]
     down = ["gather", "gather", "wait", "product", "wait", "product", "product"]
-    assert backward == [*down, *up_and_gate, "scatter", *up_and_gate, "wait"]
-    assert (plain.count("gather"), plain.count("scatter")) == (2, 2)  # one more each: the row's come in halves
+    input_again = "gather"  # regather.py
+    assert backward == [*down, input_again, *up_and_gate, "scatter", *up_and_gate, "wait"]
+    assert (plain.count("gather"), plain.count("scatter")) == (3, 2)  # one more each: the row's come in halves
     assert overlapped == elements
 
 
@@ -313,6 +314,31 @@ def moved_by_checkpoints() -> list[int]:
 def test_checkpoints_repeat_no_more_than_before():
     """Recomputing ends at the last product; the collective behind it is not repeated."""
     plain, overlapped = run(moved_by_checkpoints, 2)[0]
+    assert overlapped == plain
+
+
+def kept_elements() -> list[int]:
+    """Elements that the graphs of the plain and of the overlapped path keep for the backward."""
+    block, counts = Block(), []
+    x = drawn(block, whole_numbers, 2, 4, HIDDEN).requires_grad_()
+    for overlapped in (False, True):
+        block.overlapped = overlapped
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = block(x)
+        counts.append(sum(kept.values()))
+        output.sum().backward()
+    return counts
+
+
+def test_keeps_no_more_than_before():
+    """Of the gathered input its part, as in regather.py."""
+    plain, overlapped = run(kept_elements, 2)[0]
     assert overlapped == plain
 
 
