@@ -71,14 +71,13 @@ def enter_columns(
     late = []
     for weight in weights:  # before the entry
         gradient = LateGradient()
-        late.append(LateWeight(_Weight.apply(as_autocast(weight), gradient), gradient))
+        late.append(LateWeight(_Weight.apply(weight, gradient), gradient))
     entered = _Enter.apply(x, [weight.gradient for weight in late], group, sequence_parallel)
     return regather.remember(entered, x, group) if sequence_parallel else entered, late
 
 
 def column_linear(entered: torch.Tensor, weight: LateWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear for one layer of the region: […, h] -> […, out / n]."""
-    bias = None if bias is None else as_autocast(bias)
     origin = regather.origin_of(entered, weight.tensor)
     return _ColumnLinear.apply(as_autocast(entered), weight.tensor, bias, weight.gradient, origin)
 
@@ -114,7 +113,7 @@ class _ColumnLinear(torch.autograd.Function):
         kept, ctx.regathered = (x, None) if origin is None else origin.read_by(late, x.dtype)
         ctx.late = late
         ctx.save_for_backward(kept if weight_wanted else None, weight if x_wanted else None)
-        return _product(x, weight, bias)
+        return _product(x, as_autocast(weight), None if bias is None else as_autocast(bias))
 
     @staticmethod
     @once_differentiable
@@ -126,7 +125,7 @@ class _ColumnLinear(torch.autograd.Function):
         elif kept is not None:
             ctx.late.put(kept.detach(), gradient)
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return None if weight is None else gradient @ weight, None, grad_bias, None, None
+        return None if weight is None else gradient @ weight.to(gradient.dtype), None, grad_bias, None, None
 
 
 class _Enter(torch.autograd.Function):

@@ -30,7 +30,7 @@ def row_linear(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
-    x, weight = as_autocast(x), as_autocast(weight)
+    x = as_autocast(x)
     kept: list[Any] = []
     return _RowLinear.apply(_Keep.apply(x, weight, kept), weight, kept, group, sequence_parallel)
 
@@ -63,7 +63,7 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any], group: dist.ProcessGroup, by_parts: bool
     ) -> torch.Tensor:
         ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
-        return (_scattered_product if by_parts else _reduced_product)(x, weight, group)
+        return (_scattered_product if by_parts else _reduced_product)(x, as_autocast(weight), group)
 
     @staticmethod
     @once_differentiable
@@ -71,6 +71,7 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         x, weight = ctx.kept[0].saved_tensors
+        weight = None if weight is None else weight.to(gradient.dtype)
         if ctx.by_parts:
             gradient, grad_x = _gathered_product(gradient, weight, ctx.group, x is not None)
         else:
@@ -144,7 +145,10 @@ def weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """What autocast does to the arguments of F.linear, here because inside a Function autograd would not see it."""
+    """What autocast does to an argument of F.linear.
+
+    Weights are saved before and cast again in the backward: the copy would be kept beside a weight that lives anyway.
+    """
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor
