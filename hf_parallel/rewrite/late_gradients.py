@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 
 from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.rewrite import regather
-from hf_parallel.rewrite.overlap import as_autocast, parts_of_sequence, weight_gradient
+from hf_parallel.rewrite.overlap import as_autocast, is_wanted, parts_of_sequence, weight_gradient
 
 
 class LateGradient:
@@ -119,13 +119,14 @@ class _ColumnLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
-        if ctx.regathered is not None:
+        if is_wanted(ctx, 1) and ctx.regathered is not None:
             ctx.regathered.begin(ctx.late, kept)
             ctx.late.put(ctx.regathered, gradient)
-        elif kept is not None:
+        elif is_wanted(ctx, 1):
             ctx.late.put(kept.detach(), gradient)
+        grad_x = gradient @ weight.to(gradient.dtype) if is_wanted(ctx, 0) else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return None if weight is None else gradient @ weight.to(gradient.dtype), None, grad_bias, None, None
+        return grad_x, None, grad_bias, None, None
 
 
 class _Enter(torch.autograd.Function):

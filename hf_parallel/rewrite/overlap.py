@@ -32,7 +32,10 @@ def row_linear(
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
     x = as_autocast(x)
     kept: list[Any] = []
-    return _RowLinear.apply(_Keep.apply(x, weight, kept), weight, kept, group, sequence_parallel)
+    # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
+    x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)
+    # A view of the weight: `is_wanted` cannot ask about leaves.
+    return _RowLinear.apply(x, weight.view_as(weight), kept, group, sequence_parallel)
 
 
 class _Keep(torch.autograd.Function):
@@ -43,16 +46,15 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any]) -> torch.Tensor:
-        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, weight_wanted: bool, kept: list[Any]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
+        ctx.save_for_backward(x if weight_wanted else None, weight if ctx.needs_input_grad[0] else None)
         kept.append(ctx)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        return gradient, None, None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        return gradient, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -71,7 +73,8 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         x, weight = ctx.kept[0].saved_tensors
-        weight = None if weight is None else weight.to(gradient.dtype)
+        weight = weight.to(gradient.dtype) if weight is not None and is_wanted(ctx, 0) else None
+        x = x if is_wanted(ctx, 1) else None
         if ctx.by_parts:
             gradient, grad_x = _gathered_product(gradient, weight, ctx.group, x is not None)
         else:
@@ -137,6 +140,15 @@ def join_parts(pieces: list[torch.Tensor], before: Sequence[int]) -> torch.Tenso
     """Pieces [n, b, t, h] of every rank's part, in order -> […, s, h]."""
     whole = torch.cat([piece.transpose(0, 1) for piece in pieces], dim=2)
     return whole.reshape(*before, whole.shape[1] * whole.shape[2], whole.shape[3])
+
+
+def is_wanted(ctx: Any, index: int) -> bool:
+    """Does this pass over the graph ask for the gradient of a Function's tensor number `index`?
+
+    Zero-bubble schedules ask for gradients of inputs and of weights in two passes; `needs_input_grad` is true in both.
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
 
 
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
@@ -84,7 +85,7 @@ def outcome(
 ) -> dict[str, torch.Tensor | None]:
     """Output and all gradients after some backward passes; with `frozen` x needs no gradient."""
     block.zero_grad()
-    x = x.clone().requires_grad_(not frozen)
+    x = x.detach().clone().requires_grad_(not frozen)
     for _ in range(passes):
         output = (forward or block)(x)
         output.backward(drawn(block, whole_numbers, *output.shape).to(output.dtype))
@@ -297,6 +298,33 @@ def test_order_with_whole_sequences():
     assert backward == ["product", "product", *up_and_gate, "reduce", *up_and_gate, "wait"]
     assert plain.count("reduce") == 2
     assert overlapped == elements
+
+
+def split_backward() -> list[tuple[list[str], list[str]]]:
+    """Events of the two backward passes of a zero-bubble schedule, with and without sequence parallelism."""
+    block, found = Block(), []
+    for block.sequence_parallel in (True, False):
+        x = drawn(block, whole_numbers, 2, 4, HIDDEN).requires_grad_()
+        expected = outcome(block, x)
+        block.zero_grad()
+        output = block(x)
+        gradient = drawn(block, whole_numbers, *output.shape)
+        with Events() as inputs:
+            (grad_x,), groups = stage_backward_input([output], [gradient], [x], block.parameters())
+        with Events() as weights:
+            stage_backward_weight(block.parameters(), groups)
+        actual = {"x": grad_x, **{name: local(parameter.grad) for name, parameter in block.named_parameters()}}
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+        found.append((inputs.order, weights.order))
+    return found
+
+
+def test_split_backward_multiplies_once():
+    """Each pass computes what it is asked for; the weights' pass gathers the row's gradient once more."""
+    by_parts, whole = run(split_backward, 2)[0]
+    assert by_parts[0] == ["gather", "gather", *["product"] * 4, "scatter"]
+    assert sorted(by_parts[1]) == [*["gather"] * 3, *["product"] * 3]
+    assert whole == (["product"] * 3 + ["reduce"], ["product"] * 3)
 
 
 def moved_by_checkpoints() -> list[int]:
