@@ -7,6 +7,9 @@ aside, and only then waits, as Megatron-LM does within one layer. Numbers and co
     forward     weights' nodes -> entry's node -> layers' nodes
     backward    layers: factors aside -> entry: start, multiply, wait -> weights: hand the products on
 
+Of a gathered input each rank keeps its part, as in regather.py: what the first layer of the backward starts to gather
+again is read when the entry multiplies.
+
 Autograd runs nodes that were made later first, so the weights' nodes are made before that of the entry. In another
 order they would multiply for themselves: that would cost the overlap, not the numbers.
 
@@ -16,35 +19,36 @@ second half has nothing to run behind.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
-from hf_parallel.rewrite.overlap import as_autocast, join_parts, parts_of_sequence, weight_gradient
+from hf_parallel.rewrite import regather
+from hf_parallel.rewrite.overlap import as_autocast, is_wanted, parts_of_sequence, weight_gradient
 
 
 class LateGradient:
     """The gradient of one weight: first its two factors, then their product, then taken."""
 
     def __init__(self) -> None:
-        self._factors: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._factors: tuple[torch.Tensor | regather.Regathered, torch.Tensor] | None = None
         self._product: torch.Tensor | None = None
+        self.passes = 0  # over the graph, counted by `Regathered`
 
-    def put(self, x: torch.Tensor, gradient: torch.Tensor) -> None:
+    def put(self, x: torch.Tensor | regather.Regathered, gradient: torch.Tensor) -> None:
         """What to multiply. Replaces what a pass that did not ask for weight gradients has left."""
-        self._factors, self._product = (x.detach(), gradient), None
+        self._factors, self._product = (x, gradient), None
 
     def compute(self) -> None:
         """Multiply, unless that is done."""
         if self._factors is not None:
             x, gradient = self._factors
-            self._factors, self._product = None, weight_gradient(x, gradient)
+            whole = x.take(self) if isinstance(x, regather.Regathered) else x
+            self._factors, self._product = None, weight_gradient(whole, gradient)
 
     def take(self) -> torch.Tensor | None:
         """Hand the product over."""
@@ -67,14 +71,15 @@ def enter_columns(
     late = []
     for weight in weights:  # before the entry
         gradient = LateGradient()
-        late.append(LateWeight(_Weight.apply(as_autocast(weight), gradient), gradient))
-    return _Enter.apply(x, [weight.gradient for weight in late], group, sequence_parallel), late
+        late.append(LateWeight(_Weight.apply(weight, gradient), gradient))
+    entered = _Enter.apply(x, [weight.gradient for weight in late], group, sequence_parallel)
+    return regather.remember(entered, x, group) if sequence_parallel else entered, late
 
 
 def column_linear(entered: torch.Tensor, weight: LateWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """F.linear for one layer of the region: […, h] -> […, out / n]."""
-    bias = None if bias is None else as_autocast(bias)
-    return _ColumnLinear.apply(as_autocast(entered), weight.tensor, bias, weight.gradient)
+    origin = regather.origin_of(entered, weight.tensor)
+    return _ColumnLinear.apply(as_autocast(entered), weight.tensor, bias, weight.gradient, origin)
 
 
 class _Weight(torch.autograd.Function):
@@ -97,21 +102,31 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, late: LateGradient
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        late: LateGradient,
+        origin: regather.Origin | None,
     ) -> torch.Tensor:
         x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+        kept, ctx.regathered = (x, None) if origin is None else origin.read_by(late, x.dtype)
         ctx.late = late
-        ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
-        return F.linear(x, weight, bias)
+        ctx.save_for_backward(kept if weight_wanted else None, weight if x_wanted else None)
+        return _product(x, as_autocast(weight), None if bias is None else as_autocast(bias))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, None, torch.Tensor | None, None]:
-        x, weight = ctx.saved_tensors
-        if x is not None:
-            ctx.late.put(x, gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept, weight = ctx.saved_tensors
+        if is_wanted(ctx, 1) and ctx.regathered is not None:
+            ctx.regathered.begin(ctx.late, kept)
+            ctx.late.put(ctx.regathered, gradient)
+        elif is_wanted(ctx, 1):
+            ctx.late.put(kept.detach(), gradient)
+        grad_x = gradient @ weight.to(gradient.dtype) if is_wanted(ctx, 0) else None
         grad_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return None if weight is None else gradient @ weight, None, grad_bias, None
+        return grad_x, None, grad_bias, None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -124,9 +139,7 @@ class _Enter(torch.autograd.Function):
         ctx.late, ctx.group, ctx.sequence_parallel = late, group, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        before = x.shape[:-2]
-        gather = start_all_gather(x.reshape(math.prod(before), *x.shape[-2:]), group)
-        return join_parts([gather.wait()], before)
+        return torch.cat(start_all_gather(x, group).wait().unbind(), dim=-2)
 
     @staticmethod
     @once_differentiable
@@ -139,3 +152,14 @@ class _Enter(torch.autograd.Function):
             late.compute()
         own = started.wait()
         return own.view(*gradient.shape[:-2], *own.shape[-2:]), None, None, None
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """F.linear, but never a view: models may change the output in place, which autograd does not allow for views."""
+    output = x.new_empty(*x.shape[:-1], weight.shape[0])
+    rows, products = x.flatten(0, -2), output.flatten(0, -2)
+    if bias is None:
+        torch.mm(rows, weight.t(), out=products)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=products)
+    return output

@@ -30,9 +30,12 @@ def row_linear(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
-    x, weight = as_autocast(x), as_autocast(weight)
+    x = as_autocast(x)
     kept: list[Any] = []
-    return _RowLinear.apply(_Keep.apply(x, weight, kept), weight, kept, group, sequence_parallel)
+    # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
+    x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)
+    # A view of the weight: `is_wanted` cannot ask about leaves.
+    return _RowLinear.apply(x, weight.view_as(weight), kept, group, sequence_parallel)
 
 
 class _Keep(torch.autograd.Function):
@@ -43,16 +46,15 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any]) -> torch.Tensor:
-        x_wanted, weight_wanted = ctx.needs_input_grad[:2]
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, weight_wanted: bool, kept: list[Any]) -> torch.Tensor:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x if weight_wanted else None, weight if x_wanted else None)
+        ctx.save_for_backward(x if weight_wanted else None, weight if ctx.needs_input_grad[0] else None)
         kept.append(ctx)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        return gradient, None, None
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        return gradient, None, None, None
 
 
 class _RowLinear(torch.autograd.Function):
@@ -63,7 +65,7 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any], group: dist.ProcessGroup, by_parts: bool
     ) -> torch.Tensor:
         ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
-        return (_scattered_product if by_parts else _reduced_product)(x, weight, group)
+        return (_scattered_product if by_parts else _reduced_product)(x, as_autocast(weight), group)
 
     @staticmethod
     @once_differentiable
@@ -71,6 +73,8 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         x, weight = ctx.kept[0].saved_tensors
+        weight = weight.to(gradient.dtype) if weight is not None and is_wanted(ctx, 0) else None
+        x = x if is_wanted(ctx, 1) else None
         if ctx.by_parts:
             gradient, grad_x = _gathered_product(gradient, weight, ctx.group, x is not None)
         else:
@@ -80,15 +84,15 @@ class _RowLinear(torch.autograd.Function):
 
 
 def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, in / n] -> […, out]."""
-    rows, started = x.flatten(0, -2), []
-    output = x.new_empty(rows.shape[0], weight.shape[0])
+    """[…, in / n] -> […, out]. No view: models add their residual in place, which autograd allows to no view."""
+    output, started = x.new_empty(*x.shape[:-1], weight.shape[0]), []
+    rows, sums = x.flatten(0, -2), output.flatten(0, -2)
     for half in _halves(rows.shape[0]):
-        torch.mm(rows[half], weight.t(), out=output[half])
-        started.append(start_all_reduce(output[half], group))
+        torch.mm(rows[half], weight.t(), out=sums[half])
+        started.append(start_all_reduce(sums[half], group))
     for reduce in started:
         reduce.wait()
-    return output.view(*x.shape[:-1], weight.shape[0])
+    return output
 
 
 def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -98,8 +102,8 @@ def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.Proces
         # Ordered by ranks before the product, the product is ready to be sent; F.linear keeps the order.
         rows = parts[:, :, half].transpose(0, 1).contiguous()
         started.append(start_reduce_scatter(rows @ weight.t(), group))
-    own = torch.cat([scatter.wait() for scatter in started], dim=1)
-    return own.view(*x.shape[:-2], *own.shape[1:])
+    own = [scatter.wait() for scatter in started]
+    return torch.cat([half.view(*x.shape[:-2], *half.shape[1:]) for half in own], dim=-2)
 
 
 def _gathered_product(
@@ -138,13 +142,25 @@ def join_parts(pieces: list[torch.Tensor], before: Sequence[int]) -> torch.Tenso
     return whole.reshape(*before, whole.shape[1] * whole.shape[2], whole.shape[3])
 
 
+def is_wanted(ctx: Any, index: int) -> bool:
+    """Does this pass over the graph ask for the gradient of a Function's tensor number `index`?
+
+    Zero-bubble schedules ask for gradients of inputs and of weights in two passes; `needs_input_grad` is true in both.
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """x […, in], gradient […, out] -> [out, in]."""
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
 def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """What autocast does to the arguments of F.linear, here because inside a Function autograd would not see it."""
+    """What autocast does to an argument of F.linear.
+
+    Weights are saved before and cast again in the backward: the copy would be kept beside a weight that lives anyway.
+    """
     device = tensor.device.type
     if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
         return tensor

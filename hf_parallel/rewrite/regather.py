@@ -24,20 +24,30 @@ from hf_parallel.collectives import begin_gather_sequence, gather_sequence
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h], or [tokens / n, h] -> [tokens, h]: a tensor that `linear` can gather again."""
-    whole: Any = gather_sequence(part, group)
+    return remember(gather_sequence(part, group), part, group)
+
+
+def remember(whole: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Note on `whole` that it was gathered from `part`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # On the tensor itself: it lives as long, and a checkpoint inside the region passes the same object again.
-        whole._gathered_from = _Origin(part.detach(), group, whole._version)
+        whole._gathered_from = Origin(part.detach(), group, whole._version)
     return whole
 
 
 def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`F.linear` of local tensors that keeps only the part of an input from `gather`."""
+    origin = origin_of(input, weight)
+    return F.linear(input, weight, bias) if origin is None else _Linear.apply(input, weight, bias, origin)
+
+
+def origin_of(input: torch.Tensor, weight: torch.Tensor) -> Origin | None:
+    """What a linear may keep in place of its input, if there is such a thing."""
     origin = getattr(input, "_gathered_from", None)
     # An input changed in place is not what would be gathered; for a frozen weight nothing would be kept anyway.
     if origin is None or origin.version != input._version or not (torch.is_grad_enabled() and weight.requires_grad):
-        return F.linear(input, weight, bias)
-    return _Linear.apply(input, weight, bias, origin)
+        return None
+    return origin
 
 
 class _Linear(torch.autograd.Function):
@@ -45,7 +55,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: _Origin
+        ctx: Any, whole: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin
     ) -> torch.Tensor:
         output = F.linear(whole, weight, bias)
         part, ctx.regathered = origin.read_by(ctx, output.dtype)
@@ -67,24 +77,24 @@ class _Linear(torch.autograd.Function):
         return of_whole, of_weight, of_bias, None
 
 
-class _Origin:
+class Origin:
     """What a gathered tensor was gathered from; dies with that tensor."""
 
     def __init__(self, part: torch.Tensor, group: dist.ProcessGroup, version: int) -> None:
         self.part, self.group, self.version = part, group, version
-        self._kept: dict[torch.dtype, tuple[torch.Tensor, _Regathered]] = {}
+        self._kept: dict[torch.dtype, tuple[torch.Tensor, Regathered]] = {}
 
-    def read_by(self, reader: Any, dtype: torch.dtype) -> tuple[torch.Tensor, _Regathered]:
+    def read_by(self, reader: Any, dtype: torch.dtype) -> tuple[torch.Tensor, Regathered]:
         """The part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
         if dtype not in self._kept:
-            self._kept[dtype] = self.part.to(dtype), _Regathered(self.group)
+            self._kept[dtype] = self.part.to(dtype), Regathered(self.group)
         part, regathered = self._kept[dtype]
         reader.passes = 0
         regathered.readers.add(reader)
         return part, regathered
 
 
-class _Regathered:
+class Regathered:
     """One input in the backward: gathered when the first linear asks, dropped when the last one has read it.
 
     It holds no part between forward and backward: under checkpointing there is none until it is recomputed. Whether to

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from hf_parallel.collectives import copy_to_group, gather_sequence, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.collectives.asynchronous import Started
-from hf_parallel.rewrite import late_gradients, overlap
+from hf_parallel.rewrite import late_gradients, overlap, regather
 from hf_parallel.rewrite.late_gradients import column_linear, enter_columns
 from hf_parallel.rewrite.overlap import row_linear
 from tests.counting import CountCollectives
@@ -66,11 +67,11 @@ class Block(nn.Module):
         return row_linear(inner, local(self.down), self.group, self.sequence_parallel)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.flatten(0, -3) if x.dim() > 2 else x.unsqueeze(0)  # plain forms cut dim 1
-        entered = (gather_sequence if self.sequence_parallel else copy_to_group)(rows, self.group)
-        inner = F.linear(entered, local(self.up), local(self.bias)) * F.linear(entered, local(self.gate))
+        entered = (regather.gather if self.sequence_parallel else copy_to_group)(x, self.group)
+        up = regather.linear(entered, local(self.up), local(self.bias))
+        inner = up * regather.linear(entered, local(self.gate), None)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
-        return leave(F.linear(inner, local(self.down)), self.group).view(x.shape)
+        return leave(F.linear(inner, local(self.down)), self.group)
 
 
 def drawn(block: Block, draw: Any, *shape: int) -> torch.Tensor:
@@ -84,7 +85,7 @@ def outcome(
 ) -> dict[str, torch.Tensor | None]:
     """Output and all gradients after some backward passes; with `frozen` x needs no gradient."""
     block.zero_grad()
-    x = x.clone().requires_grad_(not frozen)
+    x = x.detach().clone().requires_grad_(not frozen)
     for _ in range(passes):
         output = (forward or block)(x)
         output.backward(drawn(block, whole_numbers, *output.shape).to(output.dtype))
@@ -284,8 +285,9 @@ def test_order_with_sequence_parallelism():
     up_and_gate = ["product"] * 2
     assert forward == ["gather", "wait", *up_and_gate, "product", "scatter", "product", "scatter", "wait", "wait"]
     down = ["gather", "gather", "wait", "product", "wait", "product", "product"]
-    assert backward == [*down, *up_and_gate, "scatter", *up_and_gate, "wait"]
-    assert (plain.count("gather"), plain.count("scatter")) == (2, 2)  # one more each: the row's come in halves
+    input_again = "gather"  # regather.py
+    assert backward == [*down, input_again, *up_and_gate, "scatter", *up_and_gate, "wait"]
+    assert (plain.count("gather"), plain.count("scatter")) == (3, 2)  # one more each: the row's come in halves
     assert overlapped == elements
 
 
@@ -296,6 +298,33 @@ def test_order_with_whole_sequences():
     assert backward == ["product", "product", *up_and_gate, "reduce", *up_and_gate, "wait"]
     assert plain.count("reduce") == 2
     assert overlapped == elements
+
+
+def split_backward() -> list[tuple[list[str], list[str]]]:
+    """Events of the two backward passes of a zero-bubble schedule, with and without sequence parallelism."""
+    block, found = Block(), []
+    for block.sequence_parallel in (True, False):
+        x = drawn(block, whole_numbers, 2, 4, HIDDEN).requires_grad_()
+        expected = outcome(block, x)
+        block.zero_grad()
+        output = block(x)
+        gradient = drawn(block, whole_numbers, *output.shape)
+        with Events() as inputs:
+            (grad_x,), groups = stage_backward_input([output], [gradient], [x], block.parameters())
+        with Events() as weights:
+            stage_backward_weight(block.parameters(), groups)
+        actual = {"x": grad_x, **{name: local(parameter.grad) for name, parameter in block.named_parameters()}}
+        assert all(torch.equal(value, expected[name]) for name, value in actual.items())
+        found.append((inputs.order, weights.order))
+    return found
+
+
+def test_split_backward_multiplies_once():
+    """Each pass computes what it is asked for; the weights' pass gathers the row's gradient once more."""
+    by_parts, whole = run(split_backward, 2)[0]
+    assert by_parts[0] == ["gather", "gather", *["product"] * 4, "scatter"]
+    assert sorted(by_parts[1]) == [*["gather"] * 3, *["product"] * 3]
+    assert whole == (["product"] * 3 + ["reduce"], ["product"] * 3)
 
 
 def moved_by_checkpoints() -> list[int]:
@@ -313,6 +342,31 @@ def moved_by_checkpoints() -> list[int]:
 def test_checkpoints_repeat_no_more_than_before():
     """Recomputing ends at the last product; the collective behind it is not repeated."""
     plain, overlapped = run(moved_by_checkpoints, 2)[0]
+    assert overlapped == plain
+
+
+def kept_elements() -> list[int]:
+    """Elements that the graphs of the plain and of the overlapped path keep for the backward."""
+    block, counts = Block(), []
+    x = drawn(block, whole_numbers, 2, 4, HIDDEN).requires_grad_()
+    for overlapped in (False, True):
+        block.overlapped = overlapped
+        kept: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, kept: dict[int, int] = kept) -> torch.Tensor:
+            kept[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = block(x)
+        counts.append(sum(kept.values()))
+        output.sum().backward()
+    return counts
+
+
+def test_keeps_no_more_than_before():
+    """Of the gathered input its part, as in regather.py."""
+    plain, overlapped = run(kept_elements, 2)[0]
     assert overlapped == plain
 
 
@@ -379,6 +433,25 @@ def late_peer(folder: Any, sequence_parallel: bool) -> None:
 def test_computes_while_a_peer_is_late(tmp_path, sequence_parallel):
     """Without overlap this would not end: rank 1 waits for what rank 0 computes during the collective."""
     run(late_peer, 2, tmp_path, sequence_parallel)
+
+
+def changed_in_place() -> None:
+    """Outputs of the overlapped layers, changed as the model may change those of a linear and of a collective."""
+    block = Block()
+    for block.sequence_parallel in (True, False):
+        for shape in ((2, 3), (3,)):
+            x = drawn(block, whole_numbers, *shape, HIDDEN).requires_grad_()
+            weights = [local(block.up), local(block.gate)]
+            entered, (up, gate) = enter_columns(x, weights, block.group, block.sequence_parallel)
+            inner = column_linear(entered, up, local(block.bias)).mul_(2) + column_linear(entered, gate).mul_(2)
+            output = row_linear(inner, local(block.down), block.group, block.sequence_parallel)
+            output += x
+            output.sum().backward()
+
+
+def test_outputs_may_be_changed_in_place():
+    """Falcon and BLOOM add their residual to the output of a region."""
+    run(changed_in_place, 2)
 
 
 def uncuttable() -> str:
