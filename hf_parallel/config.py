@@ -47,6 +47,7 @@ class ParallelConfig:
     ep_size: int = 1
     zero_stage: int = 3
     sequence_parallel: bool | None = None
+    tp_overlap: bool = False
     pipeline_schedule: str = "1f1b"
     pipeline_microbatches: int | None = None
     pipeline_virtual_stages: int | None = None
@@ -276,6 +277,8 @@ def _check_choices(config: ParallelConfig) -> None:
         raise SpecError(
             "sequence_parallel=true: tp_size=1 splits no sequence; tp_size=2 or sequence_parallel=false works"
         )
+    if config.tp_overlap and config.tp_size == 1:
+        raise SpecError("tp_overlap=true: tp_size=1 communicates nothing; tp_size=2 or tp_overlap=false works")
     _check_virtual_stages(config)
     if config.profile_steps is not None and config.pp_size == 1:
         raise SpecError(

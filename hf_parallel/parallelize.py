@@ -89,8 +89,8 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         styles = resolve_styles(model, config.tp_size)
         state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
         switch = Switch(state.sequence_parallel)
-        tensor_parallel(model, mesh["tp"], styles, mesh.device, switch)
-        vocab_parallel(model, mesh["tp"], styles, mesh.device, state.sums_over_tokens)
+        tensor_parallel(model, mesh["tp"], styles, mesh.device, switch, config.tp_overlap)
+        vocab_parallel(model, mesh["tp"], styles, mesh.device, state.sums_over_tokens, config.tp_overlap)
         retie(model)
         if state.sequence_parallel:
             sequence_parallel(model, mesh["tp"], mesh.device, switch)

@@ -57,6 +57,7 @@ TABLES = {
         "label smoothing",
         "own loss",
         "odd sizes",
+        "tp_overlap",
         "Accelerate loop",
         "library",
     ),

@@ -30,14 +30,14 @@ class ColumnParallel(TensorParallelLayer):
     """Linear x […, in] -> […, out / tp]."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return regather.linear(self.region.enter(input), local_weight(self), local(self.bias))
+        return self.region.column(self, input, local(self.bias))
 
 
 class RowParallel(TensorParallelLayer):
     """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = self.region.leave(F.linear(input, local_weight(self)))
+        output = self.region.row(input, local_weight(self))
         if self.bias is None:
             return output
         # On a part of the sequence the bias gets a part of its gradient.
@@ -111,6 +111,8 @@ def become(module: Any, mixin: type, region: Region) -> None:
     """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
     kind: Any = type(module)
     module.__class__, module.region = _with_mixin(mixin, kind), region
+    if issubclass(mixin, ColumnParallel):
+        region.columns[module] = functools.partial(local_weight, module)
 
 
 @functools.cache

@@ -9,15 +9,19 @@ enter, leave                     f, g of Megatron-LM; under sequence parallelism
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
+from hf_parallel.rewrite.late_gradients import LateWeight, column_linear, enter_columns
+from hf_parallel.rewrite.overlap import row_linear
 
 #: Styles of layers that read the residual stream.
 READERS = {
@@ -48,8 +52,14 @@ class Region:
     itself, and the same input only once.
     """
 
-    def __init__(self, owner: Any, group: dist.ProcessGroup, switch: Switch, at_owner: bool = False) -> None:
+    def __init__(
+        self, owner: Any, group: dist.ProcessGroup, switch: Switch, at_owner: bool = False, overlap: bool = False
+    ) -> None:
         self.owner, self.group, self.switch, self.at_owner = owner, group, switch, at_owner
+        self.overlap = overlap
+        #: The local weights [out, in] of the layers whose gradients may come late, by layer.
+        self.columns: dict[nn.Module, Callable[[], torch.Tensor]] = {}
+        self._late: dict[nn.Module, LateWeight] = {}
         self.heads = (0, 0)  # of the whole model: query, key/value
         self._first = next(iter(inspect.signature(owner.forward).parameters), "")
         self.scope = OwnRandomNumbers(owner, group)
@@ -79,6 +89,21 @@ class Region:
         assert self._entered is not None
         return self._entered
 
+    def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""
+        entered = self.enter(x)
+        late = self._late.pop(layer, None)
+        if late is None:
+            return regather.linear(entered, self.columns[layer](), bias)
+        return column_linear(entered, late, bias)
+
+    def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply x […, in / tp] by the weight and leave."""
+        if not self.overlap:
+            return self.leave(F.linear(x, weight))
+        self.scope.end()
+        return row_linear(x, weight, self.group, self.sequence_parallel)
+
     def leave(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, whole or this rank's part of the sequence."""
         self.scope.end()
@@ -88,8 +113,14 @@ class Region:
         """Forget the input, whose memory would else live until the next one. Also a forward hook."""
         self.scope.end()
         self._input = self._entered = None
+        self._late = {}
 
     def _open(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.overlap:
+            weights = [weight() for weight in self.columns.values()]
+            entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
+            self._late = dict(zip(self.columns, late, strict=True))
+            return entered
         return (regather.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
 
     def _begin_scope(self) -> None:

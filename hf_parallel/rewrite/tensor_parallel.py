@@ -46,14 +46,14 @@ from hf_parallel.rewrite.region import READERS, Region, Switch
 
 
 def tensor_parallel(
-    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, switch: Switch
+    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, switch: Switch, overlap: bool = False
 ) -> None:
     """Split the modules named in `styles` over the one-axis `mesh`, in place.
 
     Works on meta tensors (then nothing is allocated) and on values (then each rank keeps its slice; the values must be
     the same on all ranks). No communication.
     """
-    regions = _regions(model, mesh, styles, switch)
+    regions = _regions(model, mesh, styles, switch, overlap)
     for name, style in styles.items():
         if style in _STYLES:  # the vocabulary's are elsewhere: vocab_parallel.py
             _split(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
@@ -65,14 +65,14 @@ def tensor_parallel(
     model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
 
 
-def _regions(model: Any, mesh: DeviceMesh, styles: dict[str, str], switch: Switch) -> dict[str, Region]:
+def _regions(model: Any, mesh: DeviceMesh, styles: dict[str, str], switch: Switch, overlap: bool) -> dict[str, Region]:
     """A region for each module that holds split layers, by its name."""
     regions = {}
     layers = {name for name, _ in named_layers(model)}
     for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
         owner = model.get_submodule(name)
         at_owner = name not in layers and _reads_stream(styles, name)
-        regions[name] = Region(owner, mesh.get_group(), switch, at_owner)
+        regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
         regions[name].heads = attention_heads(model) or (0, 0)
         if at_owner:
             use_local_heads(model, owner, mesh)

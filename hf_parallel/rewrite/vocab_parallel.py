@@ -25,7 +25,9 @@ from hf_parallel.rewrite.region import Region, Switch
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
 
 
-def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool) -> None:
+def vocab_parallel(
+    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool, overlap: bool = False
+) -> None:
     """Split embedding and head, in place; with `own_loss` the model's causal loss works on parts of the logits.
 
     Raises:
@@ -36,7 +38,7 @@ def vocab_parallel(model: Any, mesh: DeviceMesh, styles: dict[str, str], device:
             continue
         module = model.get_submodule(name)
         check_vocabulary(name, module, style, mesh.size())
-        region = Region(module, mesh.get_group(), Switch(False))  # whole sequences on both sides
+        region = Region(module, mesh.get_group(), Switch(False), overlap=overlap)  # whole sequences on both sides
         if style == "embedding_rowwise":
             _embedding(module, mesh, device, region)
         else:

@@ -12,6 +12,7 @@ AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
 VALUES = {
     "zero_stage": ("2", 2),
     "sequence_parallel": ("false", False),
+    "tp_overlap": ("false", False),
     "pipeline_schedule": ("gpipe", "gpipe"),
     "pipeline_microbatches": ("4", 4),
     "pipeline_virtual_stages": ("1", 1),
