@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.anatomy import attention_heads
+from hf_parallel.collectives import copy_to_group
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
@@ -72,7 +73,7 @@ def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: t
         if not torch.is_tensor(value):
             return value
         if value.dim() == 4 and value.shape[1] == heads:
-            return value.chunk(group.size(), dim=1)[group.rank()]
+            return copy_to_group(value, group).chunk(group.size(), dim=1)[group.rank()]
         if name == "alibi" and value.dim() == 3:
             by_head = value.unflatten(0, (-1, heads)).chunk(group.size(), dim=1)[group.rank()]
             return by_head.flatten(0, 1)

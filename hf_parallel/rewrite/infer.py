@@ -116,6 +116,8 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
     if roles is None:
         raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
     readers = [name for name, role in roles.items() if role == "colwise"]
+    if len({name.rpartition(".")[0] for name in readers}) > 1:  # an attention and an MLP of its own, say
+        raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
     for name in readers:
         owner = part.get_submodule(name.rpartition(".")[0])
         known = PACKED.get(f"{type(owner).__name__}.{name.rpartition('.')[2]}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -33,8 +34,10 @@ READERS = {
     "shared_qkv",
     "shared_groups",
 }
-#: Inputs of a cross-attention beside its first: whole on every rank.
-_READ_BESIDES = ("key_value_states", "encoder_hidden_states")
+#: Inputs beside the first that the heads of all ranks read: whole on every rank.
+_READ_BESIDES = ("key_value_states", "encoder_hidden_states", "rel_embeddings")
+#: Inputs whose gradient is whole already, being added after the sum, or of this rank's heads only (`heads.py`).
+_NOT_READ = ("residual", "position_bias")
 
 
 class Switch:
@@ -61,7 +64,8 @@ class Region:
         self.columns: dict[nn.Module, Callable[[], torch.Tensor]] = {}
         self._late: dict[nn.Module, LateWeight] = {}
         self.heads = (0, 0)  # of the whole model: query, key/value
-        self._first = next(iter(inspect.signature(owner.forward).parameters), "")
+        self._names = list(inspect.signature(owner.forward).parameters)
+        self._first = self._names[0] if self._names else ""
         self.scope = OwnRandomNumbers(owner, group)
         self._input: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
@@ -74,10 +78,23 @@ class Region:
     def enter_owner(self, owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Forward pre-hook of the owner: its first input enters, and what a cross-attention reads besides."""
         self._begin_scope()
-        also = {key: copy_to_group(kwargs[key], self.group) for key in _READ_BESIDES if kwargs.get(key) is not None}
-        if args:
-            return (self._open(args[0]), *args[1:]), {**kwargs, **also}
-        return args, {**kwargs, **also, self._first: self._open(kwargs[self._first])}
+        named = zip_longest(self._names[: len(args)], args, fillvalue="")
+        entered = tuple(self._enter_named(name, value) for name, value in named)
+        return entered, {name: self._enter_named(name, value) for name, value in kwargs.items()}
+
+    def _enter_named(self, name: str, value: Any) -> Any:
+        if name == self._first:
+            return self._open(value)
+        if name in _READ_BESIDES:
+            return value if value is None else copy_to_group(value, self.group)
+        tensors = value if isinstance(value, tuple) else (value,)
+        if name not in _NOT_READ and any(torch.is_tensor(tensor) and tensor.requires_grad for tensor in tensors):
+            # Whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word.
+            raise NotImplementedError(
+                f"hf_parallel: how {type(self.owner).__name__} uses {name}, which has a gradient, is not known; "
+                "tp_size=1 works"
+            )
+        return value
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor for use by all ranks."""
