@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -262,7 +263,7 @@ def _mark(model: Any, state: ParallelState) -> None:
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = _refuse_resize
     if state.pipeline is not None and hasattr(model, "generate"):
-        model.generate = _refuse_generate
+        model.generate = functools.partial(_generate_without_cache, model, state)
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> None:
@@ -272,8 +273,18 @@ def _refuse_resize(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _refuse_generate(*args: Any, **kwargs: Any) -> None:
-    raise NotImplementedError("hf_parallel: generate() with pp_size > 1 is not part of this version; pp_size=1 works")
+def _generate_without_cache(model: Any, state: ParallelState, *args: Any, **kwargs: Any) -> Any:
+    """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
+    if state.mesh.data_size > 1:
+        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
+    seed = torch.randint(2**31, (1,)).to(state.mesh.device)
+    for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
+        dist.broadcast(seed, group=state.mesh.group(axis), group_src=0)
+    with torch.random.fork_rng():
+        torch.manual_seed(int(seed))
+        return type(model).generate(model, *args, **kwargs, use_cache=False)
 
 
 def _parameter_count(modules: Iterable[nn.Module]) -> int:

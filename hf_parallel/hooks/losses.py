@@ -5,19 +5,24 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
+from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, runtime
+from hf_parallel.pipeline.batches import row_count
+from hf_parallel.pipeline.engine import BackboneCalledError
 from hf_parallel.pipeline.own_loss import adds_up, watched
+from hf_parallel.pipeline.schedules import micro_batch_count
 
 
 def prepare(trainer: Any) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
-    trainer._loss_adds_up = None
+    trainer._loss_adds_up, trainer._calls_backbone = None, False
     state = runtime.parallel_state(trainer.model)
     if state is None or state.pipeline is None:
         return
@@ -41,7 +46,14 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     engine = _pipeline_of_own_loss(self, model)
     if engine is not None:
         return _own_loss(self, engine, own, model, inputs, args, kwargs)
-    return _weighted(self, own, model, inputs, args, kwargs)
+    try:
+        if not self._calls_backbone:
+            return _weighted(self, own, model, inputs, args, kwargs)
+    except BackboneCalledError:
+        if torch.is_grad_enabled():
+            raise
+        self._calls_backbone = True
+    return _loss_on_last_stage(self, own, model, inputs, args, kwargs)
 
 
 def _weighted(self: Any, own: Callable, model: Any, inputs: dict, args: tuple, kwargs: dict) -> Any:
@@ -88,8 +100,15 @@ def _own_loss(self: Any, engine: Any, own: Callable, model: Any, inputs: dict, a
         self._per_token, self._targets = True, None
         return engine.run_loss(dict(inputs), loss_of)
     batch = dict(inputs)  # scripts may take out of it what they have read
-    with watched(engine) as calls:
-        result = _weighted(self, own, model, inputs, args, kwargs)
+    try:
+        with watched(engine) as calls:
+            result = _weighted(self, own, model, inputs, args, kwargs)
+    except BackboneCalledError:
+        if not _reads_item_count(type(self).compute_loss):
+            raise
+        self._loss_adds_up = self._calls_backbone = True
+        report.say("the script's loss calls the backbone and reads num_items_in_batch: taken to add up over rows")
+        return _own_loss(self, engine, own, model, batch, args, kwargs)
     loss = result[0] if isinstance(result, tuple) else result
     self._loss_adds_up = _agreed(adds_up(engine, batch, calls, loss, loss_of))
     if self._loss_adds_up:
@@ -97,6 +116,40 @@ def _own_loss(self: Any, engine: Any, own: Callable, model: Any, inputs: dict, a
     else:
         report.say("the script's loss needs whole batches: the pipeline keeps all activations of a batch")
     return result
+
+
+def _loss_on_last_stage(self: Any, own: Callable, model: Any, inputs: dict, args: tuple, kwargs: dict) -> Any:
+    """A loss that calls the backbone, whose output no other stage could use: evaluation, and ragged batches."""
+    engine: Any = cast(Any, runtime.parallel_state(model)).pipeline
+    self._per_token, self._targets = True, None
+
+    def call(part: dict) -> Any:
+        return _call(self, own, model, dict(part), args, kwargs)
+
+    if torch.is_grad_enabled():
+        return engine.run_loss(_filled(dict(inputs), engine.config), call)
+    outputs = engine.run_once(dict(inputs), lambda: call(inputs))
+    loss = outputs.pop("loss")
+    return (loss, outputs) if kwargs.get("return_outputs", bool(args and args[0])) else loss
+
+
+def _filled(batch: dict, config: Any) -> dict:
+    """As many rows as the schedule can cut; the repeated ones have no targets."""
+    rows = row_count(batch)
+    wanted = next(n for n in itertools.count(rows) if _can_be_cut(n, config))
+    if wanted == rows:
+        return batch
+    tensors = {key: value for key, value in batch.items() if torch.is_tensor(value) and value.shape[:1] == (rows,)}
+    more = {key: value[-1:].expand(wanted - rows, *value.shape[1:]) for key, value in tensors.items()}
+    more["labels"] = torch.full_like(more["labels"], -100)
+    return {**batch, **{key: torch.cat([value, more[key]]) for key, value in tensors.items()}}
+
+
+def _can_be_cut(rows: int, config: Any) -> bool:
+    try:
+        return micro_batch_count(rows, config) > 0
+    except SpecError:
+        return False
 
 
 def _agreed(here: bool) -> bool:

@@ -172,7 +172,11 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
 
 def _runs_scheduled(trainer: Any) -> bool:
     state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None or state.pipeline.keep_outputs:
+    if state is None or state.pipeline is None:
+        return False
+    if trainer._calls_backbone:
+        return True
+    if state.pipeline.keep_outputs:
         return False
     return state.sums_over_tokens and trainer.label_smoother is None and trainer.compute_loss_func is None
 

@@ -33,7 +33,7 @@ from hf_parallel.pipeline.own_loss import counted
 from hf_parallel.pipeline.recorder import Recorder
 from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count, predicted_bubble
 from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype, hidden_size
-from hf_parallel.pipeline.whole import run_whole
+from hf_parallel.pipeline.whole import run_once, run_whole
 
 
 class Stage(nn.Module):
@@ -47,6 +47,10 @@ class Stage(nn.Module):
     def forward(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
         assert self.work is not None
         return self.work(hidden, int(micro_batch))
+
+
+class BackboneCalledError(NotImplementedError):
+    """The backbone was called without the model around it, and not by the loss of a micro-batch."""
 
 
 class PipelineEngine:
@@ -158,6 +162,14 @@ class PipelineEngine:
             for stage in self._stages():
                 stage.work = None
 
+    def run_once(self, batch: Batch, call: Callable[[], Any]) -> dict[str, Any]:
+        """`call()`, which calls this model or its backbone once, on the last stage; its outputs on every rank."""
+        try:
+            return run_once(self, batch, call)
+        finally:
+            for stage in self._stages():
+                stage.work = None
+
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
@@ -217,8 +229,9 @@ class PipelineEngine:
 
     def _cut_backbone(self, *args: Any, **kwargs: Any) -> Any:
         if self._view is None:
-            raise NotImplementedError(
-                "hf_parallel: under pp_size > 1 the backbone cannot be called by itself; call the whole model"
+            raise BackboneCalledError(
+                "hf_parallel: under pp_size > 1 the backbone by itself is called in a Trainer's compute_loss only, "
+                "which must read num_items_in_batch; call the whole model"
             )
         self._calls += 1
         if self._calls > 1:

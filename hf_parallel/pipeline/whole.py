@@ -6,6 +6,7 @@ rank as one autograd node. Its backward sends the gradient back through the stag
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -37,6 +38,22 @@ def run_whole(engine: Any, batch: Batch, rows: int) -> Any:
     if grad:
         values = detached_node(values, lambda gradients: _backward_whole(engine, parameters, tape, tensors, gradients))
     return outputs(values)
+
+
+def run_once(engine: Any, batch: Batch, call: Callable[[], Any]) -> dict[str, Any]:
+    """All rows at once through the stages, the last of which finishes `call`, a loss or a loss and outputs."""
+    result: dict[str, Any] = {}
+    for view, stage in zip(engine.views, engine._stages(), strict=True):
+        hidden = None if view.index == 0 else _receive(engine, view.index, batch)
+        stage.work = lambda hidden, i, view=view: engine._enter(view, hidden, call)
+        output = stage(hidden)
+        if view.index == engine.last_index:
+            loss, outputs = output if isinstance(output, tuple) else (output, {})
+            result = {**outputs, "loss": loss}
+        else:
+            _send(engine, output.detach(), view.index + 1)
+    rebuilt, tensors = broadcast_outputs(result, engine.group, engine.last_rank, engine.mesh.device, engine.loss_only)
+    return rebuilt(tensors)
 
 
 def _forward_whole(engine: Any, batch: Batch, count: int, tape: list[dict[int, Pass]]) -> Any:

@@ -9,6 +9,7 @@ from hf_parallel import parallelize
 from hf_parallel.config import SCHEDULES
 from hf_parallel.pipeline.engine import PipelineEngine
 from tests import models
+from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
 from tests.training import Script, layouts
 
@@ -100,7 +101,7 @@ def test_lengths_change_from_step_to_step(schedule):
     check_gradients(f"pp=2,pipeline_schedule={schedule}", frozen=0, lengths=(7, 13, 5))
 
 
-def most_alive(schedule: str, monkeypatch=None) -> int:
+def most_alive(schedule: str, own_loss: bool = False) -> int:
     """The largest number of micro-batches whose forward, but not backward, has run on this rank."""
     alive, most = 0, 0
 
@@ -110,10 +111,10 @@ def most_alive(schedule: str, monkeypatch=None) -> int:
 
     enter = PipelineEngine._enter
 
-    def counted(self, view, arriving, batch):
+    def counted(self, view, arriving, call):
         nonlocal alive, most
-        output = enter(self, view, arriving, batch)
-        (output["loss"] if isinstance(output, dict) else output).register_hook(done)
+        output = enter(self, view, arriving, call)
+        output.register_hook(done)
         alive += 1
         most = max(most, alive)
         return output
@@ -121,7 +122,13 @@ def most_alive(schedule: str, monkeypatch=None) -> int:
     PipelineEngine._enter = counted
     model = parallelize(models.build("llama").train(), f"pp=4,pipeline_microbatches=8,pipeline_schedule={schedule}")
     tokens = torch.arange(64).view(8, 8)
-    model(input_ids=tokens, labels=tokens).loss.backward()
+    if own_loss:
+        batch = {"input_ids": tokens, "labels": tokens}
+        model._hf_parallel.pipeline.run_loss(
+            batch, lambda part: model(part["input_ids"]).logits.pow(2).sum()
+        ).backward()
+    else:
+        model(input_ids=tokens, labels=tokens).loss.backward()
     assert alive == 0
     return most
 
@@ -129,6 +136,7 @@ def most_alive(schedule: str, monkeypatch=None) -> int:
 def test_micro_batches_alive():
     """1F1B: stage s keeps p - s of them (Narayanan et al., 2019); GPipe keeps all."""
     assert run(most_alive, 4, "1f1b") == [4, 3, 2, 1]
+    assert run(most_alive, 4, "1f1b", own_loss=True) == [4, 3, 2, 1]
     assert run(most_alive, 4, "gpipe") == [8, 8, 8, 8]
 
 
@@ -159,3 +167,43 @@ def test_profiled_step_is_drawn(runs):
 def test_what_is_said_of_a_loss(runs, capfd, script, said):
     runs.check(script, "pp=2")
     assert said in capfd.readouterr().err
+
+
+def collectives_of_a_stage(schedule: str, accumulation: int) -> dict[str, int]:
+    """What FSDP2 communicates in one step of a stage of two layers, and a root of embedding or head."""
+    model = parallelize(models.build("llama").train(), f"pp=2,dp_shard=2,pipeline_schedule={schedule}")
+    tokens = torch.arange(64).view(8, 8)
+    with CountCollectives() as counted:
+        for _ in range(accumulation):
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    return {kind: counted.counts[kind] for kind in ("gather", "scatter")}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved_1f1b", "zbv_zero_bubble"])
+def test_weights_are_gathered_and_gradients_reduced_once_a_step(schedule):
+    """Three groups in a stage (its two layers, and its end of the model), whatever the number of micro-batches."""
+    for counts in run(collectives_of_a_stage, 4, schedule, 1):
+        assert counts["scatter"] <= 3 + (schedule not in ("1f1b", "gpipe"))
+        assert counts["gather"] <= 3 + (schedule not in ("1f1b", "gpipe"))
+
+
+def generate(spec: str | None, **how) -> list[list[int]]:
+    """Tokens after two prompts, one padded on the left."""
+    model = models.build("llama").eval()
+    if spec:
+        parallelize(model, spec)
+    prompt, mask = torch.arange(3, 13).view(2, 5), torch.tensor([[0, 1, 1, 1, 1], [1] * 5])
+    torch.manual_seed(5)
+    return model.generate(prompt, attention_mask=mask, max_new_tokens=6, pad_token_id=0, **how).tolist()
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2,pp=2", "pp=2,dp_shard=2", "pp=2,pipeline_schedule=zbv_zero_bubble"])
+def test_generation(spec):
+    expected = run_alone(generate, None, do_sample=False)
+    for tokens in run(generate, 2 * (1 + ("," in spec and "schedule" not in spec)), spec, do_sample=False):
+        assert tokens == expected
+
+
+def test_sampled_tokens_agree_on_all_stages():
+    first, second = run(generate, 2, "pp=2", do_sample=True)
+    assert first == second
