@@ -1,21 +1,18 @@
 """Training that stops and goes on: the script, and what a checkpoint of it holds, read without the product."""
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import data
-from tests.training import GLOBAL_BATCH, TRAIN_SEED, Recorder, axes, weights
+from tests.training import EVAL_SEED, GLOBAL_BATCH, TRAIN_SEED, Recorder, axes, weights
 
 ONE = ""  # the spec of one process
 ROWS = 44  # two epochs of three steps of 8, 8, 8, 8, 8 and 4 rows: two batches a step, the last of an epoch ragged
@@ -45,7 +42,8 @@ def train(folder: str, out: str, data_ranks: int = 1, resume: Any = None, change
     }
     settings = TrainingArguments(out, report_to=[], disable_tqdm=True, use_cpu=True, seed=0, **chosen)
     model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
-    trainer = Trainer(model, settings, train_dataset=data("llama", ROWS, TRAIN_SEED), callbacks=[recorder := Steps()])
+    rows, held_out = data("llama", ROWS, TRAIN_SEED), data("llama", 13, EVAL_SEED)
+    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=held_out, callbacks=[recorder := Steps()])
     trainer.remove_callback(PrinterCallback)
     if resume:
         trainer.add_callback(SaveAgain(trainer))
@@ -94,9 +92,8 @@ def trained(spec: str, *jobs: dict[str, Any]) -> list[Ended]:
 
 def moments(folder: str, model: Any) -> dict[str, torch.Tensor]:
     """Every tensor of the optimizer's state as `name/slot`, of a layout's checkpoint or of plain Trainer's."""
-    if os.path.isfile(f"{folder}/optimizer.json"):
-        files = json.loads(Path(folder, "optimizer.json").read_text())["files"]
-        return {key: tensor for file in files for key, tensor in load_file(f"{folder}/{file}").items()}
+    if os.path.isdir(f"{folder}/optimizer"):
+        return weights(f"{folder}/optimizer")
     state = torch.load(f"{folder}/optimizer.pt", weights_only=True)["state"]
     parameters = list(model.named_parameters())
     decay = [name for name, p in parameters if p.ndim > 1]  # all matrices, and nothing else, in these models

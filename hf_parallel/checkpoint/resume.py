@@ -1,8 +1,10 @@
 """The optimizer's state on disk: whole tensors by parameter name, in the model's own order, whatever the layout.
 
-    optimizer.json                which optimizer, its options per parameter, steps and other numbers
-    optimizer.safetensors         `model.norm.weight/exp_avg`, … (several files above the shard size)
-    optimizer.pt                  no state: stops a plain Trainer, which would go on with fresh moments
+    optimizer/index.json          which optimizer, its options per parameter, steps and other numbers
+    optimizer/state.safetensors   `model.norm.weight/exp_avg`, … (several files above the shard size)
+    optimizer.pt                  no state: stops a plain Trainer, with a message that names this package
+
+A folder of their own, as programs take every safetensors file beside a config.json for weights.
 
 Writing is streamed as that of weights is; reading takes only this rank's slices. What a plain Trainer wrote
 (`optimizer.pt`, parameters by number) is read too.
@@ -30,7 +32,8 @@ from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.rewrite.packed import stored_order
 
-INDEX = "optimizer.json"
+FOLDER = "optimizer"
+INDEX = "index.json"
 PLAIN = "optimizer.pt"
 _FORMAT = 1
 #: How a step is computed, not what: this run's own choice stays.
@@ -70,10 +73,12 @@ def save_optimizer(
             entries.setdefault(key, Entry(key, shape, dtype, stage))  # of a tied embedding the first stage's
         state.numbers = {**theirs[1], **state.numbers}
         state.options = {**theirs[2], **state.options}
-    plan = shards({key: entry.nbytes for key, entry in entries.items()}, "optimizer", max_shard_size)
+    plan = shards({key: entry.nbytes for key, entry in entries.items()}, "state", max_shard_size)
+    if mesh.rank == 0:
+        os.makedirs(os.path.join(directory, FOLDER), exist_ok=True)
     for file, keys in plan.filename_to_tensors.items():
         chosen = [entries[key] for key in keys]
-        with open_for_writing(os.path.join(directory, file), chosen, mesh.rank == 0) as out:
+        with open_for_writing(os.path.join(directory, FOLDER, file), chosen, mesh.rank == 0) as out:
             for _, tensor in gathered(model, mesh, chosen, state.tensors):
                 if out is not None and tensor is not None:
                     write_values(tensor, out)
@@ -147,7 +152,7 @@ def _write_index(state: OptimizerState, files: list[str], directory: str) -> Non
             groups.append(group := {"options": options, "parameters": []})
         group["parameters"].append(name)
     index = {"format": _FORMAT, "optimizer": state.kind, "files": files, "groups": groups, "numbers": state.numbers}
-    with open(os.path.join(directory, INDEX), "w", encoding="utf-8") as out:
+    with open(os.path.join(directory, FOLDER, INDEX), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=1)
     torch.save(ResumeUnderHfParallel(), os.path.join(directory, PLAIN))
 
@@ -167,8 +172,8 @@ def load_optimizer(
         ValueError: the state is of another optimizer or another model.
     """
     with contextlib.ExitStack() as stack:
-        if os.path.isfile(os.path.join(directory, INDEX)):
-            saved = _saved(directory, stack)
+        if os.path.isfile(os.path.join(directory, FOLDER, INDEX)):
+            saved = _saved(os.path.join(directory, FOLDER), stack)
         else:
             saved = _saved_by_plain_trainer(os.path.join(directory, PLAIN), plain_groups)
         if saved.kind not in (None, type(optimizer).__name__):
@@ -178,17 +183,17 @@ def load_optimizer(
 
 def has_optimizer(directory: str) -> bool:
     """Is there an optimizer's state, ours or a plain Trainer's?"""
-    return any(os.path.isfile(os.path.join(directory, file)) for file in (INDEX, PLAIN))
+    return any(os.path.isfile(os.path.join(directory, file)) for file in (os.path.join(FOLDER, INDEX), PLAIN))
 
 
-def _saved(directory: str, stack: contextlib.ExitStack) -> OptimizerState:
-    with open(os.path.join(directory, INDEX), encoding="utf-8") as file:
+def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
+    with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
         index = json.load(file)
     if index["format"] != _FORMAT:
-        raise ValueError(f"{directory}/{INDEX} has format {index['format']}, this version reads {_FORMAT}")
+        raise ValueError(f"{folder}/{INDEX} has format {index['format']}, this version reads {_FORMAT}")
     state = OptimizerState(index["optimizer"], numbers=index["numbers"])
     for name in index["files"]:
-        opened = stack.enter_context(safe_open(os.path.join(directory, name), framework="pt", backend="pread"))
+        opened = stack.enter_context(safe_open(os.path.join(folder, name), framework="pt", backend="pread"))
         state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
     for group in index["groups"]:
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
