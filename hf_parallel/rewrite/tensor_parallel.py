@@ -30,13 +30,14 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.anatomy import attention_heads
 from hf_parallel.config import SpecError
 from hf_parallel.rewrite.heads import use_local_heads
-from hf_parallel.rewrite.infer import linear_sizes, named_layers
+from hf_parallel.rewrite.infer import is_norm, linear_sizes, named_layers
 from hf_parallel.rewrite.layers import (
     ColumnParallel,
     HeadsEmbedding,
     LocalHeads,
     RowParallel,
     SharedHeads,
+    SplitNorm,
     TensorParallelLayer,
     become,
     partial_gradient,
@@ -100,7 +101,11 @@ def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device
     """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
     for module in list(region.owner.modules()):
         has_own = next(module.parameters(recurse=False), None) is not None
-        if has_own and not isinstance(module, TensorParallelLayer):
+        if not has_own or isinstance(module, TensorParallelLayer):
+            continue
+        if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
+            become(module, SplitNorm, region)
+        else:
             partial_gradient(module, mesh, device, region)
 
 
@@ -162,7 +167,13 @@ def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Reg
 
 
 def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    width = region.owner.head_dim
+    width, whole = region.owner.head_dim, linear_sizes(module)[1]
+    if any(is_norm(m) and [p.numel() for p in m.parameters()][:1] == [whole] for m in region.owner.modules()):
+        if whole > width:  # else it is over the one head there is
+            raise SpecError(
+                f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
+                f"tp_size={region.heads[1]} works"
+            )
     first = _shared_head(region) * width
     _become_shared(module, region, torch.arange(first, first + width))
 
