@@ -107,15 +107,18 @@ def stacks(model: Any) -> list[Stack]:
 
 def token_readers(model: Any) -> list[Any]:
     """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
-    part, readers = text_part(model), []
-    for stack in stacks(model):
-        name = stack.name
-        while name and not _takes_tokens(part.get_submodule(name)):
-            name = name.rpartition(".")[0]
-        reader = part.get_submodule(name)
-        if reader not in readers and _takes_tokens(reader):
-            readers.append(reader)
-    return readers
+    part = text_part(model)
+    readers = [reader_of(part, stack) for stack in stacks(model)]
+    return list({id(reader): reader for reader in readers if reader is not None}.values())
+
+
+def reader_of(part: Any, stack: Stack) -> Any:
+    """The innermost module around a stack of `part` that takes tokens, or None."""
+    name = stack.name
+    while name and not _takes_tokens(part.get_submodule(name)):
+        name = name.rpartition(".")[0]
+    reader = part.get_submodule(name)
+    return reader if _takes_tokens(reader) else None
 
 
 def _takes_tokens(module: nn.Module) -> bool:
@@ -129,8 +132,11 @@ def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
 
 
 def text_config(model: Any) -> Any:
-    """The config that describes the text part."""
-    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    """The config that describes the text part, or that of a model of images alone, such as CLIP's with a head."""
+    config = model.config
+    if text_part(model) is model:  # nothing inside that names itself the base: the config may be of more than is there
+        config = next((child.config for child in model.children() if hasattr(child, "config")), config)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def attention_heads(model: Any) -> tuple[int, int] | None:

@@ -39,6 +39,7 @@ PACKED = {
     "GlmOcrTextMLP.gate_up_proj": "packed_halves",
     "GPTNeoXAttention.query_key_value": "colwise",  # head by head: [q k v][q k v]…
     "BloomAttention.query_key_value": "colwise",
+    "DisentangledSelfAttention.in_proj": "colwise",
     "PersimmonAttention.query_key_value": "colwise",
     "FalconAttention.query_key_value": "falcon_qkv",
     "FalconFlashAttention2.query_key_value": "falcon_qkv",
@@ -54,14 +55,19 @@ UNSPLITTABLE = {
     "YosoSelfAttention": "does not leave padding out",
     "ProphetNetNgramSelfAttention": "attends to several streams with biases per head",
     "DiffLlamaAttention": "pairs heads",
+    "TrOCRAttention": "gives what its heads compute the width of its input",
+    "NeoMMEAttention": "adds embeddings to its values",
     "DogeAttention": "makes its mask from all heads",
     "Gemma3nTextMLP": "is sparse by the mean of all its columns",
+    "ChameleonForConditionalGeneration": "writes into its logits",
     "EncoderDecoderModel": "is two models in one",
     "VisionEncoderDecoderModel": "is two models in one",
     "SpeechEncoderDecoderModel": "is two models in one",
 }
 #: Linears whose subclass or kin computes the same function.
 _LINEARS = (nn.Linear, Conv1D)
+#: Parameters that an attention keeps for its heads, one after the other.
+OF_HEADS = ("sinks", "q_bias", "v_bias")
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 _LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 
@@ -73,7 +79,9 @@ def infer_styles(model: Any) -> Styles:
         SpecError: an attention whose linears cannot be told apart; no attention at all.
     """
     styles: Styles = {}
-    hidden = text_config(model).hidden_size
+    hidden = getattr(text_config(model), "hidden_size", None)
+    if not isinstance(hidden, int):
+        raise SpecError(f"the config of {type(model).__name__} has no one hidden_size")
     for layer_name, layer in named_layers(model):
         own: Styles = {}
         for name, part in _parts(layer):
@@ -106,14 +114,15 @@ def latent_attention(model: Any) -> Styles:
 
 
 def by_heads(model: Any) -> Styles:
-    """Small tensors with one entry per head: T5's relative bias, attention sinks."""
+    """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases."""
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
         for name, module in layer.named_modules():
             if name.endswith("relative_attention_bias") and isinstance(module, nn.Embedding):
                 styles[f"{layer_name}.{name}"] = "embedding_heads"
-            if isinstance(getattr(module, "sinks", None), nn.Parameter):
-                styles[f"{layer_name}.{name}.sinks"] = "heads"
+            for key in OF_HEADS:
+                if isinstance(getattr(module, key, None), nn.Parameter):
+                    styles[f"{layer_name}.{name}.{key}"] = "heads"
     return styles
 
 

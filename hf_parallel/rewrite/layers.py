@@ -15,6 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.collectives import copy_to_group, gather_sequence
 from hf_parallel.rewrite import regather
+from hf_parallel.rewrite.infer import OF_HEADS
 from hf_parallel.rewrite.region import Region
 
 
@@ -69,10 +70,11 @@ class HeadsEmbedding(TensorParallelLayer):
 
 
 class LocalHeads(TensorParallelLayer):
-    """Mixin for an attention that keeps one number per head, such as sinks: it computes with this rank's."""
+    """Mixin for an attention that keeps numbers per head, such as sinks: it computes with this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_parameters(self, {"sinks": local(self._parameters["sinks"])}, super().forward, args, kwargs)
+        own = {name: local(self._parameters[name]) for name in OF_HEADS if name in self._parameters}
+        return _with_parameters(self, own, super().forward, args, kwargs)
 
 
 class PartialGradient(TensorParallelLayer):

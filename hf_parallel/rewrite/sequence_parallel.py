@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.anatomy import stacks, token_readers
+from hf_parallel.anatomy import reader_of, stacks, text_part, token_readers
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
 from hf_parallel.rewrite.infer import is_norm, named_layers
@@ -30,8 +30,13 @@ from hf_parallel.rewrite.region import READERS, Region, Switch
 
 def obstacle(model: Any, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
-    if getattr(model, "main_input_name", "input_ids") != "input_ids" and not hasattr(model.config, "text_config"):
-        return f"its rows are {model.main_input_name}, whose length cannot be padded"
+    part = text_part(model)
+    for stack in stacks(model):
+        reader, owner = reader_of(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
+        if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:
+            return f"what {type(owner).__name__} reads are no tokens, so rows cannot be padded"
+        if getattr(owner, "conv", None) is not None:  # DeBERTa's
+            return f"{type(owner).__name__} has a convolution between its layers"
     layers = list(named_layers(model))
     if not layers:
         return "its layers are not known"

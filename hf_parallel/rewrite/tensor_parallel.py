@@ -30,7 +30,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.anatomy import attention_heads
 from hf_parallel.config import SpecError
 from hf_parallel.rewrite.heads import use_local_heads
-from hf_parallel.rewrite.infer import is_norm, linear_sizes, named_layers
+from hf_parallel.rewrite.infer import OF_HEADS, is_norm, linear_sizes, named_layers
 from hf_parallel.rewrite.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -221,8 +221,10 @@ def _heads_embedding(module: Any, mesh: DeviceMesh, device: torch.device, region
 
 
 def _heads(owner: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    shard_parameter(owner, "sinks", mesh, 0, device)
-    become(owner, LocalHeads, region)
+    if not isinstance(owner, LocalHeads):
+        for name in OF_HEADS:
+            shard_parameter(owner, name, mesh, 0, device)
+        become(owner, LocalHeads, region)
 
 
 #: Subclasses of Linear, and its kin, that compute what it does.
