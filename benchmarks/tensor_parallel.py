@@ -1,0 +1,155 @@
+"""Tensor parallelism over two processes: hf_parallel beside transformers' own, in the same processes, in turns.
+
+    python benchmarks/tensor_parallel.py [--steps 12] [--hidden 64 256 1024]
+
+Both models are Llamas with the same weights. Prints, per width, theirs, ours and ours / theirs of
+
+    cpu per layer    CPU time of forward and backward that one more layer costs, all threads of a process: what other
+                     work on the machine disturbs least. Steps with all layers less steps with half of them.
+    step             duration of forward, backward and SGD; only its ratio means anything
+    collectives      calls in one step, however made (see tests/counting.py)
+    sent             bytes a rank sends in one step by rings: all-reduce 2 (n - 1) / n of its tensor, all-gather and
+                     reduce-scatter (n - 1) / n of the whole one. Theirs gathers the logits, ours reduces the loss.
+    saved            bytes autograd keeps at the end of the forward, without parameters
+
+Medians over steps and the mean of both ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.utils.logging import disable_progress_bar
+
+from tests.activations import SavedBytes
+from tests.counting import CountCollectives
+from tests.distributed import run
+
+RANKS, LAYERS, ROWS, LENGTH, VOCABULARY = 2, 6, 2, 128, 4096
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One step: seconds on the clock with SGD, CPU seconds of forward and backward."""
+
+    seconds: float
+    cpu: float
+
+
+class Side:
+    """One of the two models, and what its steps have taken by number of layers."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model.train()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        self.timed: dict[int, list[Timed]] = defaultdict(list)
+
+    def forward(self) -> torch.Tensor:
+        """The loss of a batch that is the same for all."""
+        ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
+        return self.model(input_ids=ids, labels=ids).loss
+
+    def step(self, layers: int) -> Timed:
+        """Train one step on the first `layers` layers."""
+        self.model.config.num_hidden_layers = layers
+        dist.barrier()
+        start, cpu = time.perf_counter(), time.process_time()
+        self.forward().backward()
+        cpu = time.process_time() - cpu
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return Timed(time.perf_counter() - start, cpu)
+
+    def figures(self) -> Figures:
+        """What is printed of this side, on this rank."""
+        saved = SavedBytes(list(self.model.parameters()))
+        with CountCollectives() as counted:
+            with saved:
+                loss = self.forward()
+            loss.backward()
+        whole, half = (statistics.median(timed.cpu for timed in self.timed[n]) for n in (LAYERS, LAYERS // 2))
+        return {
+            "cpu per layer, ms": (whole - half) / (LAYERS - LAYERS // 2) * 1e3,
+            "step, ms": statistics.median(timed.seconds for timed in self.timed[LAYERS]) * 1e3,
+            "collectives": sum(counted.counts.values()),
+            "sent, kB": counted.sent / 1e3,
+            "saved, kB": saved.total / 1e3,
+        }
+
+
+def compare(folder: str, steps: int) -> list[Figures]:
+    """Theirs and ours of the model in `folder`, measured in turns."""
+    from transformers.distributed import DistributedConfig
+
+    from hf_parallel import parallelize
+
+    theirs = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=RANKS))
+    sides = [Side(theirs), Side(parallelize(AutoModelForCausalLM.from_pretrained(folder), f"tp={RANKS}"))]
+    for warm in (True, *[False] * steps):
+        for layers in (LAYERS // 2, LAYERS):
+            for side in sides:
+                timed = side.step(layers)
+                if not warm:
+                    side.timed[layers].append(timed)
+    return [side.figures() for side in sides]
+
+
+def config(hidden: int) -> LlamaConfig:
+    """A Llama of this width."""
+    return LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=4 * hidden,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+
+
+def report(hidden: int, steps: int) -> None:
+    """Print the lines of one width."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config(hidden)).save_pretrained(folder)
+        by_rank = run(compare, RANKS, folder, steps, timeout=1200)
+    theirs, ours = (mean([rank[side] for rank in by_rank]) for side in (0, 1))
+    for key in theirs:
+        print(f"{hidden:6}  {key:20}{theirs[key]:12.1f}{ours[key]:12.1f}{ours[key] / theirs[key]:8.2f}", flush=True)
+
+
+def mean(ranks: list[Figures]) -> Figures:
+    """Of each figure."""
+    return {key: statistics.mean(figures[key] for figures in ranks) for key in ranks[0]}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 1024])
+    arguments = parser.parse_args()
+    disable_progress_bar()
+    print(f"{'hidden':6}  {'':20}{'theirs':>12}{'ours':>12}{'ratio':>8}")
+    for hidden in arguments.hidden:
+        report(hidden, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()
