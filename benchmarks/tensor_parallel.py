@@ -4,8 +4,9 @@
 
 Both models are Llamas with the same weights. Prints, per width, theirs, ours and ours / theirs of
 
-    cpu per layer    CPU time of forward and backward that one more layer costs, all threads of a process: what other
+    cpu per layer    CPU time of forward and backward that one more layer costs the thread that calls them: what other
                      work on the machine disturbs least. Steps with all layers less steps with half of them.
+    with gloo        the same of all threads of a process: gloo moves and adds bytes in threads of its own
     step             duration of forward, backward and SGD; only its ratio means anything
     collectives      calls in one step, however made (see tests/counting.py)
     sent             bytes a rank sends in one step by rings: all-reduce 2 (n - 1) / n of its tensor, all-gather and
@@ -46,10 +47,11 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True)
 class Timed:
-    """One step: seconds on the clock with SGD, CPU seconds of forward and backward."""
+    """One step: seconds on the clock with SGD, CPU seconds of forward and backward in one and in all threads."""
 
     seconds: float
     cpu: float
+    cpu_of_all: float
 
 
 class Side:
@@ -69,12 +71,20 @@ class Side:
         """Train one step on the first `layers` layers."""
         self.model.config.num_hidden_layers = layers
         dist.barrier()
-        start, cpu = time.perf_counter(), time.process_time()
+        start, cpu, cpu_of_all = time.perf_counter(), time.thread_time(), time.process_time()
         self.forward().backward()
-        cpu = time.process_time() - cpu
+        cpu, cpu_of_all = time.thread_time() - cpu, time.process_time() - cpu_of_all
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return Timed(time.perf_counter() - start, cpu)
+        return Timed(time.perf_counter() - start, cpu, cpu_of_all)
+
+    def median(self, name: str, layers: int) -> float:
+        """Of what was timed, over the steps with so many layers."""
+        return statistics.median(getattr(timed, name) for timed in self.timed[layers])
+
+    def per_layer(self, name: str) -> float:
+        """What one more layer adds."""
+        return (self.median(name, LAYERS) - self.median(name, LAYERS // 2)) / (LAYERS - LAYERS // 2)
 
     def figures(self) -> Figures:
         """What is printed of this side, on this rank."""
@@ -83,10 +93,10 @@ class Side:
             with saved:
                 loss = self.forward()
             loss.backward()
-        whole, half = (statistics.median(timed.cpu for timed in self.timed[n]) for n in (LAYERS, LAYERS // 2))
         return {
-            "cpu per layer, ms": (whole - half) / (LAYERS - LAYERS // 2) * 1e3,
-            "step, ms": statistics.median(timed.seconds for timed in self.timed[LAYERS]) * 1e3,
+            "cpu per layer, ms": self.per_layer("cpu") * 1e3,
+            "with gloo, ms": self.per_layer("cpu_of_all") * 1e3,
+            "step, ms": self.median("seconds", LAYERS) * 1e3,
             "collectives": sum(counted.counts.values()),
             "sent, kB": counted.sent / 1e3,
             "saved, kB": saved.total / 1e3,
