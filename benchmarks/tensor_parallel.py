@@ -1,8 +1,10 @@
-"""Tensor parallelism over two processes: hf_parallel beside transformers' own, in the same processes, in turns.
+"""Tensor parallelism: hf_parallel beside transformers' own, in the same two processes, in turns.
 
     python benchmarks/tensor_parallel.py [--steps 12] [--hidden 64 256 1024]
 
-Both models are Llamas with the same weights. Prints, per width, theirs, ours and ours / theirs of
+All models are Llamas with the same weights. Ours comes twice: with sequence parallelism, which is the default, and
+without, which calls fewer collectives for the same bytes and keeps more. Prints, per width, of all three and of ours /
+theirs
 
     cpu per layer    CPU time of forward and backward that one more layer costs the thread that calls them: what other
                      work on the machine disturbs least. Steps with all layers less steps with half of them.
@@ -42,6 +44,7 @@ from tests.counting import CountCollectives
 from tests.distributed import run
 
 RANKS, LAYERS, ROWS, LENGTH, VOCABULARY = 2, 6, 2, 128, 4096
+SPECS = (f"tp={RANKS}", f"tp={RANKS},sequence_parallel=false")
 Figures = dict[str, float]
 
 
@@ -55,7 +58,7 @@ class Timed:
 
 
 class Side:
-    """One of the two models, and what its steps have taken by number of layers."""
+    """One of the models, and what its steps have taken by number of layers."""
 
     def __init__(self, model: Any) -> None:
         self.model = model.train()
@@ -104,13 +107,14 @@ class Side:
 
 
 def compare(folder: str, steps: int) -> list[Figures]:
-    """Theirs and ours of the model in `folder`, measured in turns."""
+    """Theirs, then ours under each spec, of the model in `folder`, measured in turns."""
     from transformers.distributed import DistributedConfig
 
     from hf_parallel import parallelize
 
     theirs = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=RANKS))
-    sides = [Side(theirs), Side(parallelize(AutoModelForCausalLM.from_pretrained(folder), f"tp={RANKS}"))]
+    ours = [parallelize(AutoModelForCausalLM.from_pretrained(folder), spec) for spec in SPECS]
+    sides = [Side(model) for model in (theirs, *ours)]
     for warm in (True, *[False] * steps):
         for layers in (LAYERS // 2, LAYERS):
             for side in sides:
@@ -139,9 +143,10 @@ def report(hidden: int, steps: int) -> None:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config(hidden)).save_pretrained(folder)
         by_rank = run(compare, RANKS, folder, steps, timeout=1200)
-    theirs, ours = (mean([rank[side] for rank in by_rank]) for side in (0, 1))
-    for key in theirs:
-        print(f"{hidden:6}  {key:20}{theirs[key]:12.1f}{ours[key]:12.1f}{ours[key] / theirs[key]:8.2f}", flush=True)
+    theirs, *ours = [mean(list(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+    for key, base in theirs.items():
+        cells = "".join(f"{side[key]:14.1f}{side[key] / base:8.2f}" for side in ours)
+        print(f"{hidden:6}  {key:20}{base:12.1f}{cells}", flush=True)
 
 
 def mean(ranks: list[Figures]) -> Figures:
@@ -156,7 +161,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 1024])
     arguments = parser.parse_args()
     disable_progress_bar()
-    print(f"{'hidden':6}  {'':20}{'theirs':>12}{'ours':>12}{'ratio':>8}")
+    print(f"{'hidden':6}  {'':20}{'theirs':>12}{'ours':>14}{'ratio':>8}{'ours, no sp':>14}{'ratio':>8}")
     for hidden in arguments.hidden:
         report(hidden, arguments.steps)
 
