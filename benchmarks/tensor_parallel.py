@@ -1,6 +1,6 @@
 """Tensor parallelism: hf_parallel beside transformers' own, in the same two processes, in turns.
 
-    python benchmarks/tensor_parallel.py [--steps 12] [--hidden 64 256 1024]
+    python benchmarks/tensor_parallel.py [--steps 12] [--hidden 64 256 1024] [--rows 2] [--length 128]
 
 All models are Llamas with the same weights. Ours comes twice: with sequence parallelism, which is the default, and
 without, which calls fewer collectives for the same bytes and keeps more. Prints, per width, of all three and of ours /
@@ -15,7 +15,8 @@ theirs
                      reduce-scatter (n - 1) / n of the whole one. Theirs gathers the logits, ours reduces the loss.
     saved            bytes autograd keeps at the end of the forward, without parameters
 
-Medians over steps and the mean of both ranks.
+Medians over steps and the mean of both ranks. On a CPU, products of 2 x 128 tokens rule from a width of 256 on; what
+launching costs shows with `--rows 1 --length 32`.
 """
 
 from __future__ import annotations
@@ -43,9 +44,17 @@ from tests.activations import SavedBytes
 from tests.counting import CountCollectives
 from tests.distributed import run
 
-RANKS, LAYERS, ROWS, LENGTH, VOCABULARY = 2, 6, 2, 128, 4096
+RANKS, LAYERS, VOCABULARY = 2, 6, 4096
 SPECS = (f"tp={RANKS}", f"tp={RANKS},sequence_parallel=false")
 Figures = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What every step trains on."""
+
+    rows: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -60,15 +69,15 @@ class Timed:
 class Side:
     """One of the models, and what its steps have taken by number of layers."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, batch: Batch) -> None:
         self.model = model.train()
+        self.ids = torch.arange(batch.rows * batch.length).view(batch.rows, batch.length) % VOCABULARY
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.timed: dict[int, list[Timed]] = defaultdict(list)
 
     def forward(self) -> torch.Tensor:
         """The loss of a batch that is the same for all."""
-        ids = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
-        return self.model(input_ids=ids, labels=ids).loss
+        return self.model(input_ids=self.ids, labels=self.ids).loss
 
     def step(self, layers: int) -> Timed:
         """Train one step on the first `layers` layers."""
@@ -106,7 +115,7 @@ class Side:
         }
 
 
-def compare(folder: str, steps: int) -> list[Figures]:
+def compare(folder: str, steps: int, batch: Batch) -> list[Figures]:
     """Theirs, then ours under each spec, of the model in `folder`, measured in turns."""
     from transformers.distributed import DistributedConfig
 
@@ -114,7 +123,7 @@ def compare(folder: str, steps: int) -> list[Figures]:
 
     theirs = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=RANKS))
     ours = [parallelize(AutoModelForCausalLM.from_pretrained(folder), spec) for spec in SPECS]
-    sides = [Side(model) for model in (theirs, *ours)]
+    sides = [Side(model, batch) for model in (theirs, *ours)]
     for warm in (True, *[False] * steps):
         for layers in (LAYERS // 2, LAYERS):
             for side in sides:
@@ -137,12 +146,12 @@ def config(hidden: int) -> LlamaConfig:
     )
 
 
-def report(hidden: int, steps: int) -> None:
+def report(hidden: int, steps: int, batch: Batch) -> None:
     """Print the lines of one width."""
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config(hidden)).save_pretrained(folder)
-        by_rank = run(compare, RANKS, folder, steps, timeout=1200)
+        by_rank = run(compare, RANKS, folder, steps, batch, timeout=1200)
     theirs, *ours = [mean(list(of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
     for key, base in theirs.items():
         cells = "".join(f"{side[key]:14.1f}{side[key] / base:8.2f}" for side in ours)
@@ -159,11 +168,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rows", type=int, default=2)
+    parser.add_argument("--length", type=int, default=128)
     arguments = parser.parse_args()
     disable_progress_bar()
     print(f"{'hidden':6}  {'':20}{'theirs':>12}{'ours':>14}{'ratio':>8}{'ours, no sp':>14}{'ratio':>8}")
     for hidden in arguments.hidden:
-        report(hidden, arguments.steps)
+        report(hidden, arguments.steps, Batch(arguments.rows, arguments.length))
 
 
 if __name__ == "__main__":
