@@ -43,6 +43,7 @@ class Script:
     own_loss: bool = False
     overrides: bool = False  # a Trainer subclass whose compute_loss reads the logits
     arguments: tuple[tuple[str, Any], ...] = ()
+    lora: tuple[tuple[str, Any], ...] = ()  # of a LoraConfig; adapters are added to the loaded model
 
     def with_accumulation(self, steps: int) -> "Script":
         """The same script with `steps` micro-batches per step and still three steps; the very last one is ragged."""
@@ -118,9 +119,19 @@ def load_model(script: Script, folder: str, rank: int):
     """The script's model by its route; `rank` only matters to the route with unequal seeds."""
     config = AutoConfig.from_pretrained(folder)
     if script.route == "from_pretrained":
-        return models.auto_class(config).from_pretrained(folder)
+        model = models.auto_class(config).from_pretrained(folder)
+        return with_adapters(script, model) if script.lora else model
     torch.manual_seed(models.SEED + (rank if script.route == "unequal" else 0))
     return models.auto_class(config).from_config(config)
+
+
+def with_adapters(script: Script, model):
+    """What a user's LoRA script does after loading."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(models.SEED)
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in script.lora}
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
 
 
 def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int = 0) -> Outcome:

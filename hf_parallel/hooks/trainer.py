@@ -21,6 +21,7 @@ from hf_parallel.hooks import losses, report, runtime
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import real_rows
+from hf_parallel.hooks.peft import load_adapter_weights
 from hf_parallel.pipeline.schedules import micro_batch_count
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -384,6 +385,9 @@ def load_best_model(original: Callable) -> Callable:
     """Each rank reads its slices of the best checkpoint."""
 
     def replacement(self: Any) -> None:
+        if hasattr(self.model, "peft_config"):
+            load_adapter_weights(self.model, self.state.best_model_checkpoint)
+            return
         load_weights(self.model, self.state.best_model_checkpoint)
 
     return replacement

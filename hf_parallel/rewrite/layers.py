@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,10 +25,22 @@ class TensorParallelLayer(nn.Module):
     region: Region
     weight: Any
     bias: Any
+    adapted = False  # then a wrapper around this layer enters and leaves in its place: `lora.py`
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        """What the layer multiplies; twice is as once."""
+        return input
+
+    def leave(self, output: Any) -> Any:
+        """The layer's result, from what this rank has computed."""
+        return output
 
 
 class ColumnParallel(TensorParallelLayer):
     """Linear x […, in] -> […, out / tp]."""
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.region.column(self, input, local(self.bias))
@@ -37,7 +50,14 @@ class RowParallel(TensorParallelLayer):
     """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = self.region.row(input, local_weight(self))
+        if self.adapted:
+            return F.linear(input, local_weight(self))
+        return self._with_bias(self.region.row(input, local_weight(self)))
+
+    def leave(self, output: torch.Tensor) -> torch.Tensor:
+        return self._with_bias(self.region.leave(output))
+
+    def _with_bias(self, output: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
             return output
         # On a part of the sequence the bias gets a part of its gradient.
@@ -52,6 +72,9 @@ class SharedHeads(TensorParallelLayer):
     """
 
     rows: torch.Tensor
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         group, rows = self.region.group, self.rows.to(input.device)
@@ -72,7 +95,8 @@ class LocalHeads(TensorParallelLayer):
     """Mixin for an attention that keeps one number per head, such as sinks: it computes with this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return _with_parameters(self, {"sinks": local(self._parameters["sinks"])}, super().forward, args, kwargs)
+        with holding(self, {"sinks": local(self._parameters["sinks"])}):
+            return super().forward(*args, **kwargs)
 
 
 class PartialGradient(TensorParallelLayer):
@@ -83,15 +107,17 @@ class PartialGradient(TensorParallelLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: copy_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None}
-        return _with_parameters(self, own, super().forward, args, kwargs)
+        with holding(self, own):
+            return super().forward(*args, **kwargs)
 
 
-def _with_parameters(module: Any, changed: dict[str, Any], forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call `forward` while `module` holds other tensors in place of some parameters."""
+@contextlib.contextmanager
+def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
+    """In here `module` holds other tensors in place of some parameters."""
     before = {name: module._parameters[name] for name in changed}
     module._parameters.update(changed)
     try:
-        return forward(*args, **kwargs)
+        yield
     finally:
         module._parameters.update(before)
 
