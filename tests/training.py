@@ -44,6 +44,7 @@ class Script:
     overrides: bool = False  # a Trainer subclass whose compute_loss reads the logits
     arguments: tuple[tuple[str, Any], ...] = ()
     lora: tuple[tuple[str, Any], ...] = ()  # of a LoraConfig; adapters are added to the loaded model
+    second_adapter: bool = False  # another one, which is the one that trains
 
     def with_accumulation(self, steps: int) -> "Script":
         """The same script with `steps` micro-batches per step and still three steps; the very last one is ragged."""
@@ -126,12 +127,19 @@ def load_model(script: Script, folder: str, rank: int):
 
 
 def with_adapters(script: Script, model):
-    """What a user's LoRA script does after loading."""
-    from peft import LoraConfig, get_peft_model
+    """What a user's LoRA script does after loading: new adapters, or those of a folder."""
+    from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(models.SEED)
     settings = {key: list(value) if isinstance(value, tuple) else value for key, value in script.lora}
-    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    settings = {key: dict(value) if key.endswith("_pattern") else value for key, value in settings.items()}
+    if "folder" in settings:
+        return PeftModel.from_pretrained(model, settings["folder"], is_trainable=True)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    if script.second_adapter:
+        model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", **settings))
+        model.set_adapter("second")
+    return model
 
 
 def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int = 0) -> Outcome:
@@ -218,12 +226,17 @@ def spec_id(spec: str) -> str:
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a saved folder, read without transformers."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    tensors = [load_file(file) for file in files]
+    files = [*sorted(Path(folder).glob("*.safetensors")), *sorted(Path(folder).glob("second/*.safetensors"))]
+    tensors = [prefixed(file.parent.name, load_file(file)) for file in files]
     merged = {name: tensor for part in tensors for name, tensor in part.items()}
     if len(merged) != sum(map(len, tensors)):
         raise AssertionError(f"a tensor is in more than one file of {folder}")
     return merged
+
+
+def prefixed(folder: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Two adapters have the same names in folders of their own."""
+    return {f"second.{name}": tensor for name, tensor in tensors.items()} if folder == "second" else tensors
 
 
 class Runs:

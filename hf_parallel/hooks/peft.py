@@ -193,7 +193,7 @@ def refuse_merge(name: str) -> Callable:
     return make
 
 
-# ---- saving and loading ----------------------------------------------------------------------------------------------
+# ---- saving and loading -------------------------------------------------------------------------------------------
 
 
 def save_pretrained(original: Callable) -> Callable:
@@ -229,7 +229,7 @@ def reshard_for_load(original: Callable) -> Callable:
     def replacement(model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if runtime.parallel_state(model) is None:
             return original(model, state_dict)
-        parameters = dict(model.named_parameters())
+        parameters = dict(model.named_parameters(remove_duplicate=False))
         for key, tensor in state_dict.items():
             own = parameters.get(key)
             if own is None:

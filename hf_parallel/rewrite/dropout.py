@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-
 #: The scopes that are open now, innermost last.
 _open: list[OwnRandomNumbers] = []
 

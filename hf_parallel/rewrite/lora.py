@@ -1,7 +1,7 @@
-"""What low-rank adapters (Hu et al., 2021) compute around a split layer: y = W x + s B A x, for any number of adapters.
+"""What low-rank adapters (Hu et al., 2021) compute around a split layer: W x + s B A x, for any number of adapters.
 
-Only the sum W x + s B A x leaves a region, so adapters add no collective on activations: the wrapper around base layer
-and adapters enters and leaves in the base layer's place, and everything inside is local.
+Only the sum W x + s B A x leaves a region, so adapters add no collective on activations: the wrapper around the base
+layer and its adapters enters and leaves in the base layer's place, and everything inside is local.
 
 base layer       A [r, in]                B [out, r]              sum over tp of the gradient of
 column, head     whole                    Shard(0)                A, whose B sees 1/tp of the outputs
