@@ -168,12 +168,12 @@ def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Reg
 
 def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width, whole = region.owner.head_dim, linear_sizes(module)[1]
-    if any(is_norm(m) and [p.numel() for p in m.parameters()][:1] == [whole] for m in region.owner.modules()):
-        if whole > width:  # else it is over the one head there is
-            raise SpecError(
-                f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
-                f"tp_size={region.heads[1]} works"
-            )
+    norms = [module for module in region.owner.modules() if is_norm(module)]
+    if whole > width and any(p.numel() == whole for norm in norms for p in norm.parameters()):
+        raise SpecError(
+            f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
+            f"tp_size={region.heads[1]} works"
+        )
     first = _shared_head(region) * width
     _become_shared(module, region, torch.arange(first, first + width))
 
