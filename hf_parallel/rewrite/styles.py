@@ -106,9 +106,10 @@ def _packed(model: Any, name: str, style: str) -> str:
 
 
 def _reads_embedding(model: Any) -> bool:
-    """Does the forward read the embedding's weight itself? Gemma 4 does, for the layers' own inputs."""
-    readers = any(type(module).__name__ == "Gemma4Model" for module in model.modules())
-    return readers and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+    """Does a forward read the embedding's weight itself? Gemma 4's does for the layers' own inputs, heads too."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    by_layer = "Gemma4Model" in kinds and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+    return by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"})
 
 
 def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:
