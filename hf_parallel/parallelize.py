@@ -97,9 +97,9 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
             sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
         check_tied_in_a_v(config, tied)
-        views = cut_into_stages(model, config, mesh.index("pp"), counts)
+        views, elsewhere = cut_into_stages(model, config, mesh.index("pp"), counts)
         parts = config.tp_size if state.sequence_parallel else 1
-        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, counts, parts)
+        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, counts, elsewhere, parts)
         state.root = state.pipeline.stages
         roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:

@@ -43,6 +43,8 @@ class Script:
     own_loss: bool = False
     overrides: bool = False  # a Trainer subclass whose compute_loss reads the logits
     arguments: tuple[tuple[str, Any], ...] = ()
+    lora: tuple[tuple[str, Any], ...] = ()  # of a LoraConfig; adapters are added to the loaded model
+    second_adapter: bool = False  # another one, which is the one that trains
 
     def with_accumulation(self, steps: int) -> "Script":
         """The same script with `steps` micro-batches per step and still three steps; the very last one is ragged."""
@@ -118,9 +120,26 @@ def load_model(script: Script, folder: str, rank: int):
     """The script's model by its route; `rank` only matters to the route with unequal seeds."""
     config = AutoConfig.from_pretrained(folder)
     if script.route == "from_pretrained":
-        return models.auto_class(config).from_pretrained(folder)
+        model = models.auto_class(config).from_pretrained(folder)
+        return with_adapters(script, model) if script.lora else model
     torch.manual_seed(models.SEED + (rank if script.route == "unequal" else 0))
     return models.auto_class(config).from_config(config)
+
+
+def with_adapters(script: Script, model):
+    """What a user's LoRA script does after loading: new adapters, or those of a folder."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    torch.manual_seed(models.SEED)
+    settings = {key: list(value) if isinstance(value, tuple) else value for key, value in script.lora}
+    settings = {key: dict(value) if key.endswith("_pattern") else value for key, value in settings.items()}
+    if "folder" in settings:
+        return PeftModel.from_pretrained(model, settings["folder"], is_trainable=True)
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **settings))
+    if script.second_adapter:
+        model.add_adapter("second", LoraConfig(task_type="CAUSAL_LM", **settings))
+        model.set_adapter("second")
+    return model
 
 
 def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int = 0) -> Outcome:
@@ -207,12 +226,17 @@ def spec_id(spec: str) -> str:
 
 def weights(folder: str) -> dict[str, torch.Tensor]:
     """Every tensor of a saved folder, read without transformers."""
-    files = sorted(Path(folder).glob("*.safetensors"))
-    tensors = [load_file(file) for file in files]
+    files = [*sorted(Path(folder).glob("*.safetensors")), *sorted(Path(folder).glob("second/*.safetensors"))]
+    tensors = [prefixed(file.parent.name, load_file(file)) for file in files]
     merged = {name: tensor for part in tensors for name, tensor in part.items()}
     if len(merged) != sum(map(len, tensors)):
         raise AssertionError(f"a tensor is in more than one file of {folder}")
     return merged
+
+
+def prefixed(folder: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Two adapters have the same names in folders of their own."""
+    return {f"second.{name}": tensor for name, tensor in tensors.items()} if folder == "second" else tensors
 
 
 class Runs:

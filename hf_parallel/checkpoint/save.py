@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -75,10 +75,17 @@ def save_pretrained(
     dist.barrier()  # no rank reads or goes on before the folder is whole
 
 
-def full_state_dict(model: nn.Module, mesh: ParallelMesh) -> dict[str, torch.Tensor]:
-    """All weights on rank 0's CPU, an empty dict elsewhere. For scripts that ask for it: it needs the memory."""
+def full_state_dict(
+    model: nn.Module, mesh: ParallelMesh, wanted: Callable[[str], bool] | None = None
+) -> dict[str, torch.Tensor]:
+    """All weights on rank 0's CPU, an empty dict elsewhere. For scripts that ask for it: it needs the memory.
+
+    Args:
+        wanted: by name, the same answer on all ranks; default: all.
+    """
     tensors = {}
-    for entry, tensor in gathered(model, mesh, list_entries(model, mesh), model.state_dict()):
+    entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
+    for entry, tensor in gathered(model, mesh, entries, model.state_dict()):
         if tensor is not None:
             tensors[entry.name] = tensor.cpu()
     return tensors

@@ -130,7 +130,7 @@ def _cut(model: Any, config: ParallelConfig) -> list[Any]:
     check_tied_in_a_v(config, has_tied_embedding(model))
     counts, _ = layers_per_stage(model, config)
     copies = [copy.deepcopy(model) for _ in range(config.pp_size)]
-    return [(part, cut_into_stages(part, config, rank, counts)) for rank, part in enumerate(copies)]
+    return [(part, cut_into_stages(part, config, rank, counts)[0]) for rank, part in enumerate(copies)]
 
 
 # ---- what it does -----------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ Checked on the versions in `patching.CHECKED`. A target that does not exist, or 
 
 from __future__ import annotations
 
-from hf_parallel.hooks import accelerator, checkpoints, data, from_pretrained, loading, losses, resuming, trainer
+from hf_parallel.hooks import accelerator, checkpoints, data, from_pretrained, loading, losses, peft, resuming, trainer
 from hf_parallel.hooks.patching import Patch
 
 _MODEL = "transformers.modeling_utils"
@@ -13,6 +13,8 @@ _LOADING = "transformers.core_model_loading"
 _TRAINER = "transformers.trainer:Trainer"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _OPERATIONS = "accelerate.utils.operations"
+_TUNER = "peft.tuners.tuners_utils:BaseTuner"
+_PEFT = "peft.peft_model:PeftModel"
 
 
 def all_patches() -> list[Patch]:
@@ -70,6 +72,18 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
         Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
+        # PEFT, where it is installed: adapters come after the base has become parallel.
+        Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
+        Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
+        Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
+        Patch(f"{_TUNER}.merge_adapter", peft.refuse_merge("merge_adapter"), "adds whole to local weights"),
+        Patch(f"{_TUNER}._unload_and_optionally_merge", peft.refuse_merge("unload"), "leaves the base half changed"),
+        Patch(f"{_TUNER}.delete_adapter", peft.refuse_merge("delete_adapter"), "FSDP2 would keep what is deleted"),
+        Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
+        Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
+        Patch(
+            "peft.utils.save_and_load:_reshard_dtensor_values_for_load", peft.reshard_for_load, "cuts in another order"
+        ),
     ]
 
 

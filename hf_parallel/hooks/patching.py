@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import inspect
 import os
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from packaging.version import Version
 from hf_parallel.config import SpecError
 
 #: First and last minor version of each library that the patches were checked on.
-CHECKED = {"transformers": ("5.20", "5.23"), "accelerate": ("1.12", "1.15")}
+CHECKED = {"transformers": ("5.20", "5.23"), "accelerate": ("1.12", "1.15"), "peft": ("0.21", "0.21")}
+#: Libraries that may be missing.
+OPTIONAL = {"peft"}
 #: Set to 1 to go on with other versions, at your own risk.
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
@@ -35,6 +38,8 @@ class Patch:
     def applies(self) -> bool:
         """Does the installed version have this target?"""
         package = self.target.partition(".")[0]
+        if not _installed(package):
+            return False
         return self.since is None or Version(importlib.metadata.version(package)) >= Version(self.since)
 
     def owner_and_name(self) -> tuple[Any, str]:
@@ -83,12 +88,18 @@ def check_versions() -> None:
     if os.environ.get(ALLOW_UNKNOWN) == "1":
         return
     for package, (first, last) in CHECKED.items():
+        if not _installed(package):
+            continue
         found = Version(importlib.metadata.version(package))
         if not Version(first).release <= found.release[:2] <= Version(last).release:
             raise SpecError(
                 f"{package} {found} is not known to this version of hf_parallel; {_ranges()} work "
                 f"({ALLOW_UNKNOWN}=1 goes on regardless)"
             )
+
+
+def _installed(package: str) -> bool:
+    return package not in OPTIONAL or importlib.util.find_spec(package) is not None
 
 
 def _ranges() -> str:

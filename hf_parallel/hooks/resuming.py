@@ -16,6 +16,7 @@ import torch.distributed as dist
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.checkpoints import LAYOUT, axis_sizes, inner_optimizer
+from hf_parallel.hooks.peft import load_adapter_weights
 
 
 def train(original: Callable) -> Callable:
@@ -75,7 +76,8 @@ def load_best_model(original: Callable) -> Callable:
     """Each rank reads its slices of the best checkpoint."""
 
     def replacement(self: Any) -> None:
-        folders.load_weights(self.model, self.state.best_model_checkpoint)
+        load = load_adapter_weights if hasattr(self.model, "peft_config") else folders.load_weights
+        load(self.model, self.state.best_model_checkpoint)
 
     return replacement
 

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
+from hf_parallel.pipeline.elsewhere import Elsewhere
 from hf_parallel.pipeline.outputs import PipelineLoss, detached_node
 from hf_parallel.pipeline.own_loss import counted
 from hf_parallel.pipeline.recorder import Recorder
@@ -64,9 +65,10 @@ class PipelineEngine:
         tied: bool,
         sums_over_tokens: bool,
         layers_per_stage: tuple[int, ...],
+        elsewhere: Elsewhere,
         sequence_parts: int = 1,
     ) -> None:
-        self.layers_per_stage = layers_per_stage
+        self.layers_per_stage, self.elsewhere = layers_per_stage, elsewhere
         self.model, self.views, self.mesh, self.config = model, views, mesh, mesh.config
         self.layers = [layer for view in views for layer in view.layers]
         self.stages = nn.ModuleList(Stage(view) for view in views)
@@ -110,6 +112,13 @@ class PipelineEngine:
             return self._cut_backbone(*args, **kwargs)
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
+
+    def follow_wrappers(self) -> None:
+        """Let the stages hold wrappers that have been put around their parts, in the place of these."""
+        around = {id(module.base_layer): module for module in self.model.modules() if hasattr(module, "base_layer")}
+        for stage in self._stages():
+            for i, part in enumerate(stage.parts):
+                stage.parts[i] = around.get(id(part), part)
 
     @property
     def copies(self) -> set[int]:

@@ -28,6 +28,7 @@ from torch import nn
 from hf_parallel.anatomy import Backbone, backbone_plan, input_embedding, text_config, text_part, token_readers
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.pipeline.balance import balance, block_costs, explain
+from hf_parallel.pipeline.elsewhere import Elsewhere, without_values
 
 
 class PassThrough(nn.Module):
@@ -138,8 +139,10 @@ def _check_split(layers: int, config: ParallelConfig) -> None:
         )
 
 
-def cut_into_stages(model: Any, config: ParallelConfig, rank: int, counts: tuple[int, ...]) -> list[StageView]:
-    """Keep the modules of the stages of pipeline rank `rank` in `model`, replace the others.
+def cut_into_stages(
+    model: Any, config: ParallelConfig, rank: int, counts: tuple[int, ...]
+) -> tuple[list[StageView], Elsewhere]:
+    """Keep the modules of the stages of pipeline rank `rank` in `model`, replace the others, which are returned too.
 
     Args:
         counts: layers of each stage, from `layers_per_stage`.
@@ -149,10 +152,12 @@ def cut_into_stages(model: Any, config: ParallelConfig, rank: int, counts: tuple
     ends = list(itertools.accumulate(counts))
     ranges = list(zip([0, *ends[:-1]], ends, strict=True))
     own = [stage for stage in range(config.pipeline_stages) if config.rank_of_stage(stage) == rank]
+    whole = dict(model.named_modules(remove_duplicate=False))
     views = [_view(model, backbone, plan, ranges, stage) for stage in own]
     for i in range(len(layers)):
         if not any(ranges[stage][0] <= i < ranges[stage][1] for stage in own):
             layers[i] = PassThrough()
+    kept = None
     if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
         is_last = len(ranges) - 1 in own
@@ -163,7 +168,14 @@ def cut_into_stages(model: Any, config: ParallelConfig, rank: int, counts: tuple
     if len(ranges) - 1 not in own:
         _replace(backbone, plan.after)
         _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
-    return views
+    return views, _elsewhere(model, whole, kept)
+
+
+def _elsewhere(model: Any, whole: dict[str, nn.Module], kept: nn.Module | None) -> Elsewhere:
+    """What `model` had before it was cut and has no more; and the embedding that a tied head keeps but nobody runs."""
+    gone = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
+    embedding = {name: module for name, module in whole.items() if kept is not None and module is kept}
+    return Elsewhere({**{name: without_values(whole[name]) for name in gone}, **embedding})
 
 
 def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]], stage: int) -> StageView:

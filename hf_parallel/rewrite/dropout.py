@@ -8,12 +8,17 @@ checkpointing, which restores the shared state, finds the same masks again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+
+#: The scopes that are open now, innermost last.
+_open: list[OwnRandomNumbers] = []
 
 
 class OwnRandomNumbers:
@@ -32,19 +37,53 @@ class OwnRandomNumbers:
             self._needed = drops_out(self.owner)
         if not self._needed:
             return
-        device = next(self.owner.parameters()).device
-        state = _get_state(device)
-        digest = hashlib.blake2b(bytes(state.tolist()) + self.group.rank().to_bytes(4, "big"), digest_size=7)
-        _generator(device).manual_seed(int.from_bytes(digest.digest(), "big"))
-        self._shared = device, state
+        self._start(next(self.owner.parameters()).device)
 
     def end(self, *args: Any) -> None:
         """Back to the shared state, one number on: the next use must not repeat the masks. Also a forward hook."""
         if self._shared is None:
             return
         (device, state), self._shared = self._shared, None
+        _open.remove(self)
         _set_state(device, state)
         torch.rand((), device=device)
+
+    def _start(self, device: torch.device) -> None:
+        state = _get_state(device)
+        digest = hashlib.blake2b(bytes(state.tolist()) + self.group.rank().to_bytes(4, "big"), digest_size=7)
+        _generator(device).manual_seed(int.from_bytes(digest.digest(), "big"))
+        self._shared = device, state
+        _open.append(self)
+
+    @contextlib.contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Draw from the shared state for a while, as all ranks do."""
+        assert self._shared is not None
+        device, state = self._shared
+        own = _get_state(device)
+        _set_state(device, state)
+        yield
+        self._shared = device, _get_state(device)
+        _set_state(device, own)
+
+
+def shared_numbers() -> contextlib.AbstractContextManager:
+    """Random numbers that are the same on all ranks, within a scope of own ones or not."""
+    return _open[-1].suspended() if _open else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
+    """Random numbers of this rank's own, within a scope of them or not."""
+    if _open:
+        yield
+        return
+    scope = OwnRandomNumbers(nn.Identity(), group)
+    scope._start(device)
+    try:
+        yield
+    finally:
+        scope.end()
 
 
 def drops_out(module: nn.Module) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -27,10 +28,22 @@ class TensorParallelLayer(nn.Module):
     region: Region
     weight: Any
     bias: Any
+    adapted = False  # then a wrapper around this layer enters and leaves in its place: `lora.py`
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        """What the layer multiplies; twice is as once."""
+        return input
+
+    def leave(self, output: Any) -> Any:
+        """The layer's result, from what this rank has computed."""
+        return output
 
 
 class ColumnParallel(TensorParallelLayer):
     """Linear x […, in] -> […, out / tp]."""
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self.region.column(self, input, local(self.bias))
@@ -40,7 +53,14 @@ class RowParallel(TensorParallelLayer):
     """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = self.region.row(input, local_weight(self))
+        if self.adapted:
+            return F.linear(input, local_weight(self))
+        return self._with_bias(self.region.row(input, local_weight(self)))
+
+    def leave(self, output: torch.Tensor) -> torch.Tensor:
+        return self._with_bias(self.region.leave(output))
+
+    def _with_bias(self, output: torch.Tensor) -> torch.Tensor:
         if self.bias is None:
             return output
         # On a part of the sequence the bias gets a part of its gradient.
@@ -55,6 +75,9 @@ class SharedHeads(TensorParallelLayer):
     """
 
     rows: torch.Tensor
+
+    def enter(self, input: torch.Tensor) -> torch.Tensor:
+        return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         group, rows = self.region.group, self.rows.to(input.device)
@@ -76,7 +99,8 @@ class LocalHeads(TensorParallelLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: local(self._parameters[name]) for name in OF_HEADS if name in self._parameters}
-        return _with_parameters(self, own, super().forward, args, kwargs)
+        with holding(self, own):
+            return super().forward(*args, **kwargs)
 
 
 class PartialGradient(TensorParallelLayer):
@@ -87,7 +111,8 @@ class PartialGradient(TensorParallelLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = {name: copy_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None}
-        return _with_parameters(self, own, super().forward, args, kwargs)
+        with holding(self, own):
+            return super().forward(*args, **kwargs)
 
 
 class SplitNorm(PartialGradient):
@@ -104,19 +129,21 @@ class SplitNorm(PartialGradient):
             first, count = group.rank() * heads // group.size(), max(1, heads // group.size())
             whole = {name: copy_to_group(p, group) for name, p in self._parameters.items() if p is not None}
             own = {name: parameter.narrow(0, first, count) for name, parameter in whole.items()}
-            return _with_parameters(self, own, super(PartialGradient, self).forward, args, kwargs)
+            with holding(self, own):
+                return super(PartialGradient, self).forward(*args, **kwargs)
         if input.shape[-1] * group.size() != self.weight.numel():
             return super().forward(*args, **kwargs)
         gathered = gather_sequence(input.transpose(-1, -2), group).transpose(-1, -2)
         return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
 
 
-def _with_parameters(module: Any, changed: dict[str, Any], forward: Callable, args: tuple, kwargs: dict) -> Any:
-    """Call `forward` while `module` holds other tensors in place of some parameters."""
+@contextlib.contextmanager
+def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
+    """In here `module` holds other tensors in place of some parameters."""
     before = {name: module._parameters[name] for name in changed}
     module._parameters.update(changed)
     try:
-        return forward(*args, **kwargs)
+        yield
     finally:
         module._parameters.update(before)
 
@@ -127,7 +154,7 @@ def local(parameter: Any) -> Any:
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in half of its time, the rest of which goes into what a gradient's placement could be."""
+    """`DTensor.to_local` in 0.6 of its time, the rest of which goes into what a gradient's placement could be."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:

@@ -98,8 +98,8 @@ class Region:
         return value
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor for use by all ranks."""
-        if self.at_owner:
+        """The tensor for use by all ranks; one that has entered stays as it is."""
+        if self.at_owner or tensor is self._entered:
             return tensor
         if tensor is not self._input:
             self._begin_scope()

@@ -57,14 +57,21 @@ class VocabParallel(TensorParallelLayer):
     padding_idx: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        weight = local(self.weight)
+        if self.adapted:  # with the rows that `locate` gave, and the padding
+            return F.embedding(input, local(self.weight), self.padding_idx)
+        rows, inside, padding = self.locate(input)
+        output = F.embedding(rows, local(self.weight), padding)
+        return reduce_from_group(output * inside.unsqueeze(-1), self.region.group)
+
+    def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """The rows here of these ids, which of the ids are here, and the row here that gets no gradient."""
+        held = local(self.weight).shape[0]
         first = first_row(self.num_embeddings, self.region.group)
-        inside = (input >= first) & (input < first + weight.shape[0])
+        inside = (ids >= first) & (ids < first + held)
         padding = None if self.padding_idx is None else self.padding_idx - first
-        if padding is not None and not 0 <= padding < weight.shape[0]:
-            padding = None  # the row without gradient lives on another rank
-        rows = F.embedding((input - first).clamp(0, weight.shape[0] - 1), weight, padding)
-        return reduce_from_group(rows * inside.unsqueeze(-1), self.region.group)
+        if padding is not None and not 0 <= padding < held:
+            padding = None  # it lives on another rank
+        return (ids - first).clamp(0, held - 1), inside, padding
 
 
 class VocabParallelHead(ColumnParallel):
@@ -76,6 +83,9 @@ class VocabParallelHead(ColumnParallel):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         logits = super().forward(input)
+        return logits if self.adapted else self.leave(logits)
+
+    def leave(self, logits: torch.Tensor) -> torch.Tensor:
         self.region.close()
         shape = torch.Size((*logits.shape[:-1], self.out_features))
         stride = torch.empty(shape, device="meta").stride()

@@ -1,0 +1,183 @@
+"""What low-rank adapters (Hu et al., 2021) compute around a split layer: W x + s B A x, for any number of adapters.
+
+Only the sum W x + s B A x leaves a region, so adapters add no collective on activations: the wrapper around the base
+layer and its adapters enters and leaves in the base layer's place, and everything inside is local.
+
+base layer       A [r, in]                B [out, r]              sum over tp of the gradient of
+column, head     whole                    Shard(0)                A, whose B sees 1/tp of the outputs
+row              Shard(1)                 whole                   B, whose A sees 1/tp of the inputs
+shared heads     whole                    whole, rows of a rank   A and B
+embedding        [r, V] Shard(1)          whole                   B, whose A sees 1/tp of the tokens
+whole, inside    whole                    whole                   A and B
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_parallel.collectives import copy_to_group, reduce_from_group
+from hf_parallel.rewrite import regather
+from hf_parallel.rewrite.dropout import own_numbers, shared_numbers
+from hf_parallel.rewrite.layers import (
+    ColumnParallel,
+    PartialGradient,
+    RowParallel,
+    SharedHeads,
+    TensorParallelLayer,
+    become,
+    holding,
+    local,
+)
+from hf_parallel.rewrite.packed import StoredOrder
+from hf_parallel.rewrite.tensor_parallel import shard_parameter
+from hf_parallel.rewrite.vocab_parallel import VocabParallel
+
+# ---- the wrapper ---------------------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """Mixin for a wrapper that holds a split linear as `base_layer`: it enters and leaves in that layer's place."""
+
+    base_layer: Any
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return self.base_layer.leave(super().forward(self.base_layer.enter(x), *args, **kwargs))
+
+
+class AdaptedEmbedding(nn.Module):
+    """Mixin for a wrapper around a split embedding: ids […] -> […, hidden], each rank from the rows it holds."""
+
+    base_layer: Any
+    lora_embedding_A: Any
+    lora_embedding_B: Any
+
+    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        base, cut, whole = self.base_layer, self.lora_embedding_A, self.lora_embedding_B
+        rows, inside, padding = base.locate(ids)
+        group, former = base.region.group, base.padding_idx
+        base.padding_idx = padding  # of what this rank holds
+        try:
+            with (
+                holding(cut, {name: local(p) for name, p in cut._parameters.items()}),
+                holding(whole, {name: copy_to_group(p, group) for name, p in whole._parameters.items()}),
+            ):
+                output = super().forward(rows, *args, **kwargs)
+        finally:
+            base.padding_idx = former
+        return reduce_from_group(output * inside.unsqueeze(-1), group)
+
+
+def adapt(wrapper: Any) -> None:
+    """Let the wrapper communicate instead of its `base_layer`."""
+    if isinstance(wrapper, Adapted | AdaptedEmbedding):
+        return
+    mixin = AdaptedEmbedding if isinstance(wrapper.base_layer, VocabParallel) else Adapted
+    kind: Any = type(wrapper)
+    wrapper.__class__, wrapper.base_layer.adapted = _in_front(mixin, kind), True
+
+
+@functools.cache
+def _in_front(mixin: Any, cls: Any) -> type:
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+
+
+# ---- A and B -------------------------------------------------------------------------------------------------------
+
+
+class CutAdapter(TensorParallelLayer):
+    """A […, in / tp] -> […, r] or B […, r] -> […, out / tp], from this rank's part of the weight."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return regather.linear(input, local(self.weight), local(self.bias))
+
+
+class WholeAdapter(TensorParallelLayer):
+    """A or B that every rank holds and uses for a part of the work."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group = self.region.group
+        bias = None
+        if self.bias is not None:  # what the ranks give is summed: the first one adds the bias
+            bias = copy_to_group(self.bias, group) * float(group.rank() == 0)
+        return regather.linear(input, copy_to_group(self.weight, group), bias)
+
+
+class SharedRowsAdapter(TensorParallelLayer):
+    """B […, r] -> […, this rank's rows] of heads that ranks share."""
+
+    rows: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        group, rows = self.region.group, self.rows.to(input.device)
+        bias = None if self.bias is None else copy_to_group(self.bias, group)[rows]
+        return F.linear(input, copy_to_group(self.weight, group)[rows], bias)
+
+
+def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.device) -> None:
+    """Split one adapter of a linear: `down` [r, in] is A and `up` [out, r] is B, whole and equal on all ranks."""
+    if isinstance(base, RowParallel):
+        _cut(down, base, 1, mesh, device)
+        become(up, WholeAdapter, base.region)
+        return
+    become(down, WholeAdapter, base.region)
+    if isinstance(base, ColumnParallel):
+        _cut(up, base, 0, mesh, device)
+    elif isinstance(base, SharedHeads):
+        become(up, SharedRowsAdapter, base.region)
+        up.rows = base.rows
+    else:
+        become(up, WholeAdapter, base.region)
+
+
+def _cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
+    order: Any = getattr(base, "stored_orders", {}).get("weight")
+    names = ("weight", "bias") if dim == 0 else ("weight",)
+    for name in names if order is not None else ():
+        if adapter._parameters[name] is not None:
+            stored = StoredOrder(0, order.rows)  # of a Conv1D the base's dim is another
+            adapter.stored_orders = {**getattr(adapter, "stored_orders", {}), name: stored}
+            adapter._parameters[name].data = stored.to_stored(adapter._parameters[name].data)
+    for name in names:
+        shard_parameter(adapter, name, mesh, dim, device)
+    become(adapter, CutAdapter, base.region)
+
+
+def split_embedding(down: Any, name: str, mesh: DeviceMesh, device: torch.device) -> None:
+    """Split one adapter of an embedding: the entry `name` of `down` is A [r, V]; B stays whole."""
+    shard_parameter(down, name, mesh, 1, device)
+
+
+def can_split(base: Any) -> bool:
+    """Is it known how adapters of this split layer are split?"""
+    return isinstance(base, ColumnParallel | RowParallel | SharedHeads | PartialGradient | VocabParallel)
+
+
+# ---- dropout -------------------------------------------------------------------------------------------------------
+
+
+class SharedDropout(nn.Module):
+    """Mixin: all ranks drop the same, as the input is the same on all of them."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with shared_numbers():
+            return super().forward(input)
+
+
+class OwnDropout(TensorParallelLayer):
+    """Mixin: ranks hold different features of the input, so they drop different things."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        with own_numbers(input.device, self.region.group):
+            return super().forward(input)
+
+
+def split_dropout(base: Any, dropout: Any) -> None:
+    """Random numbers as the adapter of `base` needs them: one mask for a column's input, parts of one for a row's."""
+    if isinstance(dropout, nn.Dropout) and not isinstance(dropout, SharedDropout | OwnDropout):
+        become(dropout, OwnDropout if isinstance(base, RowParallel) else SharedDropout, base.region)

@@ -1,0 +1,193 @@
+"""LoRA scripts, unchanged: adapters put on a base that is sharded already train and are saved as in one process.
+
+The runs are those of test_trainer.py: loss, gradient norm, set of gradients, evaluation, prediction, adapter folder.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_parallel import hooks
+from hf_parallel.config import SpecError
+from tests.distributed import RankFailure, run, run_alone
+from tests.training import BF16, Script, Tolerance, differences, layouts, none
+
+pytest.importorskip("peft")
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+ENDS = ("embed_tokens", "lm_head")
+SPECS = (
+    "dp_shard=2",
+    "dp_replicate=2",
+    "tp=2",
+    "pp=2",
+    "dp_replicate=2,dp_shard=2",
+    "tp=2,dp_shard=2",
+    "pp=2,dp_shard=2",
+    "tp=2,pp=2",
+)
+CHECKPOINTED = (("gradient_checkpointing", True),)
+
+
+def lora(targets, **settings):
+    """The script with adapters whose B does not start at zero: both halves then have gradients in the first step."""
+    chosen = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets, **settings}
+    return tuple(chosen.items())
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
+def test_all_linear_layers(runs, model, accumulation, spec):
+    script = Script(model=model, lora=lora("all-linear")).with_accumulation(accumulation)
+    runs.check(script, spec)
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
+def test_embedding_and_head_with_checkpointing(runs, model, spec):
+    runs.check(Script(model=model, lora=lora(ATTENTION + MLP + ENDS), arguments=CHECKPOINTED), spec)
+
+
+@pytest.mark.parametrize("model", ["llama", "gpt2", "opt", "phi3", "deepseek_v3", "gemma3"])
+def test_other_layers(runs, model):
+    """Conv1D and packed projections, biases, layers that enter by themselves, narrow layers, scaled embeddings."""
+    targets = "all-linear" if model != "gemma3" else (*ATTENTION, "embed_tokens")
+    runs.check(
+        Script(model=model, lora=lora(targets, use_rslora=True, lora_alpha=2, rank_pattern=(("o_proj", 2),))), "tp=2"
+    )
+
+
+@pytest.mark.parametrize("spec", layouts("LoRA", "tp=4"))
+def test_key_value_heads_that_ranks_share(runs, spec):
+    runs.check(Script(lora=lora(ATTENTION)), spec)
+
+
+@pytest.mark.parametrize("key", ["sequence_parallel=false", "tp_overlap=true"])
+def test_keys_of_tensor_parallelism(runs, key):
+    runs.check(Script(lora=lora(ATTENTION + MLP + ENDS)), f"tp=2,{key}")
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"])
+def test_adapters_on_one_stage_only(runs, layer, schedule):
+    """The other stages have nothing to train; gradients still pass through them, or need not."""
+    script = Script(lora=lora(ATTENTION, layers_to_transform=(layer,)))
+    runs.check(script.with_accumulation(2), f"pp=2,pipeline_schedule={schedule}")
+
+
+def test_loss_that_keeps_all_activations(runs):
+    """Through `pipeline/whole.py`, with a first stage that has nothing to train."""
+    script = Script(overrides=True, own_loss=True, lora=lora(MLP, layers_to_transform=(2, 3)))
+    runs.check(script, "pp=2,dp_shard=2")
+
+
+def test_second_adapter_and_zero_start(runs):
+    """peft's own start (B = 0), and a second adapter that is put in, made active and trained."""
+    settings = lora(ATTENTION + MLP, init_lora_weights=True)
+    runs.check(Script(lora=settings, second_adapter=True), "tp=2,dp_shard=2")
+    runs.check(Script(lora=settings, second_adapter=True), "tp=2,pp=2")
+
+
+@pytest.mark.parametrize("spec", layouts("LoRA", "tp=2,dp_shard=2", "tp=2,pp=2"))
+def test_bf16(runs, spec):
+    runs.check(Script(lora=lora("all-linear"), arguments=(("bf16", True),)), spec, BF16)
+
+
+@pytest.mark.parametrize("spec", ["tp=2,dp_shard=2", "tp=2,pp=2"])
+def test_best_checkpoint_is_read_back(runs, spec):
+    """After training the best step's adapters are in place: evaluation and prediction see them."""
+    best = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    arguments = (*best.items(), ("load_best_model_at_end", True), ("learning_rate", 3.0))
+    runs.check(Script(lora=lora(ATTENTION + ENDS), arguments=arguments), spec, Tolerance(1e-4, 1e-4, 1e-4, 1e-2, 1e-3))
+
+
+def test_dropout_is_the_same_when_recomputed(runs):
+    """Masks differ from those of one process, but a recomputed layer must find its own again."""
+    plain = Script(lora=lora(ATTENTION + MLP, lora_dropout=0.3))
+    checkpointed = Script(lora=plain.lora, arguments=CHECKPOINTED)
+    for spec in ("tp=2", "tp=2,sequence_parallel=false"):
+        ours, theirs = runs.parallel(checkpointed, spec), runs.parallel(plain, spec)[0]
+        none(differences(ours, theirs, Tolerance()))
+
+
+@pytest.mark.parametrize("spec", ["tp=2,pp=2", "tp=2,dp_shard=2"])
+def test_folder_loads_in_plain_peft(runs, spec):
+    """The folder gives the same logits and config as that of one process, and training can go on from it."""
+    script = Script(model="qwen3", lora=lora(ATTENTION + MLP + ENDS))
+    folder, reference = runs.parallel(script, spec)[0].folder, runs.reference(script)
+    base = runs.initial("qwen3")
+    ours, theirs = (run_alone(logits_of, base, where) for where in (folder, reference.folder))
+    assert (ours - theirs).abs().max() < 1e-4
+    assert config_of(folder) == config_of(reference.folder)
+    again = Script(model="qwen3", lora=(("folder", reference.folder),))
+    runs.check(again, spec)
+
+
+def logits_of(base, folder):
+    """Of a few tokens, by plain transformers and peft."""
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder).eval()
+    return model(input_ids=torch.arange(16).reshape(2, 8)).logits.detach()
+
+
+def config_of(folder):
+    """What peft wrote beside the weights."""
+    config = json.loads(Path(folder, "adapter_config.json").read_text())
+    return {key: sorted(value) if isinstance(value, list) else value for key, value in config.items()}
+
+
+REFUSED = [
+    ({"use_dora": True}, "use_dora"),
+    ({"init_lora_weights": "pissa"}, "init_lora_weights"),
+    ({"init_lora_weights": "olora"}, "init_lora_weights"),
+    ({"modules_to_save": ("lm_head",)}, "modules_to_save"),
+    ({"bias": "all"}, "bias"),
+    ({"trainable_token_indices": (1, 2)}, "trainable_token_indices"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), REFUSED)
+def test_refused_by_name(runs, settings, named):
+    with pytest.raises(RankFailure, match=rf"LoraConfig\({named}=.* works"):
+        runs.parallel(Script(lora=lora(ATTENTION, **settings)), "tp=2")
+
+
+def other_ways(initial):
+    """Adapters by other ways than LoRA's get_peft_model, and what changes the base; each must raise."""
+    from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
+
+    hooks.activate("tp=2", source="test")
+    said = []
+
+    def refused(error, call):
+        with pytest.raises(error) as caught:
+            call()
+        said.append(str(caught.value))
+
+    def load():
+        return AutoModelForCausalLM.from_pretrained(initial)
+
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
+    refused(SpecError, lambda: get_peft_model(load(), IA3Config(task_type="CAUSAL_LM")))
+    refused(SpecError, lambda: get_peft_model(load(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
+    injected = inject_adapter_in_model(config, load())
+    refused(NotImplementedError, lambda: injected(input_ids=torch.ones(1, 4, dtype=torch.long)))
+    model = get_peft_model(load(), config)
+    refused(NotImplementedError, model.merge_adapter)
+    refused(NotImplementedError, model.merge_and_unload)
+    refused(NotImplementedError, model.unload)
+    refused(NotImplementedError, lambda: model.delete_adapter("default"))
+    return said
+
+
+def test_other_ways_are_refused(runs):
+    said = run(partial(other_ways, runs.initial("llama")), 2, init=False, timeout=60)[0]
+    assert len(said) == 7
+    assert all("works" in text or "in one process" in text for text in said)
