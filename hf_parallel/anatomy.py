@@ -32,8 +32,33 @@ class Stack:
     norm: nn.Module | None
 
 
+_LLAMA = Backbone(("embed_tokens",), "layers", ("norm",))
 _BACKBONES = {
     "GPT2Model": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
+    "GPTJModel": Backbone(("wte", "drop"), "h", ("ln_f",), tuples=True),
+    "CodeGenModel": Backbone(("wte", "drop"), "h", ("ln_f",), tuples=True),
+    "GPTNeoModel": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",), tuples=True),
+    "GPTBigCodeModel": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
+    "MptModel": Backbone(("wte",), "blocks", ("norm_f",), tuples=True),
+    "BioGptModel": Backbone(("embed_tokens", "embed_positions"), "layers", ("layer_norm",)),
+    "XGLMModel": Backbone(("embed_tokens",), "layers", ("layer_norm",)),
+    "PersimmonModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
+    "StableLmModel": _LLAMA,
+    "BitNetModel": _LLAMA,
+    "DiffLlamaModel": _LLAMA,
+    "OlmoeModel": _LLAMA,
+    "PhimoeModel": _LLAMA,
+    "GraniteMoeModel": _LLAMA,
+    "GraniteMoeSharedModel": _LLAMA,
+    "Llama4TextModel": _LLAMA,
+    "Lfm2Model": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
+    "RecurrentGemmaModel": Backbone(("embed_tokens",), "layers", ("final_norm",)),
+    "JambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
+    "BambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",), tuples=True),
+    "FalconH1Model": Backbone(("embed_tokens",), "layers", ("final_layernorm",), tuples=True),
+    "MambaModel": Backbone(("embeddings",), "layers", ("norm_f",)),
+    "Mamba2Model": Backbone(("embeddings",), "layers", ("norm_f",)),
+    "FalconMambaModel": Backbone(("embeddings",), "layers", ("norm_f",)),
     "FalconModel": Backbone(("word_embeddings",), "h", ("ln_f",), tuples=True),
     "BloomModel": Backbone(("word_embeddings", "word_embeddings_layernorm"), "h", ("ln_f",), tuples=True),
     "OPTDecoder": Backbone(
@@ -82,15 +107,18 @@ def stacks(model: Any) -> list[Stack]:
 
 def token_readers(model: Any) -> list[Any]:
     """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
-    part, readers = text_part(model), []
-    for stack in stacks(model):
-        name = stack.name
-        while name and not _takes_tokens(part.get_submodule(name)):
-            name = name.rpartition(".")[0]
-        reader = part.get_submodule(name)
-        if reader not in readers and _takes_tokens(reader):
-            readers.append(reader)
-    return readers
+    part = text_part(model)
+    readers = [reader_of(part, stack) for stack in stacks(model)]
+    return list({id(reader): reader for reader in readers if reader is not None}.values())
+
+
+def reader_of(part: Any, stack: Stack) -> Any:
+    """The innermost module around a stack of `part` that takes tokens, or None."""
+    name = stack.name
+    while name and not _takes_tokens(part.get_submodule(name)):
+        name = name.rpartition(".")[0]
+    reader = part.get_submodule(name)
+    return reader if _takes_tokens(reader) else None
 
 
 def _takes_tokens(module: nn.Module) -> bool:
@@ -104,8 +132,11 @@ def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
 
 
 def text_config(model: Any) -> Any:
-    """The config that describes the text part."""
-    return model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
+    """The config that describes the text part, or that of a model of images alone, such as CLIP's with a head."""
+    config = model.config
+    if text_part(model) is model:  # nothing inside that names itself the base: the config may be of more than is there
+        config = next((child.config for child in model.children() if hasattr(child, "config")), config)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def attention_heads(model: Any) -> tuple[int, int] | None:
@@ -120,9 +151,17 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
     return heads, kv_heads
 
 
+def input_embedding(model: Any) -> Any:
+    """What the model names as its input embedding, or None: some that read images name none, not even None."""
+    try:
+        return model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+
+
 def tied_to_embedding(model: Any) -> list[str]:
     """Full names of all token embeddings: the one the model names, and those that share its weight."""
-    embedding = model.get_input_embeddings()
+    embedding = input_embedding(model)
     if not isinstance(embedding, nn.Embedding):
         return []
     named = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, nn.Embedding)}

@@ -3,11 +3,18 @@
 from collections import Counter
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class CountCollectives(TorchDispatchMode):
-    """`counts`: how often each kind of collective ran inside, whichever way it was called."""
+    """`counts`: how often each kind of collective ran inside, whichever way it was called.
+
+    `sent`: the bytes this rank sends if all of them run over rings among all ranks.
+    """
 
     KINDS = {"all_reduce": "reduce", "allreduce": "reduce", "all_gather": "gather", "allgather": "gather"}
     KINDS |= {"_allgather": "gather", "reduce_scatter": "scatter", "_reduce_scatter": "scatter"}
@@ -15,11 +22,23 @@ class CountCollectives(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.sent = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls its collectives while it runs: let it, and see those
+        result = func(*args, **(kwargs or {}))
         if func.namespace in ("_c10d_functional", "c10d", "_c10d_functional_autograd"):
             name = func._opname
             kind = next((kind for start, kind in self.KINDS.items() if name.startswith(start)), None)
             if kind is not None:
                 self.counts[kind] += 1
-        return func(*args, **(kwargs or {}))
+                self.sent += _sent(kind, (args, result))
+        return result
+
+
+def _sent(kind: str, tensors: Any) -> float:
+    """A ring passes the whole tensor, the largest of arguments and results, once; an all-reduce twice."""
+    whole = max(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
+    ranks = dist.get_world_size()
+    return (2 if kind == "reduce" else 1) * whole * (ranks - 1) / ranks

@@ -13,28 +13,40 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
+    BartConfig,
     BertConfig,
     BloomConfig,
+    CLIPConfig,
     CLIPVisionConfig,
+    CohereConfig,
+    DebertaConfig,
+    DebertaV2Config,
     DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
     GPT2Config,
+    GPTBigCodeConfig,
+    GPTJConfig,
     GPTNeoXConfig,
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
     MistralConfig,
+    MptConfig,
+    Olmo2Config,
     OPTConfig,
+    PersimmonConfig,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     RobertaConfig,
+    StableLmConfig,
     T5Config,
     ViTConfig,
+    XGLMConfig,
 )
 
 from tests.rows import CLASSES, IMAGE_SIZE, IMAGE_TOKEN, PATCHES, VOCABULARY
@@ -171,6 +183,58 @@ def granite_swa(**changes: Any) -> PretrainedConfig:
     )
 
 
+def gpt_bigcode(**changes: Any) -> GPTBigCodeConfig:
+    """StarCoder: one key and value for all queries, in one projection [q | k | v]."""
+    return GPTBigCodeConfig(**{**gpt2().to_diff_dict(), "model_type": "gpt_bigcode", **changes})
+
+
+def gpt_bigcode_heads(**changes: Any) -> GPTBigCodeConfig:
+    """SantaCoder's other form: a key and value for each query, [q k v] head by head."""
+    return gpt_bigcode(**{"multi_query": False, **changes})
+
+
+def gptj(**changes: Any) -> GPTJConfig:
+    """GPT-J: attention and MLP side by side on one norm, a part of each head rotates, a head with a bias."""
+    shape = {"vocab_size": VOCABULARY, "n_embd": 64, "n_inner": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
+    return GPTJConfig(**{**shape, **still, "rotary_dim": 8, "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def mpt(**changes: Any) -> MptConfig:
+    """MPT: ALiBi of shape [heads, 1, length], one projection [q | k | v], norms without a bias."""
+    shape = {"vocab_size": VOCABULARY, "d_model": 64, "n_layers": 4, "n_heads": 4, "max_seq_len": 64}
+    return MptConfig(**{**shape, "expansion_ratio": 2, "initializer_range": 0.1, "use_cache": False, **changes})
+
+
+def olmo2(**changes: Any) -> Olmo2Config:
+    """OLMo 2: norms over all queries and over all keys, norms after attention and MLP."""
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return Olmo2Config(**{**DECODER, **tokens, **changes})
+
+
+def command_r(**changes: Any) -> CohereConfig:
+    """Command R+: norms of queries and keys with a weight per head, attention and MLP side by side, scaled logits."""
+    tokens = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return CohereConfig(**{**DECODER, **tokens, "use_qk_norm": True, "logit_scale": 0.5, **changes})
+
+
+def persimmon(**changes: Any) -> PersimmonConfig:
+    """Persimmon: one projection of [q k v] head by head, norms over a head, squared ReLU."""
+    return PersimmonConfig(**{**without("num_key_value_heads"), "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def stablelm(**changes: Any) -> StableLmConfig:
+    """StableLM: Llama with LayerNorms, biases and a quarter of each head rotating."""
+    return StableLmConfig(**{**DECODER, "use_qkv_bias": True, "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def xglm(**changes: Any) -> XGLMConfig:
+    """XGLM: sinusoidal positions, a scaled embedding, an attention that reshapes to its whole width."""
+    shape = {"vocab_size": VOCABULARY, "d_model": 64, "ffn_dim": 128, "num_layers": 4, "attention_heads": 4}
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "init_std": 0.1, "use_cache": False}
+    return XGLMConfig(**{**shape, **still, "max_position_embeddings": 64, **changes})
+
+
 def mamba(**changes: Any) -> MambaConfig:
     """Mamba: no attention, no heads; tensor parallelism refuses it."""
     shape = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 4, "state_size": 8}
@@ -194,6 +258,40 @@ def bert(**changes: Any) -> BertConfig:
 def roberta(**changes: Any) -> RobertaConfig:
     """RoBERTa: BERT whose positions count the tokens that are no padding, and whose head is a small network."""
     return RobertaConfig(**{**ENCODER, **changes})
+
+
+def deberta(**changes: Any) -> DebertaConfig:
+    """DeBERTa: [q k v] head by head with biases for q and v alone; heads read an embedding of distances besides."""
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+    return DebertaConfig(**{**ENCODER, **relative, **changes})
+
+
+def deberta_v3(**changes: Any) -> DebertaV2Config:
+    """DeBERTa-v3: projections shared with those of the embedding of distances, which has a norm of its own."""
+    relative = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_biased_input": False}
+    shared = {"share_att_key": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
+    return DebertaV2Config(**{**ENCODER, **relative, **shared, **changes})
+
+
+def deberta_xlarge(**changes: Any) -> DebertaV2Config:
+    """DeBERTa-v2 xlarge: a convolution after the first layer, which needs the whole sequence."""
+    return deberta_v3(**{"conv_kernel_size": 3, "conv_act": "gelu", **changes})
+
+
+def bart(**changes: Any) -> BartConfig:
+    """BART: biases everywhere, learned positions, one embedding for encoder, decoder and head."""
+    shape = {"vocab_size": VOCABULARY, "d_model": 64, "max_position_embeddings": 64, "init_std": 0.1}
+    sizes = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
+    stacks = {f"{stack}_{key}": size for stack in ("encoder", "decoder") for key, size in sizes.items()}
+    still = {"dropout": 0.0, "attention_dropout": 0.0, "use_cache": False}
+    return BartConfig(**{**shape, **stacks, **still, **changes})
+
+
+def clip(**changes: Any) -> CLIPConfig:
+    """CLIP's image part with a head: a model that names no input embedding."""
+    shape = {key: ENCODER[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
+    images = {"num_attention_heads": 4, "image_size": IMAGE_SIZE, "patch_size": 4, "initializer_range": 0.1}
+    return CLIPConfig(**{"vision_config": {**shape, **images}, "num_labels": CLASSES, **changes})
 
 
 def t5(**changes: Any) -> T5Config:
@@ -247,9 +345,23 @@ CONFIGS = {
     "bloom": bloom,
     "deepseek_v3": deepseek_v3,
     "granite_swa": granite_swa,
+    "gpt_bigcode": gpt_bigcode,
+    "gpt_bigcode_heads": gpt_bigcode_heads,
+    "gptj": gptj,
+    "mpt": mpt,
+    "olmo2": olmo2,
+    "command_r": command_r,
+    "persimmon": persimmon,
+    "stablelm": stablelm,
+    "xglm": xglm,
     "mamba": mamba,
     "bert": bert,
     "roberta": roberta,
+    "deberta": deberta,
+    "deberta_v3": deberta_v3,
+    "deberta_xlarge": deberta_xlarge,
+    "bart": bart,
+    "clip": clip,
     "t5": t5,
     "t5_gated": t5_gated,
     "vit": vit,
@@ -259,6 +371,10 @@ CONFIGS = {
 AUTO_CLASSES = {
     "bert": AutoModelForSequenceClassification,
     "roberta": AutoModelForSequenceClassification,
+    "deberta": AutoModelForSequenceClassification,
+    "deberta-v2": AutoModelForSequenceClassification,
+    "bart": AutoModelForSeq2SeqLM,
+    "clip": AutoModelForImageClassification,
     "t5": AutoModelForSeq2SeqLM,
     "vit": AutoModelForImageClassification,
     "llava": AutoModelForImageTextToText,

@@ -115,7 +115,12 @@ def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     return {key: stack([row[key] for row in rows], True, PADDING[key]) for key in rows[0]}
 
 
-KINDS = {"bert": Sentences, "roberta": Sentences, "t5": Pairs, "t5_gated": Pairs, "vit": Images, "llava": Captions}
+KINDS = {
+    **dict.fromkeys(("bert", "roberta", "deberta", "deberta_v3", "deberta_xlarge"), Sentences),
+    **dict.fromkeys(("t5", "t5_gated", "bart"), Pairs),
+    **dict.fromkeys(("vit", "clip"), Images),
+    "llava": Captions,
+}
 
 
 def data(

@@ -13,7 +13,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import torch
@@ -85,7 +85,7 @@ def full_state_dict(
     """
     tensors = {}
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
-    for entry, tensor in _gathered(model, mesh, entries):
+    for entry, tensor in gathered(model, mesh, entries, model.state_dict()):
         if tensor is not None:
             tensors[entry.name] = tensor.cpu()
     return tensors
@@ -124,22 +124,16 @@ def _write_weights(
     max_shard_size: int | str,
     variant: str | None,
 ) -> None:
-    stem = f"model.{variant}" if variant else "model"
+    stem, state = f"model.{variant}" if variant else "model", model.state_dict()
     by_name = {next(iter(group.saved)): group for group in groups}
-    plan = split_state_dict_into_shards_factory(
-        by_name,
-        get_storage_size=lambda group: group.nbytes,
-        get_storage_id=lambda group: None,
-        filename_pattern=stem + "{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    plan = shards({name: group.nbytes for name, group in by_name.items()}, stem, max_shard_size)
     weight_map: dict[str, str] = {}
     for file, names in plan.filename_to_tensors.items():
         chosen = [by_name[name] for name in names]
         saved = [entry for group in chosen for entry in group.entries]
         weight_map.update({entry.name: file for entry in saved})
-        with _open_for_writing(os.path.join(directory, file), saved, mesh.rank == 0) as out:
-            tensors = _gathered(model, mesh, [entry for group in chosen for entry in group.own])
+        with open_for_writing(os.path.join(directory, file), saved, mesh.rank == 0) as out:
+            tensors = gathered(model, mesh, [entry for group in chosen for entry in group.own], state)
             for group in chosen:
                 _write_group(group, itertools.islice(tensors, len(group.own)), out)
     if mesh.rank == 0:
@@ -150,15 +144,31 @@ def _write_weights(
                 json.dump(index, out, indent=2, sort_keys=True)
 
 
-def _write_group(group: Group, gathered: Iterable, out: BinaryIO | None) -> None:
-    tensors = {entry.name: tensor.cpu() for entry, tensor in gathered if tensor is not None}
+def shards(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> Any:
+    """Which names go into which file, as on the Hub, from their sizes in bytes."""
+    return split_state_dict_into_shards_factory(
+        sizes,
+        get_storage_size=lambda size: size,
+        get_storage_id=lambda size: None,
+        filename_pattern=stem + "{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+
+
+def _write_group(group: Group, found: Iterable, out: BinaryIO | None) -> None:
+    tensors = {entry.name: tensor.cpu() for entry, tensor in found if tensor is not None}
     if out is not None:
         for value in group.convert(tensors):
-            out.write(_as_bytes(value).numpy().data)
+            write_values(value, out)
+
+
+def write_values(tensor: torch.Tensor, out: BinaryIO) -> None:
+    """Append a tensor's values to a file made by `open_for_writing`."""
+    out.write(_as_bytes(tensor.cpu()).numpy().data)
 
 
 @contextlib.contextmanager
-def _open_for_writing(path: str, entries: list[Entry], writer: bool) -> Iterator[BinaryIO | None]:
+def open_for_writing(path: str, entries: list[Entry], writer: bool) -> Iterator[BinaryIO | None]:
     """A safetensors file whose header is written; it takes its final name only once it is whole and flushed."""
     if not writer:
         yield None
@@ -179,17 +189,20 @@ def _open_for_writing(path: str, entries: list[Entry], writer: bool) -> Iterator
     os.replace(path + ".tmp", path)
 
 
-def _gathered(
-    model: nn.Module, mesh: ParallelMesh, entries: list[Entry]
+def gathered(
+    model: nn.Module, mesh: ParallelMesh, entries: Iterable[Entry], state: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-    """Whole tensors, one after the other, on rank 0; None elsewhere. Collective."""
-    state = model.state_dict()
+    """Whole tensors in the model's own order, one after the other, on rank 0; None elsewhere. Collective.
+
+    Args:
+        state: this rank's parts, which lie as the tensors of the model of that name, or of what is before a "/", do.
+    """
     stage, leader = mesh.index("pp"), mesh.index("dp_replicate") == mesh.data_rank == mesh.index("tp") == 0
     for entry in entries:
         tensor = None
         if entry.stage == stage:
             tensor = _whole(state[entry.name].detach())
-            order = stored_order(model, entry.name)
+            order = stored_order(model, entry.name.partition("/")[0])
             tensor = order.to_own(tensor) if order else tensor
         if entry.stage != 0 and leader:  # the ranks that differ from rank 0 in the stage alone
             tensor = _to_first_stage(tensor, entry, mesh)

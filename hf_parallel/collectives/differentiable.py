@@ -12,11 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as functional
+from torch.autograd.function import once_differentiable
 
-# torch 2.13 renamed these two; the former names warn.
-_all_gather_op = getattr(functional, "all_gather_single", None) or functional.all_gather_tensor
-_reduce_scatter_op = getattr(functional, "reduce_scatter_single", None) or functional.reduce_scatter_tensor
+from hf_parallel.collectives.asynchronous import start_all_gather, start_all_reduce, start_reduce_scatter
 
 
 class _Copy(torch.autograd.Function):
@@ -28,6 +26,7 @@ class _Copy(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
@@ -40,6 +39,7 @@ class _Reduce(torch.autograd.Function):
         return all_reduce(tensor, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
@@ -53,6 +53,7 @@ class _GatherSequence(torch.autograd.Function):
         return _all_gather(tensor, tensor.dim() - 2, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _reduce_scatter(gradient, gradient.dim() - 2, ctx.group), None
 
@@ -66,6 +67,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return _reduce_scatter(tensor, tensor.dim() - 2, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_gather(gradient, gradient.dim() - 2, ctx.group), None
 
@@ -79,6 +81,7 @@ class _SplitSequence(torch.autograd.Function):
         return _own_part(tensor, tensor.dim() - 2, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_gather(gradient, gradient.dim() - 2, ctx.group), None
 
@@ -92,6 +95,7 @@ class _Join(torch.autograd.Function):
         return _all_gather(tensor, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return _own_part(gradient, ctx.dim, ctx.group), None, None
 
@@ -113,8 +117,8 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
-    parts = _all_gather_op(tensor.contiguous(), 0, group)
-    return lambda: torch.cat(functional.wait_tensor(parts).chunk(group.size(), dim=0), dim=tensor.dim() - 2)
+    parts, dim = start_all_gather(tensor, group), tensor.dim() - 2
+    return lambda: _joined(parts.wait(), dim)
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -137,19 +141,26 @@ def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tenso
     return _Join.apply(tensor, tensor.dim() - 1, group)
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: str = "sum") -> torch.Tensor:
+def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
     """A new reduced tensor; one in place would change what autograd has saved. Not differentiable."""
-    return functional.wait_tensor(functional.all_reduce(tensor.contiguous(), operation, group))
+    return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
 
 
 def _all_gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    gathered = functional.wait_tensor(_all_gather_op(tensor.contiguous(), 0, group))
-    return gathered if dim == 0 else torch.cat(gathered.chunk(group.size(), dim=0), dim=dim)
+    return _joined(start_all_gather(tensor, group).wait(), dim)
+
+
+def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
+    """[n, …, k, …] -> […, n k, …], without a copy where all dims before `dim` are 1, as in a batch of one row.
+
+    Never a view: models may change in place what leaves a Function, which autograd does not allow for views.
+    """
+    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    return torch.ops.aten._unsafe_view(joined, joined.shape)
 
 
 def _reduce_scatter(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    parts = torch.cat(tensor.chunk(group.size(), dim=dim), dim=0) if dim else tensor
-    return functional.wait_tensor(_reduce_scatter_op(parts.contiguous(), "sum", 0, group))
+    return start_reduce_scatter(tensor.unflatten(dim, (group.size(), -1)).movedim(dim, 0), group).wait()
 
 
 def _own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:

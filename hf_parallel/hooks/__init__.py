@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -51,6 +52,15 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         runtime.stop()
         raise
     PATCHES.extend(all_patches())
+
+
+def read_checkpoints() -> None:
+    """Without a layout: let plain Trainer resume from the checkpoints of layouts. Nothing else changes."""
+    from hf_parallel.hooks.patches import patches_without_layout
+
+    if not _undo_list:
+        with contextlib.suppress(SpecError):  # versions that are not known: a plain run must go on as it is
+            _undo_list.extend(apply(patches_without_layout()))
 
 
 def active() -> bool:

@@ -24,21 +24,65 @@ def prepare_data_loader(original: Callable) -> Callable:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
 
     def replacement(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        from accelerate.data_loader import DataLoaderDispatcher
-
         mesh = runtime.mesh()
         if kwargs.get("even_batches") is False and mesh.data_size > 1:
             raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
         _seed_workers_by_data_rank(dataloader)
         kwargs.update(num_processes=mesh.data_size, process_index=mesh.data_rank, torch_device_mesh=None)
-        prepared = original(dataloader, *args, **kwargs)
-        if isinstance(prepared, DataLoaderDispatcher):
-            _dispatch_by_data_rank(prepared)
-        elif mesh.config.world_size > mesh.data_size:
-            _share_random_numbers(prepared)
-        return prepared
+        return _by_data_rank(original(dataloader, *args, **kwargs))
 
     return replacement
+
+
+def _by_data_rank(prepared: Any) -> Any:
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    mesh = runtime.mesh()
+    if isinstance(prepared, DataLoaderDispatcher):
+        _dispatch_by_data_rank(prepared)
+    elif mesh.config.world_size > mesh.data_size:
+        _share_random_numbers(prepared)
+    return prepared
+
+
+def skip_first_batches(original: Callable) -> Callable:
+    """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
+
+    def replacement(dataloader: Any, num_batches: int = 0) -> Any:
+        rest = original(dataloader, num_batches)
+        for name in ("_drop_last", "_non_blocking"):
+            if hasattr(dataloader, name):
+                setattr(rest, name, getattr(dataloader, name))
+        _describe(_skipping_sampler(rest))
+        return _by_data_rank(rest)
+
+    return replacement
+
+
+def _skipping_sampler(dataloader: Any) -> Any:
+    from accelerate.data_loader import SkipBatchSampler
+
+    samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
+    return next((sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)), None)
+
+
+def _describe(sampler: Any) -> None:
+    """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
+    if sampler is None:
+        return
+    inner: Any = sampler.batch_sampler
+    for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
+        if hasattr(inner, name):
+            setattr(sampler, name, getattr(inner, name))
+
+    def set_epoch(epoch: int) -> None:
+        part = inner
+        while part is not None:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+            part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
+
+    sampler.set_epoch = set_epoch
 
 
 def _seed_workers_by_data_rank(dataloader: Any) -> None:

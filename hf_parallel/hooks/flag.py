@@ -130,7 +130,9 @@ def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         from hf_parallel import hooks
 
         _activate(self)
-        if hooks.active() and not _accelerator_wanted():
+        if not hooks.active():
+            hooks.read_checkpoints()
+        elif not _accelerator_wanted():
             self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
 

@@ -5,7 +5,17 @@ Checked on the versions in `patching.CHECKED`. A target that does not exist, or 
 
 from __future__ import annotations
 
-from hf_parallel.hooks import accelerator, data, from_pretrained, loading, losses, peft, trainer
+from hf_parallel.hooks import (
+    accelerator,
+    checkpoints,
+    data,
+    from_pretrained,
+    loading,
+    losses,
+    peft,
+    resuming,
+    trainer,
+)
 from hf_parallel.hooks.patching import Patch
 
 _MODEL = "transformers.modeling_utils"
@@ -53,7 +63,7 @@ def all_patches() -> list[Patch]:
         # Trainer.
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
-        Patch(f"{_TRAINER}.train", trainer.train, "refuses to resume without optimizer state"),
+        Patch(f"{_TRAINER}.train", resuming.train, "may resume from a checkpoint that is not whole"),
         Patch(f"{_TRAINER}.get_batch_samples", trainer.get_batch_samples, "repeats rows to fill a ragged last batch"),
         Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
         Patch(f"{_TRAINER}.log", losses.log, "metrics of a pipelined loss are known on the last stage"),
@@ -62,10 +72,16 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
-        Patch(f"{_TRAINER}._save", trainer.save, "a plain module's shards are not a checkpoint"),
-        Patch(f"{_TRAINER}._save_optimizer_and_scheduler", trainer.save_scheduler, "optimizer state is sharded"),
-        Patch(f"{_TRAINER}._save_rng_state", trainer.save_rng_state, "ranks of one data rank write one file"),
-        Patch(f"{_TRAINER}._load_best_model", trainer.load_best_model, "reads whole weights"),
+        # Checkpoints.
+        Patch(f"{_TRAINER}._save", checkpoints.save, "a plain module's shards are not a checkpoint"),
+        Patch(f"{_TRAINER}._save_checkpoint", checkpoints.save_checkpoint, "writes where a crash leaves half of it"),
+        Patch(f"{_TRAINER}._save_optimizer_and_scheduler", checkpoints.save_optimizer, "optimizer state is sharded"),
+        Patch(f"{_TRAINER}._save_rng_state", checkpoints.save_rng_state, "ranks of one data rank write one file"),
+        Patch(f"{_TRAINER}._load_from_checkpoint", resuming.load_from_checkpoint, "reads whole weights"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", resuming.load_optimizer, "optimizer state is sharded"),
+        Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
+        Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
+        Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
@@ -79,3 +95,9 @@ def all_patches() -> list[Patch]:
             "peft.utils.save_and_load:_reshard_dtensor_values_for_load", peft.reshard_for_load, "cuts in another order"
         ),
     ]
+
+
+def patches_without_layout() -> list[Patch]:
+    """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
+    load = resuming.load_optimizer_without_layout
+    return [Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only")]

@@ -6,22 +6,17 @@ import contextlib
 import functools
 import inspect
 import os
-import random
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from hf_parallel.checkpoint import full_state_dict, load_weights
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import losses, report, runtime
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import real_rows
-from hf_parallel.hooks.peft import load_adapter_weights
 from hf_parallel.pipeline.schedules import micro_batch_count
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -131,20 +126,6 @@ def _set(target: Any, **values: Any) -> Iterator[None]:
 
 
 # ---- training ----------------------------------------------------------------------------------------------------
-
-
-def train(original: Callable) -> Callable:
-    """Checkpoints of this version hold weights only: say so instead of resuming with fresh optimizer moments."""
-
-    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint or self.args.resume_from_checkpoint:
-            raise SpecError(
-                "resume_from_checkpoint: checkpoints hold no optimizer state in this version; "
-                "from_pretrained(checkpoint) starts from their weights"
-            )
-        return original(self, None, *args, **kwargs)
-
-    return replacement
 
 
 def get_batch_samples(original: Callable) -> Callable:
@@ -328,66 +309,3 @@ def _fill(value: Any, rows: int | None) -> Any:
     if not torch.is_tensor(value) or value.ndim == 0 or value.shape[0] >= rows:
         return value
     return torch.cat([value, value[-1:].expand(rows - value.shape[0], *value.shape[1:])])
-
-
-# ---- checkpoints -------------------------------------------------------------------------------------------------
-
-
-def save(original: Callable) -> Callable:
-    """A transformers model saves itself, streamed; another module's weights are gathered first."""
-
-    def replacement(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is None and not hasattr(self.model, "save_pretrained"):
-            state_dict = full_state_dict(self.model, runtime.mesh())
-        original(self, output_dir, state_dict)
-        dist.barrier()
-
-    return replacement
-
-
-def save_scheduler(original: Callable) -> Callable:
-    """The learning-rate schedule; optimizer state is left out, and rank 0 says so once."""
-    told: list[bool] = []
-
-    def replacement(self: Any, output_dir: str) -> None:
-        if not self.args.should_save:
-            return
-        if not told:
-            told.append(True)
-            report.say(
-                "checkpoints hold weights and schedule, no optimizer state: they cannot be resumed in this version"
-            )
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    return replacement
-
-
-def save_rng_state(original: Callable) -> Callable:
-    """One file per process: stages of one model use their random numbers unequally."""
-
-    def replacement(self: Any, output_dir: str) -> None:
-        os.makedirs(output_dir, exist_ok=True)
-        state: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.random.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.random.get_rng_state()
-        torch.save(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
-
-    return replacement
-
-
-def load_best_model(original: Callable) -> Callable:
-    """Each rank reads its slices of the best checkpoint."""
-
-    def replacement(self: Any) -> None:
-        if hasattr(self.model, "peft_config"):
-            load_adapter_weights(self.model, self.state.best_model_checkpoint)
-            return
-        load_weights(self.model, self.state.best_model_checkpoint)
-
-    return replacement

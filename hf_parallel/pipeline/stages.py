@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_parallel.anatomy import Backbone, backbone_plan, text_part, token_readers
+from hf_parallel.anatomy import Backbone, backbone_plan, input_embedding, text_config, text_part, token_readers
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.pipeline.balance import balance, block_costs, explain
 from hf_parallel.pipeline.elsewhere import Elsewhere, without_values
@@ -204,7 +204,7 @@ def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int
 
 def has_tied_embedding(model: Any) -> bool:
     """Do the embedding and the head share their weight?"""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = input_embedding(model), model.get_output_embeddings()
     weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
     if weight is None or head_weight is None:
         return False
@@ -238,6 +238,10 @@ def _plan(model: Any, stages: int) -> Backbone:
             raise SpecError(f"pp_size={stages}: the pipeline plan says nothing about {name}; pp_size=1 works")
     if getattr(model.config, "output_router_logits", False):
         raise SpecError(f"pp_size={stages}: output_router_logits=True needs all layers on one rank; False works")
+    if getattr(text_config(model), "num_kv_shared_layers", 0):
+        raise SpecError(f"pp_size={stages}: {name}'s last layers use keys and values of earlier ones; pp_size=1 works")
+    if "shared" in (getattr(text_config(model), "indexer_types", None) or ()):
+        raise SpecError(f"pp_size={stages}: {name}'s layers use what earlier ones selected; pp_size=1 works")
     if getattr(model.config, "layerdrop", 0):
         raise SpecError(f"pp_size={stages}: layerdrop={model.config.layerdrop} skips layers at random; 0 works")
     return plan

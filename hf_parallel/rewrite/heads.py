@@ -11,13 +11,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.anatomy import attention_heads
 from hf_parallel.collectives import copy_to_group
+from hf_parallel.rewrite.infer import linear_sizes
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
-_PER_HEAD = ("alibi", "position_bias")
+#: Widths of all heads: `output.reshape(batch, length, self.embed_dim)`, `qkv.split((self.embed_dim, …))`.
+_RESHAPES = re.compile(r"\b(?:(?:view|reshape)\([^()]*\bself\.(\w+)\)|split\(\(self\.(\w+))")
+#: Inputs with one entry per head.
+PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
 
 
 def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
@@ -28,13 +33,15 @@ def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
     heads, kv_heads = counts
     size = mesh.size()
     local = {heads: heads // size, kv_heads: max(1, kv_heads // size)}
+    given = {name for names in _RESHAPES.findall(inspect.getsource(type(owner))) for name in names}
+    split = {linear_sizes(module)[1] for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)}
     for key, value in list(vars(owner).items()):
         if _is_head_count(key, value) and value in local:
             setattr(owner, key, local[value])
-        elif key in _WIDTHS and isinstance(value, int):
+        elif isinstance(value, int) and (key in _WIDTHS or (key in given and value in split)):
             setattr(owner, key, value // size)
     _use_local_config(owner, local)
-    if set(_PER_HEAD) & set(inspect.signature(type(owner).forward).parameters):
+    if set(PER_HEAD) & set(inspect.signature(type(owner).forward).parameters):
         hook = functools.partial(_slice_heads, heads, mesh.get_group())
         owner.register_forward_pre_hook(hook, with_kwargs=True)
 
@@ -74,6 +81,8 @@ def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: t
             return value
         if value.dim() == 4 and value.shape[1] == heads:
             return copy_to_group(value, group).chunk(group.size(), dim=1)[group.rank()]
+        if name == "position_bias" and value.dim() == 3 and value.shape[0] == heads:
+            return value.chunk(group.size())[group.rank()]
         if name == "alibi" and value.dim() == 3:
             by_head = value.unflatten(0, (-1, heads)).chunk(group.size(), dim=1)[group.rank()]
             return by_head.flatten(0, 1)

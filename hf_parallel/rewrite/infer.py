@@ -30,13 +30,44 @@ PACKED = {
     "GPT2Attention.c_attn": "packed_qkv",
     "ModernBertAttention.Wqkv": "packed_qkv",
     "ModernBertMLP.Wi": "packed_halves",
+    "ModernBertDecoderMLP.Wi": "packed_halves",
+    "MptAttention.Wqkv": "packed_qkv",
+    "GPTBigCodeAttention.c_attn": "packed_qkv",
+    "Phi4MultimodalAttention.qkv_proj": "packed_qkv",
+    "Phi4MultimodalMLP.gate_up_proj": "packed_halves",
+    "Glm4vTextMLP.gate_up_proj": "packed_halves",
+    "GlmOcrTextMLP.gate_up_proj": "packed_halves",
     "GPTNeoXAttention.query_key_value": "colwise",  # head by head: [q k v][q k v]…
     "BloomAttention.query_key_value": "colwise",
+    "DisentangledSelfAttention.in_proj": "colwise",
+    "PersimmonAttention.query_key_value": "colwise",
     "FalconAttention.query_key_value": "falcon_qkv",
     "FalconFlashAttention2.query_key_value": "falcon_qkv",
 }
+#: What works on all heads or columns at once in a way of its own, as read in the forward of these classes.
+UNSPLITTABLE = {
+    "BigBirdAttention": "changes its class with the length of the rows",
+    "BigBirdPegasusEncoderAttention": "changes its class with the length of the rows",
+    "LongformerSelfAttention": "cuts rows into windows of its own",
+    "LEDEncoderSelfAttention": "cuts rows into windows of its own",
+    "PegasusXGlobalLocalAttention": "has tokens of its own beside the rows'",
+    "NystromformerSelfAttention": "convolves over heads",
+    "YosoSelfAttention": "does not leave padding out",
+    "ProphetNetNgramSelfAttention": "attends to several streams with biases per head",
+    "DiffLlamaAttention": "pairs heads",
+    "TrOCRAttention": "gives what its heads compute the width of its input",
+    "NeoMMEAttention": "adds embeddings to its values",
+    "DogeAttention": "makes its mask from all heads",
+    "Gemma3nTextMLP": "is sparse by the mean of all its columns",
+    "ChameleonForConditionalGeneration": "writes into its logits",
+    "EncoderDecoderModel": "is two models in one",
+    "VisionEncoderDecoderModel": "is two models in one",
+    "SpeechEncoderDecoderModel": "is two models in one",
+}
 #: Linears whose subclass or kin computes the same function.
 _LINEARS = (nn.Linear, Conv1D)
+#: Parameters that an attention keeps for its heads, one after the other.
+OF_HEADS = ("sinks", "q_bias", "v_bias")
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 _LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 
@@ -48,13 +79,27 @@ def infer_styles(model: Any) -> Styles:
         SpecError: an attention whose linears cannot be told apart; no attention at all.
     """
     styles: Styles = {}
-    hidden = text_config(model).hidden_size
+    hidden = getattr(text_config(model), "hidden_size", None)
+    if not isinstance(hidden, int):
+        raise SpecError(f"the config of {type(model).__name__} has no one hidden_size")
     for layer_name, layer in named_layers(model):
+        own: Styles = {}
         for name, part in _parts(layer):
-            styles.update({f"{layer_name}.{name}{key}": style for key, style in _infer_part(part, hidden).items()})
+            own.update({f"{layer_name}.{name}{key}": style for key, style in _infer_part(part, hidden).items()})
+        entered = {name.rpartition(".")[0] for name, style in own.items() if style != "rowwise"}
+        if len(entered) != list(own.values()).count("rowwise"):
+            raise SpecError(f"the linears of {type(layer).__name__} cannot be told apart")
+        styles.update(own)
     if not styles:
         raise SpecError(f"{type(model).__name__} has no layers of attention and MLP that could be split")
     return styles
+
+
+def packed_style(owner: nn.Module, name: str) -> str | None:
+    """The style of a weight that holds several, None if it is not known to."""
+    known = PACKED.get(f"{type(owner).__name__}.{name}")
+    # StarCoder's kin: with a key for every query the weight goes head by head.
+    return "colwise" if known and getattr(owner, "multi_query", None) is False else known
 
 
 def latent_attention(model: Any) -> Styles:
@@ -69,14 +114,15 @@ def latent_attention(model: Any) -> Styles:
 
 
 def by_heads(model: Any) -> Styles:
-    """Small tensors with one entry per head: T5's relative bias, attention sinks."""
+    """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases."""
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
         for name, module in layer.named_modules():
             if name.endswith("relative_attention_bias") and isinstance(module, nn.Embedding):
                 styles[f"{layer_name}.{name}"] = "embedding_heads"
-            if isinstance(getattr(module, "sinks", None), nn.Parameter):
-                styles[f"{layer_name}.{name}.sinks"] = "heads"
+            for key in OF_HEADS:
+                if isinstance(getattr(module, key, None), nn.Parameter):
+                    styles[f"{layer_name}.{name}.{key}"] = "heads"
     return styles
 
 
@@ -120,7 +166,7 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
         raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
     for name in readers:
         owner = part.get_submodule(name.rpartition(".")[0])
-        known = PACKED.get(f"{type(owner).__name__}.{name.rpartition('.')[2]}")
+        known = packed_style(owner, name.rpartition(".")[2])
         if known is None and _looks_packed(attention, readers, roles, linears):
             raise SpecError(f"how {type(owner).__name__}.{name} holds several projections is not known")
         roles[name] = known or "colwise"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.collectives import copy_to_group
+from hf_parallel.collectives import copy_to_group, gather_sequence
 from hf_parallel.rewrite import regather
+from hf_parallel.rewrite.infer import OF_HEADS
 from hf_parallel.rewrite.region import Region
 
 
@@ -92,10 +95,11 @@ class HeadsEmbedding(TensorParallelLayer):
 
 
 class LocalHeads(TensorParallelLayer):
-    """Mixin for an attention that keeps one number per head, such as sinks: it computes with this rank's."""
+    """Mixin for an attention that keeps numbers per head, such as sinks: it computes with this rank's."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with holding(self, {"sinks": local(self._parameters["sinks"])}):
+        own = {name: local(self._parameters[name]) for name in OF_HEADS if name in self._parameters}
+        with holding(self, own):
             return super().forward(*args, **kwargs)
 
 
@@ -111,6 +115,28 @@ class PartialGradient(TensorParallelLayer):
             return super().forward(*args, **kwargs)
 
 
+class SplitNorm(PartialGradient):
+    """A norm inside an attention or MLP, on what a rank's columns give.
+
+    Over all columns (OLMo 2's queries, BitNet's output): they are gathered, and this rank's part is kept. With a
+    weight per head (Command R+): it is this rank's heads'. Over one head: as it is.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        group, input = self.region.group, args[0]
+        if self.weight.dim() == 2 and self.weight.shape[0] in self.region.heads:
+            heads = self.weight.shape[0]
+            first, count = group.rank() * heads // group.size(), max(1, heads // group.size())
+            whole = {name: copy_to_group(p, group) for name, p in self._parameters.items() if p is not None}
+            own = {name: parameter.narrow(0, first, count) for name, parameter in whole.items()}
+            with holding(self, own):
+                return super(PartialGradient, self).forward(*args, **kwargs)
+        if input.shape[-1] * group.size() != self.weight.numel():
+            return super().forward(*args, **kwargs)
+        gathered = gather_sequence(input.transpose(-1, -2), group).transpose(-1, -2)
+        return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
+
+
 @contextlib.contextmanager
 def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
     """In here `module` holds other tensors in place of some parameters."""
@@ -124,7 +150,25 @@ def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
 
 def local(parameter: Any) -> Any:
     """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` in half of its time, the rest of which goes into what a gradient's placement could be."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            return None
+        # Strides belong to the spec, so those of the gradient must be the parameter's.
+        return DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)
 
 
 def local_weight(module: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ runs while the input's gradient is computed:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -69,12 +70,17 @@ class _Linear(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         ctx.regathered.begin(ctx, part)
         # In the forward's dtype, whatever the caller's context; autograd casts to the dtype of each input.
-        with torch.autocast(gradient.device.type, enabled=False):
+        with _no_autocast(gradient.device.type):
             of_whole = None if weight is None else gradient @ weight.to(gradient.dtype)
             rows = gradient.flatten(0, -2)
             of_weight = rows.t() @ ctx.regathered.take(ctx)
             of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return of_whole, of_weight, of_bias, None
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class Origin:

@@ -21,6 +21,7 @@ from torch import nn
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
+from hf_parallel.rewrite.heads import PER_HEAD
 from hf_parallel.rewrite.late_gradients import LateWeight, column_linear, enter_columns
 from hf_parallel.rewrite.overlap import row_linear
 
@@ -36,8 +37,8 @@ READERS = {
 }
 #: Inputs beside the first that the heads of all ranks read: whole on every rank.
 _READ_BESIDES = ("key_value_states", "encoder_hidden_states", "rel_embeddings")
-#: Inputs whose gradient is whole already, being added after the sum, or of this rank's heads only (`heads.py`).
-_NOT_READ = ("residual", "position_bias")
+#: Inputs whose gradient is whole, being added after the sum, or of this rank's heads (`heads.py`).
+_NOT_READ = ("residual", *PER_HEAD)
 
 
 class Switch:

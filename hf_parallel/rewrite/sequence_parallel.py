@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.anatomy import stacks, token_readers
+from hf_parallel.anatomy import reader_of, stacks, text_part, token_readers
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
 from hf_parallel.rewrite.infer import is_norm, named_layers
@@ -30,8 +30,13 @@ from hf_parallel.rewrite.region import READERS, Region, Switch
 
 def obstacle(model: Any, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
-    if getattr(model, "main_input_name", "input_ids") != "input_ids" and not hasattr(model.config, "text_config"):
-        return f"its rows are {model.main_input_name}, whose length cannot be padded"
+    part = text_part(model)
+    for stack in stacks(model):
+        reader, owner = reader_of(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
+        if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:
+            return f"what {type(owner).__name__} reads are no tokens, so rows cannot be padded"
+        if getattr(owner, "conv", None) is not None:  # DeBERTa's
+            return f"{type(owner).__name__} has a convolution between its layers"
     layers = list(named_layers(model))
     if not layers:
         return "its layers are not known"
@@ -146,13 +151,13 @@ def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirect
     """What has one entry per token gets `extra` more; encoder outputs beside it keep their own length."""
     padded = dict(batch)
     for key, value in batch.items():
+        if key == "attention_mask" and (isinstance(value, dict) or (torch.is_tensor(value) and value.dim() > 2)):
+            masks = value if isinstance(value, dict) else {key: value}
+            filled = {name: _padded_mask(mask, shape[1], extra) for name, mask in masks.items()}
+            padded[key] = filled if isinstance(value, dict) else filled[key]
+            continue
         if not torch.is_tensor(value) or key.startswith("encoder_"):
             continue
-        if key == "attention_mask" and value.dim() > 2:
-            raise ValueError(
-                f"hf_parallel: rows of {shape[1]} tokens need padding, which a {value.dim()}-dimensional "
-                "attention_mask cannot get; pad the rows, or use sequence_parallel=false"
-            )
         if key == "position_ids":  # [s], [b, s] or one of these per rotary section
             padded[key] = F.pad(value, (0, extra))
         elif value.dim() >= 2 and value.shape[:2] == shape:
@@ -161,6 +166,19 @@ def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirect
         device = next(value.device for value in batch.values() if torch.is_tensor(value))
         padded["attention_mask"] = F.pad(torch.ones(shape, dtype=torch.long, device=device), (0, extra))
     return padded
+
+
+def _padded_mask(mask: Any, length: int, extra: int) -> Any:
+    """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
+    if mask is None:
+        return None
+    if not torch.is_tensor(mask) or mask.shape[-2:] != (length, length):
+        raise ValueError(
+            f"hf_parallel: rows of {length} tokens need padding, which this attention_mask cannot get; pad the rows, "
+            "or use sequence_parallel=false"
+        )
+    closed, open = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (0, 1)
+    return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
 
 
 def _cut(outputs: Any, length: int, extra: int) -> Any:

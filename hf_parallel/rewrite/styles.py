@@ -13,9 +13,16 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.anatomy import attention_heads, text_part, tied_to_embedding
+from hf_parallel.anatomy import attention_heads, text_config, text_part, tied_to_embedding
 from hf_parallel.config import SpecError
-from hf_parallel.rewrite.infer import PACKED, by_heads, infer_styles, latent_attention, linear_sizes
+from hf_parallel.rewrite.infer import (
+    UNSPLITTABLE,
+    by_heads,
+    infer_styles,
+    latent_attention,
+    linear_sizes,
+    packed_style,
+)
 
 #: Words of transformers' plans that this version can apply.
 SUPPORTED = {
@@ -27,6 +34,8 @@ SUPPORTED = {
 }
 #: transformers' own answer to packed weights is to compute them whole; where the packing is known we split them.
 _WHOLE = {"colwise_gather_output": "packed", "rowwise_split_input": "rowwise"}
+_APART = (".q_proj", ".k_proj", ".v_proj")
+_OF_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
 
 def resolve_styles(model: Any, tp_size: int) -> dict[str, str]:
@@ -41,6 +50,10 @@ def resolve_styles(model: Any, tp_size: int) -> dict[str, str]:
 def styles_and_origins(model: Any, tp_size: int) -> dict[str, tuple[str, str]]:
     """As `resolve_styles`, with where each style comes from: "plan", "inferred" or "known"."""
     plan = dict(getattr(model, "tp_plan", None) or {})
+    for module in model.modules():
+        reason = UNSPLITTABLE.get(type(module).__name__)
+        if reason is not None:
+            raise SpecError(f"tp_size={tp_size}: {type(module).__name__} {reason}; tp_size=1 works")
     shared = _shares_heads(model, tp_size)
     try:
         latent = latent_attention(model)
@@ -53,6 +66,8 @@ def styles_and_origins(model: Any, tp_size: int) -> dict[str, tuple[str, str]]:
         raise SpecError(f"tp_size={tp_size}: {type(model).__name__}: {error}; tp_size=1 works") from error
     for known in (latent, _vocabulary(model), by_heads(model)):
         styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
+    if _reads_embedding(model):
+        styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}
     if shared:
         styles.update({name: (_shared(style, name), origin) for name, (style, origin) in styles.items()})
     _check_widths(model, {name: style for name, (style, _) in styles.items()}, tp_size)
@@ -64,12 +79,18 @@ def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, 
     styles = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     inside = {id(module) for module in text_part(model).modules()}
-    for name, module, word in _matches(model, plan):
+    matches = list(_matches(model, plan))
+    split = {name.rpartition(".")[0] for name, _, word in matches if word.startswith("rowwise")}
+    for name, module, word in matches:
         if id(module) not in inside and module is not head:
             continue  # the vision part of a composite model stays whole
         if name.rpartition(".")[0] in latent:
             continue
+        if word == "colwise_gather_output" and module is not head and name.rpartition(".")[0] not in split:
+            continue  # no layer follows that would split it: all of it stays whole
         style = word if module is head else _packed(model, name, _WHOLE.get(word, word))
+        if style == "packed" and name.endswith(_APART):
+            style = "colwise"  # gathered for a norm over all heads, which `SplitNorm` does
         if style not in SUPPORTED and not style.startswith("packed_"):
             raise SpecError(f"style {word} of {name} is not supported")
         styles[name] = style
@@ -78,8 +99,14 @@ def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, 
 
 def _packed(model: Any, name: str, style: str) -> str:
     owner, _, child = name.rpartition(".")
-    known = PACKED.get(f"{type(model.get_submodule(owner)).__name__}.{child}", style)
+    known = packed_style(model.get_submodule(owner), child) or style
     return known if style in ("packed", "colwise") else style
+
+
+def _reads_embedding(model: Any) -> bool:
+    """Does the forward read the embedding's weight itself? Gemma 4 does, for the layers' own inputs."""
+    readers = any(type(module).__name__ == "Gemma4Model" for module in model.modules())
+    return readers and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
 
 
 def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:

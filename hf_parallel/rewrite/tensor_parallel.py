@@ -30,13 +30,14 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.anatomy import attention_heads
 from hf_parallel.config import SpecError
 from hf_parallel.rewrite.heads import use_local_heads
-from hf_parallel.rewrite.infer import linear_sizes, named_layers
+from hf_parallel.rewrite.infer import OF_HEADS, is_norm, linear_sizes, named_layers
 from hf_parallel.rewrite.layers import (
     ColumnParallel,
     HeadsEmbedding,
     LocalHeads,
     RowParallel,
     SharedHeads,
+    SplitNorm,
     TensorParallelLayer,
     become,
     partial_gradient,
@@ -104,7 +105,11 @@ def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device
     """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
     for module in list(region.owner.modules()):
         has_own = next(module.parameters(recurse=False), None) is not None
-        if has_own and not isinstance(module, TensorParallelLayer):
+        if not has_own or isinstance(module, TensorParallelLayer):
+            continue
+        if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
+            become(module, SplitNorm, region)
+        else:
             partial_gradient(module, mesh, device, region)
 
 
@@ -166,7 +171,13 @@ def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Reg
 
 
 def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    width = region.owner.head_dim
+    width, whole = region.owner.head_dim, linear_sizes(module)[1]
+    norms = [m for m in region.owner.modules() if is_norm(m)]
+    if whole > width and any([p.numel() for p in norm.parameters()][:1] == [whole] for norm in norms):
+        raise SpecError(
+            f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
+            f"tp_size={region.heads[1]} works"
+        )
     first = _shared_head(region) * width
     _become_shared(module, region, torch.arange(first, first + width))
 
@@ -214,8 +225,10 @@ def _heads_embedding(module: Any, mesh: DeviceMesh, device: torch.device, region
 
 
 def _heads(owner: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    shard_parameter(owner, "sinks", mesh, 0, device)
-    become(owner, LocalHeads, region)
+    if not isinstance(owner, LocalHeads):
+        for name in OF_HEADS:
+            shard_parameter(owner, name, mesh, 0, device)
+        become(owner, LocalHeads, region)
 
 
 #: Subclasses of Linear, and its kin, that compute what it does.

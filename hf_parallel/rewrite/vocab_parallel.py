@@ -103,7 +103,7 @@ class _CrossEntropy(torch.autograd.Function):
         ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
     ) -> torch.Tensor:
         x = logits.float()
-        x = x - all_reduce(x.amax(-1), group, "max").unsqueeze(-1)
+        x = x - all_reduce(x.amax(-1), group, dist.ReduceOp.MAX).unsqueeze(-1)
         inside = (target >= first) & (target < first + x.shape[-1])
         column = (target - first).clamp(0, x.shape[-1] - 1).unsqueeze(-1)
         own = torch.where(inside, x.gather(-1, column).squeeze(-1), 0.0)

@@ -70,6 +70,15 @@ def test_compute_loss_overridden(runs, spec):
     runs.check(Script(model="qwen3", overrides=True).with_accumulation(2), spec)
 
 
+def test_noise_on_embeddings(runs):
+    """NEFTune draws on the first stage alone, and the same on all tp ranks: layouts agree with each other."""
+    script = Script(arguments=(("neftune_noise_alpha", 5.0),))
+    ranks = [rank for spec in ("pp=2", "tp=2,pp=2") for rank in runs.parallel(script, spec)]
+    losses = [[entry["loss"] for entry in rank.logs] for rank in ranks]
+    assert all(each == pytest.approx(losses[0], rel=1e-5) for each in losses)
+    assert losses[0][0] != pytest.approx(runs.reference(Script()).logs[0]["loss"], rel=1e-3)
+
+
 @on(*PIPELINES, column="Llama")
 def test_clipping_to_a_small_norm(runs, spec):
     """Every gradient is scaled by ~1/50: a norm that misses a stage or a shard moves all weights."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
-from tests import models
+from tests import models, resuming
 from tests.distributed import RankFailure, run
 from tests.reliability.launching import hf_parallel_launch, launch, torchrun
 from tests.rows import data
@@ -100,6 +100,48 @@ def test_a_flag_against_the_environment_names_both(tmp_path):
 
     message = refusal(2, conflict, env={"HF_PARALLEL": "tp=2"})
     assert [word for word in ("HF_PARALLEL", "TrainingArguments", "tp=2", "pp=2") if word not in message] == []
+
+
+class Odd(torch.optim.SGD):
+    """Keeps a number per row, as row-wise optimizers do."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            self.state[parameter]["row"] = torch.zeros(parameter.shape[0])
+
+
+def save_odd(folder: str, out: str) -> None:
+    """Train with it up to the first checkpoint."""
+    from hf_parallel import hooks
+
+    def change(trainer):
+        trainer.optimizer = Odd(trainer.model.parameters(), lr=0.1)
+
+    hooks.activate("tp=2", source="test")
+    resuming.train(folder, out, change=change)
+
+
+def test_an_optimizer_with_another_kind_of_state_is_refused_by_name(runs, tmp_path):
+    with pytest.raises(RankFailure, match="Odd keeps row of shape .* save_only_model=True") as caught:
+        run(save_odd, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=60)
+    assert caught.value.kinds == dict.fromkeys(range(2), "NotImplementedError")
+
+
+def resume_as_sgd(folder: str, out: str, saved: str) -> None:
+    """Resume what AdamW has saved."""
+    from hf_parallel import hooks
+
+    hooks.activate("tp=2", source="test")
+    resuming.train(folder, out, resume=saved, optim="sgd")
+
+
+def test_the_state_of_another_optimizer_is_refused_by_name(runs, tmp_path):
+    job = {"folder": runs.initial("llama"), "out": str(tmp_path), "max_steps": 1}
+    resuming.trained("dp_shard=2", job)
+    with pytest.raises(RankFailure, match="has the state of AdamW, this run has SGD") as caught:
+        run(resume_as_sgd, 2, job["folder"], job["out"], str(tmp_path / "checkpoint-1"), init=False, timeout=60)
+    assert caught.value.kinds == dict.fromkeys(range(2), "ValueError")
 
 
 SCRIPT = """

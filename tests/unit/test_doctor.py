@@ -173,7 +173,10 @@ def test_the_model_is_not_changed():
 
 
 def test_layers_that_differ_are_named():
-    report = examine(on_meta("deepseek_v3", first_k_dense_replace=2, n_routed_experts=4), ParallelConfig.parse("pp=2"))
+    report = examine(
+        on_meta("deepseek_v3", first_k_dense_replace=2, n_routed_experts=4),
+        ParallelConfig.parse("pp=2,pipeline_split=[2,2]"),
+    )
     assert report.problems == []
     assert report.pipeline[1].layers == ["model.layers.2-3"]
     report = examine(on_meta("t5"), ParallelConfig.parse("tp=2"))

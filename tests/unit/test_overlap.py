@@ -285,8 +285,8 @@ def test_order_with_sequence_parallelism():
     up_and_gate = ["product"] * 2
     assert forward == ["gather", "wait", *up_and_gate, "product", "scatter", "product", "scatter", "wait", "wait"]
     down = ["gather", "gather", "wait", "product", "wait", "product", "product"]
-    input_again = "gather"  # regather.py
-    assert backward == [*down, input_again, *up_and_gate, "scatter", *up_and_gate, "wait"]
+    gather_again, its_wait = "gather", "wait"  # regather.py
+    assert backward == [*down, gather_again, *up_and_gate, "scatter", its_wait, *up_and_gate, "wait"]
     assert (plain.count("gather"), plain.count("scatter")) == (3, 2)  # one more each: the row's come in halves
     assert overlapped == elements
 

@@ -1,0 +1,56 @@
+"""Parameters by name, where stages hold parts of a model and one parameter may have two names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.mesh import ParallelMesh
+
+
+def named(model: Any) -> dict[str, nn.Parameter]:
+    """This rank's parameters; a tied one has the name under which it is saved."""
+    tied = _tied(model)
+    found: dict[str, nn.Parameter] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(tied.get(name, name), parameter)
+    return found
+
+
+def names_in_order(model: Any, mesh: ParallelMesh) -> list[str]:
+    """The names of all stages' parameters, in the order of the whole model. Collective over stages."""
+    tied = _tied(model)
+    places: dict[str, tuple] = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        places.setdefault(tied.get(name, name), _place(model, name))
+    for other in of_stages(places, mesh):
+        for name, place in other.items():
+            places[name] = min(place, places.get(name, place))
+    return sorted(places, key=lambda name: places[name])
+
+
+def _tied(model: Any) -> dict[str, str]:
+    keys = getattr(model, "all_tied_weights_keys", None)
+    return dict(keys) if isinstance(keys, dict) else {}
+
+
+def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
+    """Where a parameter is met: stages replace modules by others at the same place, so all agree on the order."""
+    *path, last = name.split(".")
+    place: list[tuple[int, int]] = []
+    module = model
+    for child in path:
+        place.append((1, list(module._modules).index(child)))
+        module = module.get_submodule(child)
+    return (*place, (0, list(module._parameters).index(last)))
+
+
+def of_stages(own: Any, mesh: ParallelMesh) -> list[Any]:
+    """What each stage says, in the order of stages' ranks. Collective over stages."""
+    if mesh.size("pp") == 1:
+        return [own]
+    found: list[Any] = [None] * mesh.size("pp")
+    dist.all_gather_object(found, own, group=mesh.group("pp"))
+    return found

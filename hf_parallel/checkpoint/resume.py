@@ -1,0 +1,270 @@
+"""The optimizer's state on disk: whole tensors by parameter name, in the model's own order, whatever the layout.
+
+    optimizer/index.json          which optimizer, its options per parameter, steps and other numbers
+    optimizer/state.safetensors   `model.norm.weight/exp_avg`, … (several files above the shard size)
+    optimizer.pt                  no state: stops a plain Trainer, with a message that names this package
+
+A folder of their own, as programs take every safetensors file beside a config.json for weights.
+
+Writing is streamed as that of weights is; reading takes only this rank's slices. What a plain Trainer wrote
+(`optimizer.pt`, parameters by number) is read too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.checkpoint.names import named, of_stages
+from hf_parallel.checkpoint.save import gathered, open_for_writing, shards, write_values
+from hf_parallel.checkpoint.slices import local_part
+from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.rewrite.packed import stored_order
+
+FOLDER = "optimizer"
+INDEX = "index.json"
+PLAIN = "optimizer.pt"
+_FORMAT = 1
+#: How a step is computed, not what: this run's own choice stays.
+_KERNELS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+
+
+class ResumeUnderHfParallel:
+    """Alone in `optimizer.pt`: plain Trainer's refusal to load it names this class."""
+
+
+@dataclass
+class OptimizerState:
+    """What is known of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
+
+    kind: str | None = None
+    tensors: dict[str, Any] = field(default_factory=dict)  # "name/slot"
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> slot
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> those of its group
+
+
+# ---- writing -----------------------------------------------------------------------------------------------------
+
+
+def save_optimizer(
+    model: nn.Module, optimizer: Any, mesh: ParallelMesh, directory: str, max_shard_size: int | str = "50GB"
+) -> None:
+    """Write the optimizer's state into `directory`. Collective: every process calls it.
+
+    Raises:
+        NotImplementedError: a state that is neither of its parameter's shape nor a number.
+    """
+    state = read_state(model, optimizer)
+    described = {key: (tuple(t.shape), t.dtype) for key, t in state.tensors.items()}
+    entries: dict[str, Entry] = {}
+    for stage, theirs in enumerate(of_stages((described, state.numbers, state.options), mesh)):
+        for key, (shape, dtype) in theirs[0].items():
+            entries.setdefault(key, Entry(key, shape, dtype, stage))  # of a tied embedding the first stage's
+        state.numbers = {**theirs[1], **state.numbers}
+        state.options = {**theirs[2], **state.options}
+    plan = shards({key: entry.nbytes for key, entry in entries.items()}, "state", max_shard_size)
+    if mesh.rank == 0:
+        os.makedirs(os.path.join(directory, FOLDER), exist_ok=True)
+    for file, keys in plan.filename_to_tensors.items():
+        chosen = [entries[key] for key in keys]
+        with open_for_writing(os.path.join(directory, FOLDER, file), chosen, mesh.rank == 0) as out:
+            for _, tensor in gathered(model, mesh, chosen, state.tensors):
+                if out is not None and tensor is not None:
+                    write_values(tensor, out)
+    if mesh.rank == 0:
+        _write_index(state, sorted(plan.filename_to_tensors), directory)
+
+
+def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
+    """This rank's part of the state, by name.
+
+    Raises:
+        NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
+    """
+    kind, names = type(optimizer).__name__, {id(p): name for name, p in named(model).items()}
+    state = OptimizerState(kind)
+    for group in optimizer.param_groups:
+        options = {key: _as_json(kind, key, value) for key, value in group.items() if key != "params"}
+        state.options.update({names[id(p)]: options for p in group["params"] if id(p) in names})
+    for parameter, slots in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None:
+            raise NotImplementedError(
+                f"hf_parallel: {kind} keeps state of {parameter!r:.60}, no parameter of the model"
+            )
+        for slot, value in slots.items():
+            if torch.is_tensor(value) and value.ndim and slot != "step":
+                _check_slot(kind, name, slot, value, parameter)
+                state.tensors[f"{name}/{slot}"] = value
+            else:
+                state.numbers.setdefault(name, {})[slot] = _as_json(kind, slot, value)
+    return state
+
+
+def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
+            f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
+            "(save_only_model=True leaves the optimizer out)"
+        )
+
+
+def _as_json(kind: str, key: str, value: Any) -> Any:
+    """A number, text, or a list of them; a tensor of one number keeps its dtype."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(kind, key, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise NotImplementedError(
+        f"hf_parallel: {kind} keeps {key} as {type(value).__name__}, which has no place in a checkpoint "
+        "(save_only_model=True leaves the optimizer out)"
+    )
+
+
+def _from_json(value: Any, like: Any = None) -> Any:
+    if isinstance(value, dict):
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+    if isinstance(value, list):
+        found = [_from_json(item) for item in value]
+        return tuple(found) if isinstance(like, tuple) else found
+    return value
+
+
+def _write_index(state: OptimizerState, files: list[str], directory: str) -> None:
+    groups: list[dict[str, Any]] = []
+    for name, options in state.options.items():
+        group = next((group for group in groups if group["options"] == options), None)
+        if group is None:
+            groups.append(group := {"options": options, "parameters": []})
+        group["parameters"].append(name)
+    index = {"format": _FORMAT, "optimizer": state.kind, "files": files, "groups": groups, "numbers": state.numbers}
+    with open(os.path.join(directory, FOLDER, INDEX), "w", encoding="utf-8") as out:
+        json.dump(index, out, indent=1)
+    torch.save(ResumeUnderHfParallel(), os.path.join(directory, PLAIN))
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+
+
+def load_optimizer(
+    model: nn.Module, optimizer: Any, directory: str, plain_groups: Sequence[list[list[str]]] = ()
+) -> None:
+    """Give the optimizer the state in `directory`, of which this rank reads its slices. No communication.
+
+    Args:
+        plain_groups: for `optimizer.pt` of a plain Trainer, the names of each group, in the ways it may have them.
+
+    Raises:
+        ValueError: the state is of another optimizer or another model.
+    """
+    with contextlib.ExitStack() as stack:
+        if os.path.isfile(os.path.join(directory, FOLDER, INDEX)):
+            saved = _saved(os.path.join(directory, FOLDER), stack)
+        else:
+            saved = _saved_by_plain_trainer(os.path.join(directory, PLAIN), plain_groups)
+        if saved.kind not in (None, type(optimizer).__name__):
+            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {type(optimizer).__name__}")
+        _set_state(model, optimizer, saved)
+
+
+def has_optimizer(directory: str) -> bool:
+    """Is there an optimizer's state, ours or a plain Trainer's?"""
+    return any(os.path.isfile(os.path.join(directory, file)) for file in (os.path.join(FOLDER, INDEX), PLAIN))
+
+
+def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
+    with open(os.path.join(folder, INDEX), encoding="utf-8") as file:
+        index = json.load(file)
+    if index["format"] != _FORMAT:
+        raise ValueError(f"{folder}/{INDEX} has format {index['format']}, this version reads {_FORMAT}")
+    state = OptimizerState(index["optimizer"], numbers=index["numbers"])
+    for name in index["files"]:
+        opened = stack.enter_context(safe_open(os.path.join(folder, name), framework="pt", backend="pread"))
+        state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
+    for group in index["groups"]:
+        state.options.update(dict.fromkeys(group["parameters"], group["options"]))
+    return state
+
+
+def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> OptimizerState:
+    """Parameters are numbered through the groups; which name has which number follows from the groups' sizes."""
+    loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    sizes = [len(group["params"]) for group in loaded["param_groups"]]
+    names = next((way for way in ways if [len(group) for group in way] == sizes), None)
+    if names is None:
+        raise ValueError(f"{path} has groups of {sizes} parameters, this run {[len(group) for group in ways[0]]}")
+    state = OptimizerState()
+    numbered: dict[int, str] = {}
+    for group, own in zip(loaded["param_groups"], names, strict=True):
+        options = {key: _as_json("optimizer.pt", key, value) for key, value in group.items() if key != "params"}
+        state.options.update(dict.fromkeys(own, options))
+        numbered.update(zip(group["params"], own, strict=True))
+    for number, slots in loaded["state"].items():
+        for slot, value in slots.items():
+            if torch.is_tensor(value) and value.ndim and slot != "step":
+                state.tensors[f"{numbered[number]}/{slot}"] = value
+            else:
+                state.numbers.setdefault(numbered[number], {})[slot] = _as_json("optimizer.pt", slot, value)
+    return state
+
+
+def _set_state(model: nn.Module, optimizer: Any, saved: OptimizerState) -> None:
+    """Through the optimizer's own `load_state_dict`, which puts each value where the optimizer wants it."""
+    of_parameter = {id(p): name for name, p in named(model).items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    names = [of_parameter[id(p)] for p in parameters]
+    packed, slots = optimizer.state_dict(), _slots(saved)
+    packed["state"] = {}
+    for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
+        found = {slot: _from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
+        tensors = {slot: saved.tensors[f"{name}/{slot}"] for slot in slots.get(name, ())}
+        found |= {slot: _local(model, name, parameter, tensor) for slot, tensor in tensors.items()}
+        if found:
+            packed["state"][number] = found
+    for group in packed["param_groups"]:
+        group.update(_options(group, [names[number] for number in group["params"]], saved))
+    optimizer.load_state_dict(packed)
+
+
+def _slots(saved: OptimizerState) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for key in saved.tensors:
+        name, _, slot = key.partition("/")
+        found.setdefault(name, []).append(slot)
+    return found
+
+
+def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """This rank's part, which lies as the parameter does."""
+    if tuple(source.shape) != tuple(parameter.shape):
+        raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {tuple(source.shape)}")
+    result = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
+    part = values(source, local_part(parameter, stored_order(model, name)))
+    (result.to_local() if isinstance(result, DTensor) else result).copy_(part)
+    return result
+
+
+def _options(group: dict[str, Any], names: list[str], saved: OptimizerState) -> dict[str, Any]:
+    """What the checkpoint says of the parameters of one group; a stage without any of them follows the rest."""
+    known: Iterator[dict[str, Any]] = (saved.options[name] for name in names if name in saved.options)
+    first = next(known, None)
+    if first is None:
+        rest = next(iter(saved.options.values()), {})
+        return {key: _from_json(rest[key]) for key in ("lr", "initial_lr") if key in rest}
+    if any(options != first for options in known):
+        raise ValueError(f"{names[0]} and others of its group had different options when the checkpoint was written")
+    return {key: _from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}

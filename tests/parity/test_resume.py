@@ -1,0 +1,175 @@
+"""A run that stops and goes on, under the same or another layout, does what an uninterrupted one does."""
+
+import os
+import signal
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.resuming import (
+    ONE,
+    STEPS,
+    STOP,
+    Ended,
+    checkpoint_differences,
+    log_differences,
+    train,
+    train_rank,
+    trained,
+)
+from tests.training import axes, none, spec_id
+
+TOLERANCE = 2e-5
+REST = range(STOP + 1, STEPS + 1)
+LAYOUTS = [ONE, "tp=2", "pp=2,dp_shard=2", "tp=2,dp_shard=2"]
+
+
+def layout_id(spec: str) -> str:
+    return spec_id(spec) or "one"
+
+
+class Stopped:
+    """Uninterrupted runs, one per model and layout, whose checkpoints the tests resume from."""
+
+    def __init__(self, root, runs):
+        self.root, self.runs, self.made = root, runs, {}
+
+    def __call__(self, model: str, spec: str) -> Ended:
+        if (model, spec) not in self.made:
+            out = str(self.root / f"{model}-{layout_id(spec)}")
+            self.made[model, spec] = trained(spec, {"folder": self.runs.initial(model), "out": out})[0]
+        return self.made[model, spec]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory, runs):
+    return Stopped(tmp_path_factory.mktemp("stopped"), runs)
+
+
+def check(stopped, runs, out, model: str, sources: list[str], spec: str) -> None:
+    """Resume under `spec` what each of the sources has saved, and compare with one process that never stopped."""
+    jobs = [
+        {
+            "folder": runs.initial(model),
+            "out": str(out / layout_id(source)),
+            "resume": f"{stopped(model, source).folder}/checkpoint-{STOP}",
+        }
+        for source in sources
+    ]
+    built, found = models.build(model), []
+    for source, ended in zip(sources, trained(spec, *jobs), strict=True):
+        former, same = stopped(model, source), source == spec
+        texts = log_differences(ended, former if same else stopped(model, ONE), REST, 0 if same else TOLERANCE)
+        for step in (STOP, STEPS) if same else (STOP,):  # what was read, and where it led
+            texts += checkpoint_differences(*(f"{run.folder}/checkpoint-{step}" for run in (ended, former)), built)
+        found += [f"from {layout_id(source)}: {text}" for text in texts]
+    none(found)
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=layout_id)
+def test_from_every_layout_to_every_layout(stopped, runs, tmp_path, spec):
+    """Qwen3, whose tied embedding is on two stages; to the same layout bit for bit."""
+    check(stopped, runs, tmp_path, "qwen3", LAYOUTS, spec)
+
+
+@pytest.mark.parametrize(
+    ("model", "source", "spec"),
+    [
+        ("gpt2", "tp=2", "tp=4"),  # q, k and v in one weight, cut into other parts
+        ("gpt2", "tp=4", "pp=2,tp=2"),
+        ("phi3", "tp=2", ONE),
+        ("phi3", ONE, "tp=2"),
+        ("llama", "pp=2,pipeline_schedule=interleaved_1f1b", "dp_replicate=2"),
+    ],
+)
+def test_packed_weights_and_looped_stages(stopped, runs, tmp_path, model, source, spec):
+    """Weights that are stored in another order of rows; stages that are not in the order of ranks."""
+    check(stopped, runs, tmp_path, model, [source], spec)
+
+
+def momentum(spec: str, folder: str, out: str) -> list[Ended]:
+    """SGD with momentum, with dropout, under a schedule of the script's own; once through and once with a stop."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+
+    def change(trainer):
+        trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05, momentum=0.9)
+        trainer.lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(trainer.optimizer, T_max=9)
+        for module in trainer.model.modules():
+            if isinstance(module, torch.nn.Dropout):
+                module.p = 0.1
+
+    job = {"folder": folder, "data_ranks": axes(spec)["data_ranks"], "change": change}
+    through, _ = train(out=out, **job)
+    return [through, train(out=f"{out}-on", resume=f"{out}/checkpoint-{STOP}", **job)[0]]
+
+
+def test_momentum_a_schedule_and_dropout_go_on_bit_for_bit(runs, tmp_path):
+    through, on = run(momentum, 2, "tp=2", runs.initial("gpt2"), str(tmp_path / "out"), init=False)[0]
+    none(log_differences(on, through, REST, 0))
+
+
+class Accident(TrainerCallback):
+    """Kills a rank in the middle of the second save."""
+
+    def __init__(self, trainer):
+        self.trainer, self.save = trainer, trainer._save_rng_state
+        trainer._save_rng_state = self
+
+    def __call__(self, folder: str) -> None:
+        if self.trainer.state.global_step == 4 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.save(folder)
+
+
+def test_a_rank_killed_during_a_save_leaves_the_previous_checkpoint(runs, tmp_path):
+    job = {"folder": runs.initial("qwen3"), "out": str(tmp_path / "out"), "save_steps": 2, "save_total_limit": 1}
+    through = trained("tp=2", {**job, "out": str(tmp_path / "through")})[0]
+    with pytest.raises(RankFailure):
+        run(train_rank, 2, "tp=2", [{**job, "change": Accident}], init=False, timeout=60)
+    assert sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*")) == [
+        "checkpoint-2",
+        "tmp-checkpoint-4",
+    ]
+    (tmp_path / "out" / "checkpoint-9").mkdir()  # as plain Trainer leaves one that it did not finish
+    on = trained("tp=2", {**job, "resume": True})[0]
+    none(log_differences(on, through, range(3, STEPS + 1), 0))
+    assert not list((tmp_path / "out").glob("tmp-*"))
+    assert (tmp_path / "out" / f"checkpoint-{STEPS}").exists()
+
+
+def kept(spec: str, folder: str, out: str) -> tuple[str, list[str], set[str]]:
+    """The best step, the folders that are left of three saves, and what is in the last one."""
+    from hf_parallel import hooks
+
+    if spec:
+        hooks.activate(spec, source="test")
+    chosen = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 2}
+    chosen |= {"load_best_model_at_end": True, "greater_is_better": True, "save_only_model": True}
+    _, trainer = train(folder, out, axes(spec)["data_ranks"], learning_rate=1e-3, **chosen)
+    left = sorted(name for name in os.listdir(out) if "checkpoint" in name)
+    return trainer.state.best_model_checkpoint, left, set(os.listdir(f"{out}/checkpoint-{STEPS}"))
+
+
+def test_limits_and_the_best_model_as_in_one_process(runs, tmp_path):
+    best, left, files = run_alone(kept, ONE, runs.initial("llama"), str(tmp_path / "out"))
+    os.rename(tmp_path / "out", tmp_path / "one")
+    found = run(kept, 2, "tp=2", runs.initial("llama"), str(tmp_path / "out"), init=False)[0]
+    assert found == (best, left, files | {"hf_parallel.json"})
+
+
+def without_the_plugin(folder: str, out: str, checkpoint: str) -> None:
+    from hf_parallel.hooks import flag
+
+    flag.uninstall()
+    train(folder, out, resume=checkpoint)
+
+
+def test_plain_trainer_does_not_go_on_with_fresh_moments(stopped, runs, tmp_path):
+    checkpoint = f"{stopped('qwen3', 'tp=2').folder}/checkpoint-{STOP}"
+    with pytest.raises(RankFailure, match="ResumeUnderHfParallel"):
+        run_alone(without_the_plugin, runs.initial("qwen3"), str(tmp_path), checkpoint)

@@ -1,0 +1,387 @@
+"""Every architecture of transformers under tp and pp: same loss and same gradients as one process, or refused.
+
+Not part of the test run: it takes the better part of an hour. Each architecture is shrunk by rules on the names of its
+config's attributes; what they cannot shrink is left out. The numbers are those of one training step in fp32.
+
+python -m tests.sweep                       # all, into tests/results/sweep.json; goes on where it stopped
+python -m tests.sweep causal gpt2,bloom     # one kind of head, some model types, afresh
+python -m tests.sweep --table               # docs/models.md from the results
+"""
+
+import argparse
+import inspect
+import json
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.utils import logging
+
+import hf_parallel.parallelize  # noqa: F401 - once, before the forks
+from tests.distributed import RankFailure, run, run_alone
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "tests" / "results" / "sweep.json"
+VOCABULARY, IMAGE, CLASSES, ROWS = 256, 32, 3, 4
+LARGEST = 40_000_000  # parameters: more were not shrunk
+TOLERANCE = 1e-4  # of a gradient's largest entry
+NOISE = 1e-6  # of the largest gradient: what is zero but for rounding, such as that of key biases
+LIMIT_S = 60.0
+
+HEADS = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+    "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING,
+    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    "speech": modeling_auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+    "caption": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+}
+#: Layouts, with the length of the rows.
+CASES = (
+    ("tp=2", 16),
+    ("tp=2", 15),
+    ("tp=2,sequence_parallel=false", 16),
+    ("tp=4", 16),
+    ("pp=2", 16),
+    ("tp=2,pp=2", 16),
+)
+
+# ---- small configs ----------------------------------------------------------------------------------------------
+
+#: The first pattern that matches the whole name gives the value of an integer (a function: from the default).
+RULES: tuple[tuple[str, Any], ...] = (
+    (r".*(token_id|token_index|_start_id|_end_id|_id)", lambda v: v if v < VOCABULARY else 3 + v % (VOCABULARY - 3)),
+    (r"type_vocab_size", lambda v: v),
+    (r"(\w*_)?vocab_size(_\w+)?|n_vocab|(src|tgt|text)_vocab_size|n_symbols", VOCABULARY),
+    (r"(\w*_)?(num_key_value_heads|num_kv_heads|n_head_kv|kv_heads|kv_n_heads)", 2),
+    (r"(\w*_)?(num_attention_heads|num_heads|n_heads?|attention_heads)|num_attn_heads", 4),
+    (r"(n_|num_)?(routed_|local_)?experts?|(num|n)_(routed|local)_experts|moe_num_experts|ffn_num_experts", 4),
+    (r".*(experts_per_tok(en)?|moe_k|top_k_experts|moe_topk|moe_top_k|num_selected_experts)|router_top_k", 2),
+    (r"(n|topk|num)_groups?|num_expert_groups?|n_shared_experts", 1),
+    (r"(num_)?(encoder|decoder)(_hidden)?_layers|num_(encoder|decoder)_layers", 2),
+    (r"num_hidden_layers|n_layers?|num_layers|num_blocks", 4),
+    (r"num_hash(es|_buckets)|num_buckets|relative_attention_num_buckets", lambda v: v),
+    (r"(hidden_size|d_model|n_embd|n_embed|emb_dim|embed_dim|hidden_dim|dim|embedding_size|model_dim|emb_size"
+     r"|word_embed_proj_dim|d_embed|decoder_hidden_size|encoder_hidden_size|d_text|true_hidden_size"
+     r"|projection_dim|text_hidden_size|hidden_embed_size|cross_attention_hidden_size)", 64),
+    (r"(moe_|shared_expert_|expert_)(intermediate|ffn_hidden|ffn)(_size|_dim)?|(moe_)?shared_.*intermediate_size", 64),
+    (r"(\w*_)?(intermediate_size(_mlp)?|ffn_dim|d_ff|n_inner|ffn_hidden_size|d_inner|inner_dim"
+     r"|feed_forward_(hidden_)?size|intermediate_dim|mlp_dim|feedforward_dim|dim_ff|inner_hidden_size)", 128),
+    (r"(\w*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_seq_length"
+     r"|max_source_positions|max_target_positions|max_length|seq_length|original_max_position_embeddings)", 64),
+    (r"q_lora_rank", 32),
+    (r"kv_lora_rank", 16),
+    (r"qk_rope_head_dim|rotary_dim|rope_head_dim", 8),
+    (r"qk_head_dim", 24),
+    (r"(\w*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size|d_head)", 16),
+    (r"sliding_window|attention_window|attention_chunk_size|local_attention|window_size", 8),
+    (r"image_size", IMAGE),
+    (r"patch_size", 8),
+    (r"num_mel_bins", 16),
+)  # fmt: skip
+FLOATS = (
+    (r".*(drop|jitter).*", 0.0),
+    (r"initializer_range|init_std|init_range", 0.1),
+)
+FIXED = {"use_cache": False}
+#: Where None is the default but no value.
+NEEDED = (
+    r"head_dim|vocab_size|num_experts_per_tok|n_routed_experts|num_experts|n_shared_experts|num_key_value_heads"
+    r"|moe_intermediate_size"
+)
+#: What no rule can know.
+OWN: dict[str, dict[str, Any]] = {
+    "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8},
+    "mpt": {"expansion_ratio": 2},
+    "openai-gpt": {"afn": "gelu"},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "xmod": {"default_language": "en_XX"},
+    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
+    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mobilebert": {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64},
+    "esmc": {"num_key_value_heads": 4},
+    "esm": {"pad_token_id": 0, "position_embedding_type": "rotary"},
+    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8, "visual_embed": False},
+    "lilt": {"hidden_size": 96, "intermediate_size": 192},
+    "swin": {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]},
+    "swinv2": {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]},
+    "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGBZ": 5}},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_text": {"num_kv_shared_layers": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    **{
+        f"{name}_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+        for name in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
+    },
+    **{
+        f"{name}_text": {
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [1, 1, 2],
+                "partial_rotary_factor": 0.5,
+            }
+        }
+        for name in ("glm4v", "glm_ocr", "glm46v", "glm4v_moe")
+    },
+}
+#: Attributes that a decoder needs to be one.
+DECODES = ("is_decoder",)
+
+
+def small_config(default: PretrainedConfig, head: str = "") -> PretrainedConfig:
+    """The config of a tiny model of the kind of `default`, which is not changed."""
+    as_dict = default.to_dict()
+    layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
+    changes: dict[str, Any] = {}
+    for key, value in as_dict.items():
+        part = getattr(type(default), "sub_configs", {}).get(key) and getattr(default, key, None)
+        if isinstance(part, PretrainedConfig):
+            changes[key] = small_config(part).to_dict()
+        elif key in FIXED:
+            changes[key] = FIXED[key]
+        elif key in DECODES and head == "causal":
+            changes[key] = True
+        elif isinstance(value, bool):
+            continue
+        elif isinstance(value, int) or (value is None and re.fullmatch(NEEDED, key)):
+            changes[key] = _small(RULES, key, value)
+        elif isinstance(value, float):
+            changes[key] = _small(FLOATS, key, value)
+        elif isinstance(value, list) and isinstance(layers, int) and len(value) == layers > 4:
+            kinds = list(dict.fromkeys(map(str, value)))
+            changes[key] = value[:4] if set(map(str, value[:4])) == set(kinds) else (value[:3] + [value[-1]])
+        elif isinstance(value, dict) and "mrope_section" in value:
+            changes[key] = {**value, "mrope_section": [2, 3, 3]}
+    changes = {key: value for key, value in changes.items() if value != as_dict.get(key)}
+    if as_dict.get("kv_lora_rank"):
+        changes["num_key_value_heads"] = 4
+        changes.pop("head_dim", None)  # follows from the others
+    if head in ("sequence", "image"):
+        changes["num_labels"] = CLASSES
+    if head in ("sequence", "seq2seq", "speech") and not isinstance(as_dict.get("pad_token_id"), int):
+        changes["pad_token_id"] = 0
+    if head in ("sequence", "seq2seq", "speech") and getattr(default, "decoder_start_token_id", None) is None:
+        changes["decoder_start_token_id"] = 0
+    return type(default)(**{**changes, **OWN.get(default.model_type, {})})
+
+
+def _small(rules: tuple, key: str, value: Any) -> Any:
+    for pattern, small in rules:
+        if re.fullmatch(pattern, key):
+            return small(value) if callable(small) else small
+    return value
+
+
+def build(cls: Any, config: PretrainedConfig) -> Any:
+    """The model with weights drawn under a seed. Biases and norms get noise, or their order would not show."""
+    torch.manual_seed(7)
+    model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model.float()
+
+
+def batch_for(head: str, cls: Any, config: PretrainedConfig, length: int) -> dict[str, torch.Tensor]:
+    """Rows for this head, of what the model's forward reads; some end in padding."""
+    generator = torch.Generator().manual_seed(length)
+    tokens = torch.randint(5, VOCABULARY - 8, (ROWS, length), generator=generator)
+    labels = tokens.clone()
+    labels[1, :3] = -100
+    mask = torch.ones_like(tokens)
+    classes = tokens[:, 0] % CLASSES
+    batch: dict[str, torch.Tensor]
+    if head == "image":
+        side = getattr(config, "image_size", None) or getattr(getattr(config, "vision_config", None), "image_size", 0)
+        side = side if isinstance(side, int) and side else IMAGE
+        channels = getattr(config, "num_channels", 3)
+        batch = {"pixel_values": torch.randn(ROWS, channels, side, side, generator=generator), "labels": classes}
+        return batch
+    mask[2, length - 5 :] = 0
+    labels[2, length - 5 :] = -100
+    if head == "seq2seq" and getattr(config, "is_encoder_decoder", False):
+        labels = labels[:, : length - 4]
+    batch = {"input_ids": tokens, "attention_mask": mask, "labels": classes if head == "sequence" else labels}
+    if head == "speech":
+        bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
+        frames = 2 * getattr(config, "max_source_positions", 64)
+        batch = {"input_features": torch.randn(ROWS, bins, frames, generator=generator), "labels": labels}
+    if head == "sequence" and isinstance(getattr(config, "eos_token_id", None), int):
+        tokens[torch.arange(ROWS), mask.sum(-1) - 1] = config.eos_token_id  # BART's head reads there
+    pad = getattr(config, "pad_token_id", None)
+    if isinstance(pad, int) and "input_ids" in batch:
+        batch["input_ids"] = batch["input_ids"].masked_fill(mask == 0, pad if 0 <= pad < VOCABULARY else 0)
+    known = inspect.signature(cls.forward).parameters
+    return {key: value for key, value in batch.items() if key in known}
+
+
+# ---- one case ---------------------------------------------------------------------------------------------------
+
+Numbers = tuple[float, dict[str, torch.Tensor], list[str]]
+
+
+def step(cls: Any, config: PretrainedConfig, batch: dict[str, torch.Tensor], spec: str | None) -> Numbers:
+    """Loss, every gradient in the model's own order, and the layout's notes."""
+    from hf_parallel.rewrite.packed import stored_order
+
+    model = build(cls, config).train()
+    if spec:
+        from hf_parallel import parallelize
+
+        parallelize(model, spec)
+    torch.manual_seed(3)
+    outputs = model(**{key: value.clone() for key, value in batch.items()})
+    outputs.loss.backward()
+    gradients = {}
+    for key, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            gradient = parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+            order = stored_order(model, key)
+            gradients[key] = gradient if order is None else order.to_own(gradient)
+    return outputs.loss.item(), gradients, model._hf_parallel.notes if spec else []
+
+
+def count(cls: Any, config: PretrainedConfig) -> int:
+    """Parameters of the model, without making them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in cls(config).parameters())
+
+
+def differences(alone: Numbers, ranks: list[Numbers]) -> list[str]:
+    """What is not the same on some rank: the loss, or a gradient."""
+    found = []
+    loss, gradients, _ = alone
+    floor = NOISE * max(gradient.abs().max().item() for gradient in gradients.values())
+    for rank, (other, _, _) in enumerate(ranks):
+        if not abs(other - loss) <= 1e-5 * max(1.0, abs(loss)):
+            found.append(f"loss {other:.6f} for {loss:.6f} on rank {rank}")
+            break
+    for key, gradient in gradients.items():
+        held = [own[key] for _, own, _ in ranks if key in own]
+        largest = gradient.abs().max().item()
+        if not held:
+            if largest > floor:
+                found.append(f"{key}: no gradient")
+            continue
+        if any(own.shape != gradient.shape for own in held):
+            found.append(f"{key}: shape {tuple(held[0].shape)}")
+            continue
+        distance = max((own - gradient).abs().max().item() for own in held)
+        if not distance <= max(TOLERANCE * largest, floor):
+            found.append(f"{key}: {distance / (largest + 1e-12):.2g}")
+    return found
+
+
+def case(cls: Any, config: PretrainedConfig, batch: dict, spec: str, alone: Numbers) -> dict[str, Any]:
+    """The outcome of one layout, as a class and a text."""
+    world = 4 if spec in ("tp=2,pp=2", "tp=4") else 2
+    try:
+        ranks = run(step, world, cls, config, batch, spec, timeout=LIMIT_S)
+    except RankFailure as failure:
+        message = next((line for line in failure.message.splitlines() if line.strip()), "")
+        plain = failure.kind == "SpecError" or "hf_parallel" in message
+        place = [line.strip() for line in str(failure).splitlines() if line.strip().startswith("File ")]
+        return {
+            "class": "refused" if plain else "crash",
+            "text": message[:400] if plain else f"{failure.kind}: {message[:400]}",
+            "at": [] if plain else place[:40][-6:],
+        }
+    wrong = differences(alone, ranks)
+    return {"class": "wrong" if wrong else "ok", "text": "; ".join(wrong[:6]), "notes": ranks[0][2], "n": len(wrong)}
+
+
+def sweep(head: str, cls: Any, kind: type[PretrainedConfig]) -> dict[str, Any]:
+    """All layouts of one architecture; those that others imply are left out."""
+    try:
+        config = small_config((getattr(cls, "config_class", None) or kind)(), head)
+        size = run_alone(count, cls, config, timeout=LIMIT_S)
+        if size > LARGEST:
+            return {"skipped": f"{size} parameters"}
+        batches = {length: batch_for(head, cls, config, length) for length in (16, 15)}
+        alone = {n: run_alone(step, cls, config, batch, None, timeout=LIMIT_S) for n, batch in batches.items()}
+        again = run_alone(step, cls, config, batches[16], None, timeout=LIMIT_S)
+    except RankFailure as failure:
+        lines = [line.strip() for line in str(failure).splitlines() if line.strip().startswith("File ")]
+        return {"skipped": f"{failure.kind}: {failure.message[:300]}", "at": lines[-3:]}
+    except Exception as error:
+        return {"skipped": f"{type(error).__name__}: {str(error)[:300]}"}
+    if math.isnan(alone[16][0]):
+        return {"skipped": "the loss is not a number"}
+    if differences(alone[16], [again]):
+        return {"skipped": "two runs differ"}
+    found: dict[str, Any] = {"class": cls.__name__, "cases": {}}
+    for spec, length in CASES:
+        done = found["cases"]
+        first = done.get("tp=2 16", {})
+        if "tp" in spec and first.get("class") == "refused":
+            continue
+        if spec == "tp=2,pp=2" and done["pp=2 16"]["class"] == "refused":
+            continue
+        if "false" in spec and first.get("notes"):
+            continue
+        if head in ("image", "speech") and length == 15:
+            continue
+        if spec == "tp=4" and first.get("class") != "ok":
+            continue
+        done[f"{spec} {length}"] = case(cls, config, batches[length], spec, alone[length])
+    return found
+
+
+def architectures(wanted: list[str], types: list[str]) -> list[tuple[str, str, Any, Any]]:
+    """Head, model type, model class and config class of all that transformers offers."""
+    found = []
+    for head, mapping in HEADS.items():
+        for kind in mapping.keys() if not wanted or head in wanted else ():
+            if types and kind.model_type not in types:
+                continue
+            try:
+                cls = mapping[kind]
+            except Exception as error:  # needs a package that is not here
+                print(head, kind.model_type, "cannot be imported:", str(error).splitlines()[0][:100])
+                continue
+            for one in cls if isinstance(cls, (tuple, list)) else (cls,):
+                found.append((head, kind.model_type, one, kind))
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("heads", nargs="?", default="", help="kinds of heads, by commas")
+    parser.add_argument("types", nargs="?", default="", help="model types, by commas")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--again", default="", help="also those whose outcome contains this")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    logging.set_verbosity_error()
+    results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    wanted = [word for word in options.heads.split(",") if word]
+    types = [word for word in options.types.split(",") if word]
+    for head, model_type, cls, kind in architectures(wanted, types):
+        key = f"{head} {model_type} {cls.__name__}"
+        if key in results and not types and not (options.again and options.again in json.dumps(results[key])):
+            continue
+        start = time.monotonic()
+        results[key] = sweep(head, cls, kind)
+        options.results.parent.mkdir(parents=True, exist_ok=True)
+        options.results.write_text(json.dumps(results, indent=1))
+        print(f"{key} ({time.monotonic() - start:.1f} s)", flush=True)
+        if "skipped" in results[key]:
+            print("    skipped:", results[key]["skipped"].replace("\n", " ")[:160], *results[key].get("at", [])[-1:])
+        for name, outcome in results[key].get("cases", {}).items():
+            notes = f" ({'; '.join(outcome['notes'])})" if outcome.get("notes") else ""
+            print(f"    {name}: {outcome['class']} {outcome['text'][:230]}{notes}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
