@@ -80,7 +80,8 @@ def adapt(wrapper: Any) -> None:
     if isinstance(wrapper, Adapted | AdaptedEmbedding):
         return
     mixin = AdaptedEmbedding if isinstance(wrapper.base_layer, VocabParallel) else Adapted
-    wrapper.__class__, wrapper.base_layer.adapted = _in_front(mixin, type(wrapper)), True
+    kind: Any = type(wrapper)
+    wrapper.__class__, wrapper.base_layer.adapted = _in_front(mixin, kind), True
 
 
 @functools.cache
@@ -139,8 +140,8 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
 def _cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
     order = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
-    for name in names if order is not None else ():
-        if adapter._parameters[name] is not None:
+    for name in names:
+        if order is not None and adapter._parameters[name] is not None:
             stored = StoredOrder(0, order.rows)  # of a Conv1D the base's dim is another
             adapter.stored_orders = {**getattr(adapter, "stored_orders", {}), name: stored}
             adapter._parameters[name].data = stored.to_stored(adapter._parameters[name].data)
@@ -192,7 +193,9 @@ _numbers = itertools.count()
 
 def split_dropout(base: Any, dropout: Any) -> None:
     """Random numbers as the adapter of `base` needs them: one mask for a column's input, parts of one for a row's."""
-    if isinstance(dropout, nn.Dropout) and not isinstance(dropout, TensorParallelLayer):
-        become(dropout, OwnDropout if isinstance(base, RowParallel) else SharedDropout, base.region)
-        dropout.number = next(_numbers)
-        look_again()
+    if not isinstance(dropout, nn.Dropout) or isinstance(dropout, TensorParallelLayer):
+        return
+    split: Any = dropout
+    become(split, OwnDropout if isinstance(base, RowParallel) else SharedDropout, base.region)
+    split.number = next(_numbers)
+    look_again()

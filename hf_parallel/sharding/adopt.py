@@ -8,7 +8,7 @@ and its parameter group are its internals, looked at in torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -24,7 +24,7 @@ def adopt_parameters(root: nn.Module) -> None:
         state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
         groups = state._fsdp_param_groups
         known = {place for group in groups for held in group.fsdp_params for place in _places(held._module_info)}
-        modules = tuple(_own_modules(unit))
+        modules = tuple(_own_modules(cast(nn.Module, unit)))
         named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
         new = {id(p): p for module, name, p in named if (id(module), name) not in known}
         if new:

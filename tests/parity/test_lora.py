@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests.distributed import RankFailure, run, run_alone
-from tests.training import BF16, Script, Tolerance, differences, layouts, none
+from tests.training import BF16, Script, Tolerance, differences, layouts, load_model, none
 
 pytest.importorskip("peft")
 
@@ -127,6 +127,27 @@ def test_folder_loads_in_plain_peft(runs, spec):
     assert config_of(folder) == config_of(reference.folder)
     again = Script(model="qwen3", lora=(("folder", reference.folder),))
     runs.check(again, spec)
+
+
+def masks(initial, sequence_parallel):
+    """Where two rows of inputs survive the dropout of a column's and a row's adapter, for two layers."""
+    hooks.activate(f"tp=2,sequence_parallel={sequence_parallel}", source="test")
+    script = Script(lora=lora(("q_proj", "o_proj"), lora_dropout=0.5))
+    model, found = load_model(script, initial, 0).train(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p == 0.5:
+            module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y != 0))
+    model(input_ids=torch.arange(16).reshape(2, 8))
+    return [mask for name, mask in found.items() if "layers.0" in name or "layers.1" in name]
+
+
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_dropout_masks(runs, sequence_parallel):
+    """What ranks hold alike they drop alike, of what they hold parts they drop different things; layers differ."""
+    first, second = run(partial(masks, runs.initial("llama"), sequence_parallel), 2, init=False, timeout=60)
+    alike = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert alike == [True, False, True, False]
+    assert not torch.equal(first[0], first[2])
 
 
 def logits_of(base, folder):
