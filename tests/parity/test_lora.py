@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests.distributed import RankFailure, run, run_alone
-from tests.training import BF16, Script, Tolerance, differences, layouts, load_model, none
+from tests.resuming import STEPS, STOP, log_differences, trained
+from tests.training import BF16, Script, Tolerance, differences, layouts, load_model, none, with_adapters
 
 pytest.importorskip("peft")
 
@@ -31,6 +32,7 @@ SPECS = (
     "pp=2,dp_shard=2",
     "tp=2,pp=2",
 )
+NAMES = ("one", "own")
 CHECKPOINTED = (("gradient_checkpointing", True),)
 
 
@@ -148,6 +150,23 @@ def test_dropout_masks(runs, sequence_parallel):
     alike = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert alike == [True, False, True, False]
     assert not torch.equal(first[0], first[2])
+
+
+@pytest.mark.parametrize("spec", ["tp=2,dp_shard=2", "tp=2,pp=2"])
+def test_stopped_run_goes_on(runs, tmp_path, spec):
+    """From the checkpoint of one process and from its own: adapters, moments and schedule."""
+    adapt = partial(with_adapters, Script(lora=lora(ATTENTION + MLP)))
+    job = {"folder": runs.initial("llama"), "adapt": adapt}
+    (one,) = trained("", {**job, "out": f"{tmp_path}/one"})
+    own = {**job, "out": f"{tmp_path}/own"}
+    jobs = [
+        {**job, "out": f"{tmp_path}/on-{name}", "resume": f"{tmp_path}/{name}/checkpoint-{STOP}"} for name in NAMES
+    ]
+    through, *resumed = trained(spec, own, *jobs)
+    found = log_differences(through, one, range(1, STEPS + 1), 1e-4)
+    for ended in resumed:
+        found += log_differences(ended, one, range(STOP + 1, STEPS + 1), 1e-4)
+    none(found)
 
 
 def logits_of(base, folder):
