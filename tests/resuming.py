@@ -28,7 +28,15 @@ class Ended:
     folder: str
 
 
-def train(folder: str, out: str, data_ranks: int = 1, resume: Any = None, change: Callable | None = None, **arguments):
+def train(
+    folder: str,
+    out: str,
+    data_ranks: int = 1,
+    resume: Any = None,
+    change: Callable | None = None,
+    adapt=None,
+    **arguments,
+):
     """Two shuffled epochs of AdamW under a falling learning rate, saved in the middle of the second and at the end."""
     chosen = {
         "per_device_train_batch_size": GLOBAL_BATCH // data_ranks,
@@ -42,6 +50,7 @@ def train(folder: str, out: str, data_ranks: int = 1, resume: Any = None, change
     }
     settings = TrainingArguments(out, report_to=[], disable_tqdm=True, use_cpu=True, seed=0, **chosen)
     model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
+    model = adapt(model) if adapt else model
     rows, held_out = data("llama", ROWS, TRAIN_SEED), data("llama", 13, EVAL_SEED)
     trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=held_out, callbacks=[recorder := Steps()])
     trainer.remove_callback(PrinterCallback)

@@ -58,6 +58,7 @@ TABLES = {
         "own loss",
         "odd sizes",
         "tp_overlap",
+        "LoRA",
         "Accelerate loop",
         "library",
     ),

@@ -41,6 +41,10 @@ _former: Any = WeakIdKeyDictionary()
 
 def make_parallel(model: nn.Module) -> None:
     """`parallelize` on the active mesh, remembering which parameters its new ones replace."""
+    if hasattr(model, "peft_config"):
+        raise SpecError(
+            "the model has adapters, but was made before the layout was active; launch with --parallel first"
+        )
     before = list(model.named_parameters())
     parallelize(model, mesh=runtime.mesh())
     runtime.equalise_random_state("tp")

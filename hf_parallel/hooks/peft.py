@@ -25,6 +25,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerator import make_parallel
 from hf_parallel.parallelize import ParallelState
+from hf_parallel.pipeline.elsewhere import follow_wrappers
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer, local
 from hf_parallel.rewrite.packed import stored_order
@@ -116,7 +117,7 @@ def place(model: Any, state: ParallelState) -> None:
             if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
                 _split(name, module, state)
     if state.pipeline is not None:
-        state.pipeline.follow_wrappers()
+        follow_wrappers(state.pipeline.stages, model)
     if state.mesh.data_size > 1:
         adopt_parameters(state.root)
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)

@@ -67,7 +67,7 @@ def load_from_checkpoint(original: Callable) -> Callable:
     """Each rank reads its slices of the weights."""
 
     def replacement(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        folders.load_weights(self.model if model is None else model, resume_from_checkpoint)
+        _load(self.model if model is None else model, resume_from_checkpoint)
 
     return replacement
 
@@ -76,10 +76,16 @@ def load_best_model(original: Callable) -> Callable:
     """Each rank reads its slices of the best checkpoint."""
 
     def replacement(self: Any) -> None:
-        load = load_adapter_weights if hasattr(self.model, "peft_config") else folders.load_weights
-        load(self.model, self.state.best_model_checkpoint)
+        _load(self.model, self.state.best_model_checkpoint)
 
     return replacement
+
+
+def _load(model: Any, folder: str) -> None:
+    if hasattr(model, "peft_config"):
+        load_adapter_weights(model, folder)
+    else:
+        folders.load_weights(model, folder)
 
 
 def load_optimizer(original: Callable) -> Callable:

@@ -36,6 +36,15 @@ class Elsewhere:
                 self.modules[name], owner._modules[leaf] = owner._modules[leaf], here[name]
 
 
+def follow_wrappers(stages: nn.ModuleList, model: nn.Module) -> None:
+    """Let the stages hold wrappers that have been put around their parts in `model`, in the place of these."""
+    around = {id(module.base_layer): module for module in model.modules() if hasattr(module, "base_layer")}
+    for stage in stages:
+        parts: Any = stage.parts
+        for i, part in enumerate(parts):
+            parts[i] = around.get(id(part), part)
+
+
 def without_values(module: nn.Module) -> nn.Module:
     """The same module with parameters and buffers on the meta device; others may go on to hold the former ones."""
     for part in module.modules():

@@ -113,13 +113,6 @@ class PipelineEngine:
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
-    def follow_wrappers(self) -> None:
-        """Let the stages hold wrappers that have been put around their parts, in the place of these."""
-        around = {id(module.base_layer): module for module in self.model.modules() if hasattr(module, "base_layer")}
-        for stage in self._stages():
-            for i, part in enumerate(stage.parts):
-                stage.parts[i] = around.get(id(part), part)
-
     @property
     def copies(self) -> set[int]:
         """ids of parameters that an earlier stage counts too: the last stage's copy of a tied embedding."""

@@ -19,6 +19,8 @@ from torch import nn
 
 #: The scopes that are open now, innermost last.
 _open: list[OwnRandomNumbers] = []
+#: How often layers that drop have come into a model.
+_changes = [0]
 
 
 class OwnRandomNumbers:
@@ -26,16 +28,16 @@ class OwnRandomNumbers:
 
     def __init__(self, owner: nn.Module, group: dist.ProcessGroup) -> None:
         self.owner, self.group = owner, group
-        self._needed: bool | None = None
+        self._needed: tuple[int, bool] | None = None
         self._shared: tuple[torch.device, torch.Tensor] | None = None
 
     def begin(self, *args: Any) -> None:
         """Change to this rank's state; nothing happens in evaluation, or where nothing drops. Also a pre-hook."""
         if not self.owner.training or self._shared is not None:
             return
-        if self._needed is None:
-            self._needed = drops_out(self.owner)
-        if not self._needed:
+        if self._needed is None or self._needed[0] != _changes[0]:
+            self._needed = _changes[0], drops_out(self.owner)
+        if not self._needed[1]:
             return
         self._start(next(self.owner.parameters()).device)
 
@@ -50,8 +52,7 @@ class OwnRandomNumbers:
 
     def _start(self, device: torch.device) -> None:
         state = _get_state(device)
-        digest = hashlib.blake2b(bytes(state.tolist()) + self.group.rank().to_bytes(4, "big"), digest_size=7)
-        _generator(device).manual_seed(int.from_bytes(digest.digest(), "big"))
+        _generator(device).manual_seed(_own_seed(_digest(bytes(state.tolist())), self.group))
         self._shared = device, state
         _open.append(self)
 
@@ -73,6 +74,21 @@ def shared_numbers() -> contextlib.AbstractContextManager:
 
 
 @contextlib.contextmanager
+def shared_numbers_of_layer(device: torch.device, group: dist.ProcessGroup, number: int) -> Iterator[None]:
+    """The same, where the scope is a whole layer: a checkpoint then starts inside it and knows the own state only.
+
+    From that state's seed follows what all ranks know; `number` tells the users of one scope apart.
+    """
+    own = _get_state(device)
+    common = _common_seed(_generator(device).initial_seed(), group)
+    _generator(device).manual_seed(_digest(common.to_bytes(7, "big") + number.to_bytes(8, "big")))
+    try:
+        yield
+    finally:
+        _set_state(device, own)
+
+
+@contextlib.contextmanager
 def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None]:
     """Random numbers of this rank's own, within a scope of them or not."""
     if _open:
@@ -86,6 +102,11 @@ def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None
         scope.end()
 
 
+def look_again() -> None:
+    """Layers that drop have come into a model: scopes that found none must look again."""
+    _changes[0] += 1
+
+
 def drops_out(module: nn.Module) -> bool:
     """Is any dropout probability in the module above zero, kept by a Dropout or as a number?"""
     for child in module.modules():
@@ -94,6 +115,22 @@ def drops_out(module: nn.Module) -> bool:
         if any("drop" in key and isinstance(value, float) and value > 0 for key, value in vars(child).items()):
             return True
     return False
+
+
+#: Seeds of neighbouring ranks lie this far apart; mt19937 reads the low 32 bits only.
+_STRIDE, _SEEDS = 0x9E3779B1, 2**56
+
+
+def _digest(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest(), "big")
+
+
+def _own_seed(common: int, group: dist.ProcessGroup) -> int:
+    return (common + group.rank() * _STRIDE) % _SEEDS
+
+
+def _common_seed(own: int, group: dist.ProcessGroup) -> int:
+    return (own - group.rank() * _STRIDE) % _SEEDS
 
 
 def _generator(device: torch.device) -> torch.Generator:

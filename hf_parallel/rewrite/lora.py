@@ -13,7 +13,9 @@ whole, inside    whole                    whole                   A and B
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -23,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.collectives import copy_to_group, reduce_from_group
 from hf_parallel.rewrite import regather
-from hf_parallel.rewrite.dropout import own_numbers, shared_numbers
+from hf_parallel.rewrite.dropout import look_again, own_numbers, shared_numbers, shared_numbers_of_layer
 from hf_parallel.rewrite.layers import (
     ColumnParallel,
     PartialGradient,
@@ -138,8 +140,8 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
 def _cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
     order: Any = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
-    for name in names if order is not None else ():
-        if adapter._parameters[name] is not None:
+    for name in names:
+        if order is not None and adapter._parameters[name] is not None:
             stored = StoredOrder(0, order.rows)  # of a Conv1D the base's dim is another
             adapter.stored_orders = {**getattr(adapter, "stored_orders", {}), name: stored}
             adapter._parameters[name].data = stored.to_stored(adapter._parameters[name].data)
@@ -161,23 +163,39 @@ def can_split(base: Any) -> bool:
 # ---- dropout -------------------------------------------------------------------------------------------------------
 
 
-class SharedDropout(nn.Module):
+class SharedDropout(TensorParallelLayer):
     """Mixin: all ranks drop the same, as the input is the same on all of them."""
 
+    number: int
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        with shared_numbers():
+        with self._numbers(input.device):
             return super().forward(input)
+
+    def _numbers(self, device: torch.device) -> contextlib.AbstractContextManager:
+        if self.training and self.region.sequence_parallel:
+            return shared_numbers_of_layer(device, self.region.group, self.number)
+        return shared_numbers()
 
 
 class OwnDropout(TensorParallelLayer):
     """Mixin: ranks hold different features of the input, so they drop different things."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.region.sequence_parallel:  # the whole layer has numbers of its own
+            return super().forward(input)
         with own_numbers(input.device, self.region.group):
             return super().forward(input)
 
 
+_numbers = itertools.count()
+
+
 def split_dropout(base: Any, dropout: Any) -> None:
     """Random numbers as the adapter of `base` needs them: one mask for a column's input, parts of one for a row's."""
-    if isinstance(dropout, nn.Dropout) and not isinstance(dropout, SharedDropout | OwnDropout):
-        become(dropout, OwnDropout if isinstance(base, RowParallel) else SharedDropout, base.region)
+    if not isinstance(dropout, nn.Dropout) or isinstance(dropout, TensorParallelLayer):
+        return
+    split: Any = dropout
+    become(split, OwnDropout if isinstance(base, RowParallel) else SharedDropout, base.region)
+    split.number = next(_numbers)
+    look_again()

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests.distributed import RankFailure, run, run_alone
-from tests.training import BF16, Script, Tolerance, differences, layouts, none
+from tests.resuming import STEPS, STOP, log_differences, trained
+from tests.training import BF16, Script, Tolerance, differences, layouts, load_model, none, with_adapters
 
 pytest.importorskip("peft")
 
@@ -31,6 +32,7 @@ SPECS = (
     "pp=2,dp_shard=2",
     "tp=2,pp=2",
 )
+NAMES = ("one", "own")
 CHECKPOINTED = (("gradient_checkpointing", True),)
 
 
@@ -127,6 +129,44 @@ def test_folder_loads_in_plain_peft(runs, spec):
     assert config_of(folder) == config_of(reference.folder)
     again = Script(model="qwen3", lora=(("folder", reference.folder),))
     runs.check(again, spec)
+
+
+def masks(initial, sequence_parallel):
+    """Where two rows of inputs survive the dropout of a column's and a row's adapter, for two layers."""
+    hooks.activate(f"tp=2,sequence_parallel={sequence_parallel}", source="test")
+    script = Script(lora=lora(("q_proj", "o_proj"), lora_dropout=0.5))
+    model, found = load_model(script, initial, 0).train(), {}
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and module.p == 0.5:
+            module.register_forward_hook(lambda m, args, y, name=name: found.__setitem__(name, y != 0))
+    model(input_ids=torch.arange(16).reshape(2, 8))
+    return [mask for name, mask in found.items() if "layers.0" in name or "layers.1" in name]
+
+
+@pytest.mark.parametrize("sequence_parallel", ["true", "false"])
+def test_dropout_masks(runs, sequence_parallel):
+    """What ranks hold alike they drop alike, of what they hold parts they drop different things; layers differ."""
+    first, second = run(partial(masks, runs.initial("llama"), sequence_parallel), 2, init=False, timeout=60)
+    alike = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
+    assert alike == [True, False, True, False]
+    assert not torch.equal(first[0], first[2])
+
+
+@pytest.mark.parametrize("spec", ["tp=2,dp_shard=2", "tp=2,pp=2"])
+def test_stopped_run_goes_on(runs, tmp_path, spec):
+    """From the checkpoint of one process and from its own: adapters, moments and schedule."""
+    adapt = partial(with_adapters, Script(lora=lora(ATTENTION + MLP)))
+    job = {"folder": runs.initial("llama"), "adapt": adapt}
+    (one,) = trained("", {**job, "out": f"{tmp_path}/one"})
+    own = {**job, "out": f"{tmp_path}/own"}
+    jobs = [
+        {**job, "out": f"{tmp_path}/on-{name}", "resume": f"{tmp_path}/{name}/checkpoint-{STOP}"} for name in NAMES
+    ]
+    through, *resumed = trained(spec, own, *jobs)
+    found = log_differences(through, one, range(1, STEPS + 1), 1e-4)
+    for ended in resumed:
+        found += log_differences(ended, one, range(STOP + 1, STEPS + 1), 1e-4)
+    none(found)
 
 
 def logits_of(base, folder):
