@@ -51,6 +51,12 @@ _BACKBONES = {
     "GraniteMoeModel": _LLAMA,
     "GraniteMoeSharedModel": _LLAMA,
     "Llama4TextModel": _LLAMA,
+    "HunYuanDenseV1Model": _LLAMA,
+    "HunYuanMoEV1Model": _LLAMA,
+    "GraniteMoeHybridModel": _LLAMA,
+    "GraniteMoeSWAModel": _LLAMA,
+    "Lfm2MoeModel": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
+    "GlmMoeDsaModel": Backbone(("embed_tokens",), "layers", ("norm",), tuples=True),
     "Lfm2Model": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
     "RecurrentGemmaModel": Backbone(("embed_tokens",), "layers", ("final_norm",)),
     "JambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
@@ -70,11 +76,13 @@ _BACKBONES = {
 def backbone_plan(backbone: Any) -> Backbone | None:
     """The published pipeline plan of a backbone, else the known one, else None."""
     plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
+    known = _BACKBONES.get(type(backbone).__name__)
     lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
     if len(lists) == 1:
         place = plan.index(lists[0])
-        return Backbone(tuple(plan[:place]), lists[0], tuple(plan[place + 1 :]))
-    return _BACKBONES.get(type(backbone).__name__)
+        tuples = known is not None and known.tuples  # of which plans say nothing
+        return Backbone(tuple(plan[:place]), lists[0], tuple(plan[place + 1 :]), tuples)
+    return known
 
 
 def text_part(model: Any) -> Any:

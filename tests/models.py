@@ -22,6 +22,7 @@ from transformers import (
     DebertaConfig,
     DebertaV2Config,
     DeepseekV3Config,
+    DogeConfig,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -218,6 +219,11 @@ def command_r(**changes: Any) -> CohereConfig:
     return CohereConfig(**{**DECODER, **tokens, "use_qk_norm": True, "logit_scale": 0.5, **changes})
 
 
+def doge(**changes: Any) -> DogeConfig:
+    """Doge: a mask that all heads make together; tensor parallelism refuses it."""
+    return DogeConfig(**{**DECODER, **changes})
+
+
 def persimmon(**changes: Any) -> PersimmonConfig:
     """Persimmon: one projection of [q k v] head by head, norms over a head, squared ReLU."""
     return PersimmonConfig(**{**without("num_key_value_heads"), "bos_token_id": 1, "eos_token_id": 2, **changes})
@@ -226,6 +232,11 @@ def persimmon(**changes: Any) -> PersimmonConfig:
 def stablelm(**changes: Any) -> StableLmConfig:
     """StableLM: Llama with LayerNorms, biases and a quarter of each head rotating."""
     return StableLmConfig(**{**DECODER, "use_qkv_bias": True, "bos_token_id": 1, "eos_token_id": 2, **changes})
+
+
+def stablelm_12b(**changes: Any) -> StableLmConfig:
+    """StableLM 2 12B: a norm for each head, which tensor parallelism refuses."""
+    return stablelm(**{"qk_layernorm": True, "use_parallel_residual": True, **changes})
 
 
 def xglm(**changes: Any) -> XGLMConfig:
@@ -351,8 +362,10 @@ CONFIGS = {
     "mpt": mpt,
     "olmo2": olmo2,
     "command_r": command_r,
+    "doge": doge,
     "persimmon": persimmon,
     "stablelm": stablelm,
+    "stablelm_12b": stablelm_12b,
     "xglm": xglm,
     "mamba": mamba,
     "bert": bert,

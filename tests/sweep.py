@@ -355,6 +355,103 @@ def architectures(wanted: list[str], types: list[str]) -> list[tuple[str, str, A
     return list(dict.fromkeys(found))
 
 
+# ---- docs/models.md ---------------------------------------------------------------------------------------------
+
+WORDS = {
+    "causal": "causal LM",
+    "masked": "masked LM",
+    "sequence": "sequence classification",
+    "seq2seq": "seq2seq LM",
+    "speech": "speech to text",
+    "image": "image classification",
+    "caption": "image-text to text",
+}
+#: What a refusal says, and the group it belongs to.
+GROUPS = (
+    (r"moe_tp_experts|grouped_gemm|router", "has experts, whose parallelism is not part of this version"),
+    (r"no attention heads to split", "has no attention heads: recurrent, convolutional or pooling layers"),
+    (r"holds several projections is not known", "keeps several projections in one weight in an order of its own"),
+    (r"cannot be told apart|has no layers of attention|no one hidden_size", "has layers of an unknown structure"),
+    (r"style \w+ of .* is not supported", "plans a style of tensor parallelism that is not known here"),
+    (r"publishes no pipeline plan", "publishes no pipeline plan, and its order of execution is not known here"),
+    (r"is not one stack of layers", "is not one stack of layers with a head behind it"),
+    (r"has parts beside its language model", "has parts beside its language model, such as a vision tower"),
+    (r"the pipeline plan says nothing about", "has weights about which its pipeline plan says nothing"),
+    (r"how \w+ uses \w+, which has a gradient", "has attentions that are given a tensor with a gradient"),
+    (r"tp_size=\d+: \w+ ([a-z].*); tp_size=1 works", None),
+)
+HEADER = """# Models
+
+What `python -m tests.sweep` finds for every architecture of transformers {version} that can be shrunk by rules: one
+training step in fp32 has the loss and every gradient of one process (1e-5 and 1e-4 relative). Not a part of the test
+run; the families of the [support matrix](../README.md#what-is-tested) are tested more thoroughly.
+
+- **tp**: `tp=2` on rows of 16 and 15 tokens, `tp=4` on two key/value heads; image-text models on rows of text alone.
+- **sp**: sequence parallelism, on by default with `tp`. Where there is none, rows stay whole on each rank, and each
+  run says why.
+- **pp**: `pp=2`, and `tp=2,pp=2` where tp is right.
+
+A dash is a refusal at start; the reasons are below. An empty cell was not tried.
+
+| model type | head | tp | sp | pp |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def table(results: dict[str, Any]) -> str:
+    """docs/models.md."""
+    from importlib.metadata import version
+
+    rows: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    refused: dict[str, dict[str, list[str]]] = {"tp": {}, "pp": {}}
+    skipped, wrong = set(), set()
+    for key, found in results.items():
+        head, model_type, _ = key.split()
+        if "cases" not in found:
+            skipped.add(model_type)
+            continue
+        cases = found["cases"]
+        cells = _cells(cases)
+        if "✓" in cells:
+            heads = rows.setdefault((model_type, cells), [])
+            heads += [WORDS[head]] * (WORDS[head] not in heads)
+        wrong |= {f"{model_type} ({name})" for name, case in cases.items() if case["class"] in ("wrong", "crash")}
+        for axis in ("tp", "pp"):
+            if (case := cases.get(f"{axis}=2 16", {})).get("class") == "refused":
+                types = refused[axis].setdefault(_group(case["text"]), [])
+                types += [model_type] * (model_type not in types)
+    lines = [
+        f"| {model_type} | {', '.join(heads)} | {' | '.join(cells)} |"
+        for (model_type, cells), heads in sorted(rows.items())
+    ]
+    text = HEADER.format(version=version("transformers")) + "\n".join(lines) + "\n"
+    for axis, name in (("tp", "Tensor"), ("pp", "Pipeline")):
+        text += f"\n## {name} parallelism is refused\n\n"
+        text += "\n".join(f"- {reason}: {', '.join(sorted(types))}" for reason, types in sorted(refused[axis].items()))
+        text += "\n"
+    if wrong:
+        text += f"\n## Not right yet\n\n{', '.join(sorted(wrong))}\n"
+    text += "\n## Not tried with some or all heads\n\nNot made small by the rules, or in need of other inputs or "
+    return text + f"packages: {', '.join(sorted(skipped))}\n"
+
+
+def _cells(cases: dict[str, Any]) -> tuple[str, ...]:
+    def cell(*names: str) -> str:
+        kinds = {case["class"] for name, case in cases.items() if name in names}
+        return "" if not kinds else "✓" if kinds == {"ok"} else "-" if kinds <= {"ok", "refused"} else "✗"
+
+    tp = cell("tp=2 16", "tp=2 15", "tp=4 16", "tp=2,sequence_parallel=false 16")
+    whole = cases.get("tp=2 16", {}).get("notes")
+    return tp, "" if tp != "✓" else "-" if whole else "✓", cell("pp=2 16", "tp=2,pp=2 16")
+
+
+def _group(text: str) -> str:
+    for pattern, words in GROUPS:
+        if match := re.search(pattern, text):
+            return words or match.group(1)
+    return re.sub(r"^[a-z_]+=\d+:? ", "", text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("heads", nargs="?", default="", help="kinds of heads, by commas")
@@ -365,6 +462,9 @@ def main() -> None:
     options = parser.parse_args()
     logging.set_verbosity_error()
     results = json.loads(options.results.read_text()) if options.results.exists() else {}
+    if options.table:
+        (ROOT / "docs" / "models.md").write_text(table(results))
+        return
     wanted = [word for word in options.heads.split(",") if word]
     types = [word for word in options.types.split(",") if word]
     for head, model_type, cls, kind in architectures(wanted, types):

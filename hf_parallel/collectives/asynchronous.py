@@ -1,7 +1,7 @@
 """Collectives that have only started: compute something else, then `wait()` for the result. Not differentiable.
 
 On CUDA a wait holds back what is computed after it, not the process. These call c10d directly: torch's functional
-collectives do the same with five times the overhead for tensors that only a compiler needs.
+collectives do the same with three to five times the overhead.
 """
 
 from __future__ import annotations

@@ -223,7 +223,9 @@ def backbone_of(model: Any) -> Any:
 
 def _plan(model: Any, stages: int) -> Backbone:
     backbone, name = backbone_of(model), type(model).__name__
-    if text_part(model) is not getattr(model, "base_model", model):
+    base = getattr(model, "base_model", model)
+    beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
+    if text_part(model) is not base or (beside and base is not model):
         raise SpecError(f"pp_size={stages}: {name} has parts beside its language model; pp_size=1 works")
     if backbone is None:
         raise SpecError(

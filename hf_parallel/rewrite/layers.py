@@ -154,7 +154,7 @@ def local(parameter: Any) -> Any:
 
 
 class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in half of its time, the rest of which goes into what a gradient's placement could be."""
+    """`DTensor.to_local` in 0.6 of its time, the rest of which goes into what a gradient's placement could be."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:

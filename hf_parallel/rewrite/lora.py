@@ -138,7 +138,7 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
 
 
 def _cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
-    order = getattr(base, "stored_orders", {}).get("weight")
+    order: Any = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
     for name in names:
         if order is not None and adapter._parameters[name] is not None:

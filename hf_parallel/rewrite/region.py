@@ -36,7 +36,7 @@ READERS = {
     "shared_groups",
 }
 #: Inputs beside the first that the heads of all ranks read: whole on every rank.
-_READ_BESIDES = ("key_value_states", "encoder_hidden_states", "rel_embeddings")
+_READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")
 #: Inputs whose gradient is whole, being added after the sum, or of this rank's heads (`heads.py`).
 _NOT_READ = ("residual", *PER_HEAD)
 

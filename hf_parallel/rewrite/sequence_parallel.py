@@ -35,6 +35,8 @@ def obstacle(model: Any, styles: dict[str, str]) -> str | None:
         reader, owner = reader_of(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
         if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:
             return f"what {type(owner).__name__} reads are no tokens, so rows cannot be padded"
+        if any("deepstack" in name for name in inspect.signature(owner.forward).parameters):  # Qwen3-VL's
+            return f"{type(owner).__name__} adds what it sees between its layers"
         if getattr(owner, "conv", None) is not None:  # DeBERTa's
             return f"{type(owner).__name__} has a convolution between its layers"
     layers = list(named_layers(model))

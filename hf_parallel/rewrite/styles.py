@@ -19,6 +19,7 @@ from hf_parallel.rewrite.infer import (
     UNSPLITTABLE,
     by_heads,
     infer_styles,
+    is_attention,
     latent_attention,
     linear_sizes,
     packed_style,
@@ -71,6 +72,7 @@ def styles_and_origins(model: Any, tp_size: int) -> dict[str, tuple[str, str]]:
     if shared:
         styles.update({name: (_shared(style, name), origin) for name, (style, origin) in styles.items()})
     _check_widths(model, {name: style for name, (style, _) in styles.items()}, tp_size)
+    _check_lists(model, [name for name, (style, _) in styles.items() if style == "colwise"], tp_size)
     return styles
 
 
@@ -104,9 +106,10 @@ def _packed(model: Any, name: str, style: str) -> str:
 
 
 def _reads_embedding(model: Any) -> bool:
-    """Does the forward read the embedding's weight itself? Gemma 4 does, for the layers' own inputs."""
-    readers = any(type(module).__name__ == "Gemma4Model" for module in model.modules())
-    return readers and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+    """Does a forward read the embedding's weight itself? Gemma 4's does for the layers' own inputs, heads too."""
+    kinds = {type(module).__name__ for module in model.modules()}
+    by_layer = "Gemma4Model" in kinds and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
+    return by_layer or not kinds.isdisjoint({"DebertaLMPredictionHead", "DebertaV2LMPredictionHead"})
 
 
 def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:
@@ -156,6 +159,16 @@ def _shares_heads(model: Any, tp_size: int) -> bool:
             f"tp_size={tp_size} does not divide {heads} attention heads and {kv_heads} key/value heads; {choice} works"
         )
     return tp_size > kv_heads
+
+
+def _check_lists(model: nn.Module, names: list[str], tp_size: int) -> None:
+    """A module for each head, as StableLM 2's norms: a rank would take the first ones, whichever heads it has."""
+    heads = attention_heads(model) or ()
+    owners = {name.rpartition(".")[0]: model.get_submodule(name.rpartition(".")[0]) for name in names}
+    for owner, attention in owners.items():
+        for module in attention.modules() if is_attention(attention) else ():
+            if isinstance(module, nn.ModuleList | nn.ParameterList) and len(module) > 1 and len(module) in heads:
+                raise SpecError(f"tp_size={tp_size}: {owner} keeps a module for each head; tp_size=1 works")
 
 
 def _check_widths(model: nn.Module, styles: dict[str, str], tp_size: int) -> None:

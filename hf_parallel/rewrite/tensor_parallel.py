@@ -172,8 +172,8 @@ def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Reg
 
 def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width, whole = region.owner.head_dim, linear_sizes(module)[1]
-    norms = [m for m in region.owner.modules() if is_norm(m)]
-    if whole > width and any([p.numel() for p in norm.parameters()][:1] == [whole] for norm in norms):
+    norms = [module for module in region.owner.modules() if is_norm(module)]
+    if whole > width and any(p.numel() == whole for norm in norms for p in norm.parameters()):
         raise SpecError(
             f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
             f"tp_size={region.heads[1]} works"

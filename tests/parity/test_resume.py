@@ -83,6 +83,7 @@ def test_from_every_layout_to_every_layout(stopped, runs, tmp_path, spec):
         ("phi3", "tp=2", ONE),
         ("phi3", ONE, "tp=2"),
         ("llama", "pp=2,pipeline_schedule=interleaved_1f1b", "dp_replicate=2"),
+        ("llama", ONE, "pp=2,pipeline_schedule=interleaved_1f1b"),  # parameters by number, stages 0 and 2 on rank 0
     ],
 )
 def test_packed_weights_and_looped_stages(stopped, runs, tmp_path, model, source, spec):

@@ -53,6 +53,9 @@ def refusal(world: int, fn, *args, env=None) -> str:
         pytest.param("pp=2,pipeline_microbatches=3", 2, "llama", ["pipeline_microbatches=3", "8"], id="micro-batches"),
         pytest.param("pp=2,pipeline_split=[3,2]", 2, "llama", ["pipeline_split", "[3,2]", "4"], id="split"),
         pytest.param("tp=2", 2, "mamba", ["tp_size=2", "Mamba", "tp_size=1"], id="no attention"),
+        pytest.param("tp=4", 4, "olmo2", ["tp_size=4", "norm over all key heads", "tp_size=2"], id="norm of keys"),
+        pytest.param("tp=2", 2, "stablelm_12b", ["tp_size=2", "for each head", "tp_size=1"], id="norms of heads"),
+        pytest.param("tp=2", 2, "doge", ["tp_size=2", "DogeAttention", "tp_size=1"], id="mask of all heads"),
         pytest.param("pp=2", 2, "bert", ["pp_size=2", "Bert", "pp_size=1"], id="no pipeline plan"),
         pytest.param("cp=2", 2, "llama", ["cp_size=2", "cp_size=1"], id="context parallelism"),
         pytest.param("ep=2", 2, "llama", ["ep_size=2", "ep_size=1"], id="expert parallelism"),
@@ -123,7 +126,7 @@ def save_odd(folder: str, out: str) -> None:
 
 
 def test_an_optimizer_with_another_kind_of_state_is_refused_by_name(runs, tmp_path):
-    with pytest.raises(RankFailure, match="Odd keeps row of shape .* save_only_model=True") as caught:
+    with pytest.raises(RankFailure, match="Odd keeps row of shape .*save_only_model=True") as caught:
         run(save_odd, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=60)
     assert caught.value.kinds == dict.fromkeys(range(2), "NotImplementedError")
 
