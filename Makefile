@@ -9,7 +9,7 @@
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
-EXTRAS      ?= dev,data
+EXTRAS      ?= dev,data,lora
 PYTEST_ARGS ?=
 VENV        := .venv
 BIN         := $(VENV)/bin

@@ -5,7 +5,17 @@ Checked on the versions in `patching.CHECKED`. A target that does not exist, or 
 
 from __future__ import annotations
 
-from hf_parallel.hooks import accelerator, checkpoints, data, from_pretrained, loading, losses, peft, resuming, trainer
+from hf_parallel.hooks import (
+    accelerator,
+    checkpoints,
+    data,
+    from_pretrained,
+    loading,
+    losses,
+    peft,
+    resuming,
+    trainer,
+)
 from hf_parallel.hooks.patching import Patch
 
 _MODEL = "transformers.modeling_utils"
