@@ -52,6 +52,7 @@ _BACKBONES = {
     "GraniteMoeSharedModel": _LLAMA,
     "Llama4TextModel": _LLAMA,
     "HunYuanDenseV1Model": _LLAMA,
+    "NemotronModel": _LLAMA,
     "HunYuanMoEV1Model": _LLAMA,
     "GraniteMoeHybridModel": _LLAMA,
     "GraniteMoeSWAModel": _LLAMA,

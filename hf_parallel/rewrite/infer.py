@@ -57,6 +57,7 @@ UNSPLITTABLE = {
     "DiffLlamaAttention": "pairs heads",
     "TrOCRAttention": "gives what its heads compute the width of its input",
     "NeoMMEAttention": "adds embeddings to its values",
+    "CanineSelfAttention": "reads two inputs",
     "DogeAttention": "makes its mask from all heads",
     "Gemma3nTextMLP": "is sparse by the mean of all its columns",
     "ChameleonForConditionalGeneration": "writes into its logits",
