@@ -15,7 +15,7 @@ from torch import nn
 
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.checkpoint.unread import unread, values
-from hf_parallel.rewrite.packed import stored_order
+from hf_parallel.packed import stored_order
 
 
 def load_weights(model: nn.Module, directory: str) -> None:

@@ -30,7 +30,7 @@ from hf_parallel.checkpoint.save import gathered, open_for_writing, shards, writ
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.rewrite.packed import stored_order
+from hf_parallel.packed import stored_order
 
 FOLDER = "optimizer"
 INDEX = "index.json"

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.rewrite.packed import stored_order
+from hf_parallel.packed import stored_order
 
 #: safetensors' names of dtypes (format description in its README).
 _DTYPES = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.rewrite.packed import StoredOrder
+from hf_parallel.packed import StoredOrder
 
 #: Per dimension, the indices that are wanted.
 Part = tuple[torch.Tensor, ...]

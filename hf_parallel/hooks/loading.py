@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread, values
 from hf_parallel.hooks import runtime
+from hf_parallel.packed import stored_order
 from hf_parallel.rewrite.layers import local
-from hf_parallel.rewrite.packed import stored_order
 
 
 def open_by_reading(original: Callable) -> Callable:

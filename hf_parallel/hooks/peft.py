@@ -24,11 +24,11 @@ from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.pipeline.elsewhere import follow_wrappers
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer, local
-from hf_parallel.rewrite.packed import stored_order
 from hf_parallel.sharding import adopt_parameters
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.

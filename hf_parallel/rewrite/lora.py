@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.collectives import copy_to_group, reduce_from_group
+from hf_parallel.packed import StoredOrder
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.dropout import look_again, own_numbers, shared_numbers, shared_numbers_of_layer
 from hf_parallel.rewrite.layers import (
@@ -36,7 +37,6 @@ from hf_parallel.rewrite.layers import (
     holding,
     local,
 )
-from hf_parallel.rewrite.packed import StoredOrder
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
 from hf_parallel.rewrite.vocab_parallel import VocabParallel
 

@@ -29,6 +29,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.anatomy import attention_heads
 from hf_parallel.config import SpecError
+from hf_parallel.packed import packed_order
 from hf_parallel.rewrite.heads import use_local_heads
 from hf_parallel.rewrite.infer import OF_HEADS, is_norm, linear_sizes, named_layers
 from hf_parallel.rewrite.layers import (
@@ -42,7 +43,6 @@ from hf_parallel.rewrite.layers import (
     become,
     partial_gradient,
 )
-from hf_parallel.rewrite.packed import packed_order
 from hf_parallel.rewrite.region import READERS, Region, Switch
 
 

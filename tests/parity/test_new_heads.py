@@ -17,7 +17,7 @@ CLASSES = 5
 
 def in_order(model: torch.nn.Module) -> torch.nn.Module:
     """Pretend that some weights are packed: MLPs as [gate | up] would be, and the rows of a head reversed."""
-    from hf_parallel.rewrite.packed import StoredOrder, packed_order
+    from hf_parallel.packed import StoredOrder, packed_order
 
     for name, module in model.named_modules():
         if name.endswith("gate_proj"):

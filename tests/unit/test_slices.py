@@ -9,7 +9,7 @@ from transformers import core_model_loading as loading
 
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread
-from hf_parallel.rewrite.packed import StoredOrder
+from hf_parallel.packed import StoredOrder
 from tests.distributed import run
 
 
