@@ -9,6 +9,7 @@ parameters are the sum of sizes, forward FLOPs per token 2 x size x share.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -183,7 +184,16 @@ def _layers_from_parameters(known: Mapping[str, Any]) -> int:
     return max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
 
 
+_USED = ("hidden", "vocab", "heads", "kv_heads", "ffn_hidden", "experts", "top_k", "head_dim", "layers", "model", "name")
+
+
 def _build(known: Mapping[str, Any], gated: bool, tied: bool) -> ModelShape:
+    return _built(tuple((key, known[key]) for key in _USED if key in known), gated, tied)
+
+
+@functools.lru_cache(maxsize=1024)  # equal numbers are one shape, so that what is computed of it is found again
+def _built(numbers: tuple[tuple[str, Any], ...], gated: bool, tied: bool) -> ModelShape:
+    known = dict(numbers)
     hidden, vocab = known["hidden"], known.get("vocab", 50257)
     block = dense_block(
         hidden,

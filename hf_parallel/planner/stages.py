@@ -45,7 +45,6 @@ class Stage:
         return sum(count * block.expert_parameters for block, count in self.counts) / ep
 
 
-@functools.lru_cache(maxsize=4096)
 def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...]:
     """All stages of the pipeline in order.
 
@@ -53,10 +52,17 @@ def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...
     from the last stage for the head's sake. `engine="hf_parallel"` always goes by cost.
     """
     number = layout.pp * layout.virtual_stages
-    split = layout.split or _split(shape, number, job)
+    split = layout.split or _split(shape, number, job.engine, job.recompute, job.seq)
     if len(split) != number or sum(split) != shape.layers:
         raise SpecError(f"split={list(split)}: not {shape.layers} layers in {number} stages")
-    stages, first = [], 0
+    return _cut(shape, split)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, ...]:
+    number = len(split)
+    stages: list[Stage] = []
+    first = 0
     for index, layers in enumerate(split):
         counts = tuple(distinct(shape.blocks[first : first + layers]).items())
         first += layers
@@ -70,16 +76,30 @@ def _stage(shape: ModelShape, counts: tuple[tuple[Block, int], ...], is_first: b
     return Stage(counts, shape.embedding_parameters if is_first else 0, head, is_first, is_last)
 
 
-def _split(shape: ModelShape, number: int, job: Job) -> tuple[int, ...]:
+@functools.lru_cache(maxsize=4096)
+def _split(shape: ModelShape, number: int, engine: str, recompute: str, length: int) -> tuple[int, ...]:
     if shape.layers < number:
         raise SpecError(f"pp x virtual_stages = {number}: the model has {shape.layers} layers, a stage needs one")
-    if number == 1 or (job.engine == "standard" and shape.layers % number == 0):
+    if number == 1 or (engine == "standard" and shape.layers % number == 0):
         return tuple(even_split(shape.layers, number))
-    passes = 4 / 3 if job.recompute == "full" else 1
-    blocks = tuple(Cost(block.flops(job.seq) * passes, 2 * block.parameters) for block in shape.blocks)
-    head = shape.embedding_parameters if shape.tied else shape.head_parameters
-    after = Cost(shape.head_flops + 5 * shape.head_outputs, 2 * head)
-    return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, after), number)
+    passes = 4 / 3 if recompute == "full" else 1
+    head = (shape.head_flops + 5 * shape.head_outputs) / passes
+    if engine == "standard" and len(set(map(id, shape.blocks))) == 1:
+        return _split_around_head(shape.layers, number, head / shape.blocks[0].flops(length))
+    blocks = tuple(Cost(block.flops(length) * passes, 2 * block.parameters) for block in shape.blocks)
+    weights = shape.embedding_parameters if shape.tied else shape.head_parameters
+    return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, Cost(head * passes, 2 * weights)), number)
+
+
+def _split_around_head(layers: int, number: int, head: float) -> tuple[int, ...]:
+    """Equal layers: the last stage gets as many as keep it from being the slowest, the first ones the fewer."""
+
+    def others(last: int) -> list[int]:
+        return list(reversed(even_split(layers - last, number - 1)))
+
+    fitting = [last for last in range(1, layers - number + 2) if layers - last >= number - 1]
+    best = min(fitting, key=lambda last: (max(*others(last), last + head), -last))
+    return (*others(best), best)
 
 
 def stages_of_rank(layout: Layout, rank: int) -> list[int]:
