@@ -219,7 +219,7 @@ class _Run:
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
-        with FakeTensorMode(allow_non_fake_inputs=True):
+        with _taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
             model.to_empty(device="cpu")
             retie(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
@@ -244,6 +244,19 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Transformers takes fake tensors for a traced graph and makes masks there that a training step does not need."""
+    from transformers.utils import import_utils
+
+    original = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original
 
 
 # ---- more layers ---------------------------------------------------------------------------------------------------
