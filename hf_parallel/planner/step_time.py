@@ -119,8 +119,7 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
 
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention, tokens: float, backward: bool) -> float:
     e = gpu.efficiency
-    narrow = min(1.0, attention.qk_width / 128) ** e.narrow_heads
-    rate = gpu.peak("bf16") * e.attention * narrow
+    rate = gpu.peak("bf16") * e.attention
     flops = attention.flops(job.seq) * tokens / layout.tp
     return 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
 
@@ -164,7 +163,7 @@ def _layer_communication(
 def _with_communication(times: dict[str, float], moved: dict[str, float], gpu: Gpu) -> dict[str, float]:
     e, compute = gpu.efficiency, sum(times.values())
     exposed = {
-        "tp communication": moved["tp"] * (1 - e.tp_hidden),
+        "tp communication": moved["tp"],
         "ep communication": moved["ep"],
         "cp communication": max(0.0, moved["cp"] - times["attention"] * e.hidden),
         "ZeRO-3 communication": max(0.0, moved["zero"] - compute * e.hidden)
@@ -191,10 +190,21 @@ def end_times(shape: ModelShape, layout: Layout, job: Job, cluster: Cluster) -> 
 @functools.lru_cache(maxsize=4096)
 def stage_times(shape: ModelShape, stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One micro-batch on one stage."""
-    total = Times({}, {})
+    total = end_times(shape, layout, job, cluster) if stage.is_last else Times({}, {})
     for block, count in stage.counts:
         total += block_times(block, shape.hidden, layout, job, cluster).times(count)
-    return total + end_times(shape, layout, job, cluster) if stage.is_last else total
+    waiting = _sending(shape, layout, job, cluster) * cluster.gpu.efficiency.sending
+    if layout.pp > 1:
+        total += Times({"sending between stages": waiting}, {"sending between stages": waiting})
+    return total + Times({}, {"accumulating gradients": _accumulating(stage, layout, job, cluster)})
+
+
+def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
+    """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
+    if job.lora or job.micro_batches == 1:
+        return 0.0
+    dense = stage.dense_parameters(layout.tp) / (layout.shards if layout.zero_stage == 3 else 1)
+    return _moved(cluster.gpu, (dense + stage.expert_parameters(layout.ep)) * (job.width + 8))
 
 
 @functools.lru_cache(maxsize=512)
@@ -265,7 +275,8 @@ def step_time(shape: ModelShape, stages: tuple[Stage, ...], layout: Layout, job:
     """The pipeline of all micro-batches, what data parallelism adds after it, the optimizer, the host."""
     each = [stage_times(shape, stage, layout, job, cluster) for stage in stages]
     totals = [(sum(t.forward.values()), sum(t.backward.values())) for t in each]
-    duration, bubble = pipeline_seconds(layout, job, totals, _sending(shape, layout, job, cluster))
+    sending = _sending(shape, layout, job, cluster)
+    duration, bubble = pipeline_seconds(layout, job, totals, sending)
     slowest = max(range(layout.pp), key=lambda rank: sum(sum(totals[s]) for s in stages_of_rank(layout, rank)))
     mine = [each[index] for index in stages_of_rank(layout, slowest)]
     busy: dict[str, float] = {}
