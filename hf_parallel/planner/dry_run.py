@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 from hf_parallel.anatomy import backbone_plan
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, coordinates
-from hf_parallel.parallelize import parallelize, retie, state_of, transformer_blocks, with_schedule
+from hf_parallel.parallelize import parallelize, state_of, transformer_blocks, with_schedule
 from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
 from hf_parallel.planner.ledger import Traffic
 from hf_parallel.planner.observe import Communication, Observed, observe
@@ -220,12 +220,23 @@ class _Run:
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
         with _taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
-            model.to_empty(device="cpu")
-            retie(model)
+            _materialise(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
             layers = tuple(tuple(view) for view in views if view)
             return observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
+
+
+def _materialise(model: nn.Module) -> None:
+    """Fake memory for meta weights; modules that shared a parameter share one again."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to_empty(device="cpu")
+    for first, *others in names.values():
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(first)
 
 
 @contextlib.contextmanager
