@@ -163,14 +163,15 @@ def test_help_version_and_unknown_commands(capsys):
         (["--help"], 0, "launch"),
         (["--version"], 0, "hf-parallel 0."),
         (["fly"], 2, "choose from"),
-        (["plan"], 2, "required: --timeline, --parallel"),
-        (["plan", "--help"], 0, "--timeline FILE.svg"),
+        (["plan", "--help"], 0, "--timeline FILE"),
         (["launch", "--help"], 0, "--parallel SPEC"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(argv)
         assert stop.value.code == code
         assert words in "".join(capsys.readouterr())
+    assert cli.main(["plan"]) == 2
+    assert "needs a MODEL, or --timeline" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "launch" in capsys.readouterr().err
 

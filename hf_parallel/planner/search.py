@@ -1,0 +1,387 @@
+"""Every layout this package can run, ranked by predicted step time: which, how fast, will it fit, and why not another.
+
+    found = search(model=config, gpu="h100-80gb", gpus=1024, seq=4096, global_batch=1024)
+    found.choices[0].config.to_spec()      # "pp=4,tp=8,dp_shard=32,…": what --parallel takes
+
+A layout is tried with growing micro-batches while it fits, without activation checkpointing first: checkpointing
+costs a third of the compute and is worth it only where the activations do not fit. Other schedules than 1F1B are
+simulated for the best layouts alone: what they can gain is the bubble.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.planner.advice import nothing_fits, warnings_about, why_not
+from hf_parallel.planner.hardware import Cluster, make_cluster
+from hf_parallel.planner.layout import Job, Layout, known_precision
+from hf_parallel.planner.model_shape import ModelShape, shape_of
+from hf_parallel.planner.predict import Prediction, predict_step
+from hf_parallel.planner.stages import make_stages, stages_of_rank
+from hf_parallel.planner.step_time import stage_times
+
+_SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
+_RESCHEDULED = 8  # layouts that the other schedules are tried for
+_WORTH = 1.6  # a layout whose compute alone takes this many times the best step is not looked at further
+_MOST_STAGES = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout with its batch: `rows` of one call of the model on a data rank, `accumulation` calls per step."""
+
+    config: ParallelConfig
+    prediction: Prediction
+    rows: int
+    accumulation: int
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds per optimizer step."""
+        return self.prediction.step_time_s
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        p = self.prediction
+        return {
+            "spec": self.config.to_spec(),
+            "per_device_train_batch_size": self.rows,
+            "gradient_accumulation_steps": self.accumulation,
+            "step_time_s": p.step_time_s,
+            "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
+            "mfu": p.mfu,
+            "memory_gib": p.memory_gib,
+            "fits": p.fits,
+            "bubble": p.bubble,
+            "memory": p.breakdown.memory,
+            "time": p.breakdown.time,
+            "bytes_by_axis": p.breakdown.bytes_by_axis,
+            "warnings": list(self.warnings),
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at."""
+
+    shape: ModelShape
+    cluster: Cluster
+    seq: int
+    global_batch: int
+    choices: list[Choice]
+    why_not: list[tuple[str, str]] = field(default_factory=list)
+    looked_at: int = 0
+    advice: str = ""  # if nothing fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "model": self.shape.name,
+            "parameters": self.shape.parameters,
+            "gpu": self.cluster.gpu.name,
+            "gpus": self.cluster.gpus,
+            "gpus_per_node": self.cluster.per_node,
+            "seq": self.seq,
+            "global_batch": self.global_batch,
+            "layouts_looked_at": self.looked_at,
+            "layouts": [choice.to_dict() for choice in self.choices],
+            "why_not": dict(self.why_not),
+            "advice": self.advice,
+        }
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What every candidate has in common."""
+
+    shape: ModelShape
+    cluster: Cluster
+    seq: int
+    global_batch: int
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    lora: int = 0
+    rows: int | None = None  # of a call, if the script fixes it
+    memory_gib: float | None = None  # instead of the GPU's
+
+
+def search(
+    *,
+    model: Any,
+    cluster: Cluster,
+    seq: int,
+    global_batch: int,
+    precision: str = "bf16",
+    optimizer: str = "adamw",
+    lora: bool | int = False,
+    rows: int | None = None,
+    memory_gib: float | None = None,
+    top: int = 10,
+    expected: ParallelConfig | str | None = None,
+) -> Found:
+    """The `top` fastest layouts that fit.
+
+    Args:
+        model: what `shape_of` takes.
+        rows: per_device_train_batch_size, if it is given; default: what is fastest.
+        memory_gib: of a GPU, if it shall not be filled.
+        expected: a layout to compare with the best.
+
+    Raises:
+        SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
+    """
+    if memory_gib is not None:
+        cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
+    rank = 16 if lora is True else int(lora)
+    goal = Goal(
+        shape_of(model), cluster, seq, global_batch, known_precision(precision), optimizer, rank, rows, memory_gib
+    )
+    best: dict[tuple, Choice] = {}
+    unfit: dict[tuple, Choice] = {}
+    looked_at, fastest = 0, math.inf
+    for config in layouts(goal):
+        for choice in _variants(goal, config, fastest * _WORTH):
+            looked_at += 1
+            place = best if choice.prediction.fits else unfit
+            key = _sizes(config)
+            if key not in place or choice.step_time_s < place[key].step_time_s:
+                place[key] = choice
+            if choice.prediction.fits:
+                fastest = min(fastest, choice.step_time_s)
+    ranked = sorted(best.values(), key=lambda choice: choice.step_time_s)
+    for choice in list(ranked[:_RESCHEDULED]):
+        for other in _other_schedules(goal, choice):
+            looked_at += 1
+            if other.prediction.fits and other.step_time_s < best[_sizes(choice.config)].step_time_s:
+                best[_sizes(choice.config)] = other
+    ranked = sorted(best.values(), key=lambda choice: choice.step_time_s)
+    if not looked_at:
+        raise SpecError(
+            f"global_batch={global_batch}: no number of data ranks on {cluster.gpus} GPUs divides it; "
+            f"global_batch={cluster.gpus} works"
+        )
+    ranked = [
+        dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in ranked[: max(1, top)]
+    ]
+    found = Found(goal.shape, cluster, seq, global_batch, ranked, [], looked_at)
+    wanted = [] if expected is None else [ParallelConfig.parse(expected).resolve(cluster.gpus)]
+    yours = [(f"yours ({config.to_spec()})", explain_absence(goal, config, ranked)) for config in wanted]
+    leanest = min(unfit.values(), key=lambda choice: choice.prediction.memory_gib, default=None)
+    advice = nothing_fits(goal, leanest) if leanest is not None and not ranked else ""
+    return dataclasses.replace(found, why_not=[*yours, *_why_not(goal, found)], advice=advice)
+
+
+def plan(
+    model: Any,
+    *,
+    gpu: str = "h100-80gb",
+    gpus: int = 8,
+    gpus_per_node: int = 8,
+    network: str | None = None,
+    seq: int = 4096,
+    global_batch: int = 256,
+    **options: Any,
+) -> Found:
+    """`search` on GPUs of the catalogue; `options` are its own."""
+    cluster = make_cluster(gpu, gpus, gpus_per_node, network)
+    return search(model=model, cluster=cluster, seq=seq, global_batch=global_batch, **options)
+
+
+def _sizes(config: ParallelConfig) -> tuple:
+    return config.dp_replicate_size, config.dp_shard_size, config.pp_size, config.tp_size, config.zero_stage
+
+
+# ---- which layouts there are -----------------------------------------------------------------------------------------
+
+
+def layouts(goal: Goal) -> Iterator[ParallelConfig]:
+    """Every layout of the GPUs that the engine takes for this model and batch, tp inside a node."""
+    gpus, shape = goal.cluster.gpus, goal.shape
+    inside = min(goal.cluster.per_node, gpus)
+    for tp in _divisors(inside):
+        if not _splits(shape, tp) or gpus % tp:
+            continue
+        for pp in _divisors(gpus // tp):
+            if pp > min(shape.layers, _MOST_STAGES):
+                break
+            data = gpus // tp // pp
+            if goal.global_batch % data:
+                continue
+            for replicate in _replicas(data, tp, goal.cluster):
+                for stage in _zero_stages(data // replicate, pp):
+                    yield ParallelConfig(
+                        dp_replicate_size=replicate,
+                        dp_shard_size=data // replicate,
+                        pp_size=pp,
+                        tp_size=tp,
+                        zero_stage=stage,
+                    )
+
+
+def _splits(shape: ModelShape, tp: int) -> bool:
+    """Do the heads divide? Keys and values are shared by ranks where there are fewer."""
+    return all(
+        attention.heads % tp == 0 and (attention.kv_heads % tp == 0 or tp % attention.kv_heads == 0)
+        for block in set(shape.blocks)
+        for attention in block.attentions
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def _replicas(data: int, tp: int, cluster: Cluster) -> list[int]:
+    """Everything sharded; shards of a node, or of a few; everything replicated."""
+    inside = max(1, cluster.per_node // tp)
+    shards = {data, 1} | {n for n in (inside, 4 * inside) if data % n == 0 and n < data}
+    return sorted({data // shard for shard in shards})
+
+
+def _zero_stages(shards: int, pp: int) -> tuple[int, ...]:
+    return (3,) if shards == 1 or pp > 1 else (3, 2)  # in a pipeline weights stay gathered between micro-batches
+
+
+# ---- one layout ------------------------------------------------------------------------------------------------------
+
+
+def _variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choice]:
+    """Growing micro-batches, without checkpointing while that fits and with it from there on; the last does not."""
+    share = goal.global_batch // config.data_parallel_size
+    for recompute in ("none", "full"):
+        fitted = False
+        for size in _micro_batches(goal, share, config):
+            choice = _choice(goal, dataclasses.replace(config, activation_checkpointing=recompute), size, limit)
+            if choice is None:
+                continue
+            yield choice
+            if not choice.prediction.fits:
+                break
+            fitted = True
+        if fitted:
+            return
+
+
+def _micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
+    if goal.rows is not None and config.pp_size == 1:
+        return [goal.rows] if share % goal.rows == 0 else []
+    sizes = [n for n in _divisors(share) if (n & (n - 1) == 0 or n == share) and n * goal.seq <= 65536 or n == 1]
+    return [n for n in sizes if share // n >= config.pp_size]
+
+
+def _choice(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | None:
+    """One layout with micro-batches of `size` rows; None if its compute alone is too slow to be of interest."""
+    share = goal.global_batch // config.data_parallel_size
+    count = share // size
+    rows, accumulation = (size, count) if config.pp_size == 1 else _calls(goal, share, size, config.pp_size)
+    if config.pp_size > 1:
+        config = dataclasses.replace(config, pipeline_microbatches=rows // size)
+    layout, job = to_layout(config), to_job(goal, config, size, count)
+    stages = make_stages(goal.shape, layout, job)
+    if limit < math.inf and _compute_seconds(goal, stages, layout, job) > limit:
+        return None
+    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, accumulation)
+
+
+def _calls(goal: Goal, share: int, size: int, ranks: int) -> tuple[int, int]:
+    """A pipeline gets all rows of a step in one call, or as many as the script asks for."""
+    rows = goal.rows if goal.rows and share % goal.rows == 0 and goal.rows // size >= ranks else share
+    return rows, share // rows
+
+
+def _compute_seconds(goal: Goal, stages: tuple, layout: Layout, job: Job) -> float:
+    """What the slowest rank computes in a step: no schedule is faster."""
+    each = [stage_times(goal.shape, stage, layout, job, goal.cluster) for stage in stages]
+    busy = [sum(t.forward.values()) + sum(t.backward.values()) for t in each]
+    ranks = (sum(busy[index] for index in stages_of_rank(layout, rank)) for rank in range(layout.pp))
+    return job.micro_batches * max(ranks)
+
+
+def to_layout(config: ParallelConfig) -> Layout:
+    """What the planner calls this config. In a pipeline, and with replicas alone, weights are whole while they compute."""
+    sharded = config.dp_shard_size > 1
+    stage = 0 if not sharded else 2 if config.pp_size > 1 else config.zero_stage
+    return Layout(
+        tp=config.tp_size,
+        pp=config.pp_size,
+        dp=config.data_parallel_size,
+        zero_stage=stage,
+        virtual_stages=config.stages_per_rank,
+        sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
+        dp_replicate=config.dp_replicate_size if sharded else 1,
+        schedule=config.pipeline_schedule,
+        split=config.pipeline_split,
+    )
+
+
+def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
+    """What a config and a batch are to the planner."""
+    return Job(
+        goal.seq,
+        micro_batch,
+        count,
+        recompute=config.activation_checkpointing,
+        precision=goal.precision,
+        lora=goal.lora,
+        optimizer=goal.optimizer,
+        engine="hf_parallel",
+    )
+
+
+def _other_schedules(goal: Goal, choice: Choice) -> Iterator[Choice]:
+    config, size = choice.config, choice.prediction.job.micro_batch
+    if config.pp_size == 1:
+        return
+    micro_batches = choice.rows // size
+    for name in _SCHEDULES:
+        tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.data_parallel_size > 1
+        enough = goal.shape.layers >= 2 * config.pp_size
+        if enough and not tied_v and micro_batches % config.pp_size == 0:
+            other = _choice(goal, dataclasses.replace(config, pipeline_schedule=name), size)
+            if other is not None:
+                yield other
+
+
+# ---- why not ---------------------------------------------------------------------------------------------------------
+
+
+def _why_not(goal: Goal, found: Found) -> Iterator[tuple[str, str]]:
+    """The layouts that people ask about first, and what keeps them from being the best."""
+    gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
+    asked = {
+        "plain data parallelism": {"dp_replicate": gpus},
+        "ZeRO-3 over all GPUs": {"dp_shard": gpus},
+        "tensor parallelism in the node": {"tp": inside, "dp_shard": gpus // inside},
+        "tensor parallelism across nodes": {"tp": min(2 * inside, gpus), "dp_shard": gpus // min(2 * inside, gpus)},
+        "hybrid sharding in the node": {"dp_replicate": gpus // inside, "dp_shard": inside},
+    }
+    seen = {_sizes(found.choices[0].config)} if found.choices else set()
+    for name, sizes in asked.items():
+        config = ParallelConfig.from_mapping(sizes).resolve(gpus)
+        if _sizes(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
+            seen.add(_sizes(config))
+            yield f"{name} ({config.to_spec()})", explain_absence(goal, config, found.choices)
+
+
+def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> str:
+    """In one line what keeps a layout from being first."""
+    if not _splits(goal.shape, config.tp_size):
+        return f"tp={config.tp_size} does not divide the attention heads"
+    if config.pp_size > goal.shape.layers:
+        return f"pp={config.pp_size}: the model has {goal.shape.layers} layers"
+    if goal.global_batch % config.data_parallel_size:
+        ranks = config.data_parallel_size
+        return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
+    variants = list(_variants(goal, config, math.inf))
+    if not variants:
+        return f"a global batch of {goal.global_batch} leaves too few micro-batches"
+    fitting = [choice for choice in variants if choice.prediction.fits]
+    chosen = min(fitting or variants, key=lambda choice: choice.step_time_s if fitting else choice.prediction.memory_gib)
+    return why_not(chosen, best[0] if best else None)
+
