@@ -46,7 +46,6 @@ class Efficiency:
     contention: float = 0.1  # part of the hidden communication that slows the compute down
     hidden: float = 0.8  # part of the compute behind which gradients and weights can travel
     hidden_gradients: float = 0.5  # part of the last backward behind which gradients are reduced
-    sending: float = 1.0  # part of the pipeline's sends and receives during which a rank waits
     kernel_us: float = 6.0  # of the host, per kernel
     step_ms: float = 10.0  # of the host, per step
     node_noise: float = 0.0  # added per doubling of the number of nodes

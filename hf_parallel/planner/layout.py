@@ -123,9 +123,10 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
 def known_precision(name: str | None) -> str:
     """The precision of the matrix products under any of its usual names: amp_bf16, BF16, fp8_tensorwise."""
     text = (name or "bf16").lower()
-    for precision in ("fp8", "bf16", "fp16", "fp32"):
-        if precision in text or precision.replace("p", "loat") in text:
-            return precision
+    found = {text.find(spelled): name for name in WIDTHS for spelled in (name, name.replace("p", "loat"))}
+    found.pop(-1, None)
+    if found:
+        return found[min(found)]  # the first one named: "fp16/bf16" keeps gradients as fp16 does
     raise SpecError(f"precision={name}: not one of {', '.join(WIDTHS)}")
 
 

@@ -50,7 +50,7 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     moments = MOMENTS[job.optimizer]
     if job.precision == "fp32":
         return StateBytes(4, 4, moments)
-    gradients = 2 if job.precision == "fp16" else 4
+    gradients = 2 if job.precision == "fp16" else HABITS[job.engine].gradient_bytes if zero_stage < 3 else 4
     return StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moments)
 
 
@@ -142,31 +142,42 @@ def _cut(term: Term, layout: Layout, length: int) -> float:
 class Habits:
     """Numbers of an engine that are not in a paper; fitted once over all published rows, see docs/planner.md."""
 
-    logit_bytes: float = 10.0  # per logit: 16-bit, fp32, gradient
-    fragmentation: float = 1.08  # of activations and temporaries
+    logit_bytes: float = 8.0  # per logit: 16-bit, fp32, gradient
+    fragmentation: float = 0.35  # of activations and temporaries, held beyond them
     context_gib: float = 1.0  # CUDA, kernels, communicators: outside the allocator's count
     ahead: float = 2.0  # layers of gathered weights alive at a time under ZeRO-3
+    communicator_gib: float = 1.5  # buffers of each axis's communicators
+    bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
+    gradient_bytes: float = 6.0  # bf16 training without ZeRO-3: the fp32 sum, and the 16-bit gradients beside it
+    boundary: float = 1.0  # copies of a stage's input that a pipeline holds per micro-batch in flight
+    kernels: str = "fused"
 
 
-HABITS = {"standard": Habits(), "hf_parallel": Habits(logit_bytes=10.0)}
+HABITS = {
+    "standard": Habits(),
+    "hf_parallel": Habits(kernels="transformers", boundary=1.0, communicator_gib=0.5, bucket_gib=0.0),
+}
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank by kind, at the peak of a step."""
+    """Bytes of one rank by kind, at the peak of a step.
+
+    `slack`: what the allocator holds beyond what is in use. It gives that back before it fails.
+    """
 
     rank: int
     kinds: dict[str, float] = field(hash=False)
+    slack: float = 0.0
 
     @property
-    def total(self) -> float:
-        """All kinds together."""
+    def needed(self) -> float:
+        """What must be there at the same time."""
         return sum(self.kinds.values())
 
-    @property
-    def gib(self) -> float:
-        """All kinds together, in GiB."""
-        return self.total / GIB
+    def held(self, capacity: float = math.inf) -> float:
+        """What a monitor shows on a GPU of `capacity` bytes."""
+        return max(self.needed, min(self.needed + self.slack, capacity))
 
 
 def rank_memory(shape: ModelShape, stages: list[Stage], live: int, layout: Layout, job: Job, rank: int) -> RankMemory:
@@ -177,22 +188,31 @@ def rank_memory(shape: ModelShape, stages: list[Stage], live: int, layout: Layou
     """
     habits = HABITS[job.engine]
     tokens = job.micro_batch * job.seq / layout.cp
-    kernels = {"standard": "fused", "hf_parallel": "transformers"}[job.engine]
+    kernels = habits.kernels
     if job.attention != "flash":
         kernels = "paper"
     states = _states(stages, layout, job)
     per_stage = [_stage_activations(shape, stage, kernels, tokens, layout, job) for stage in stages]
-    activations = live * sum(per_stage) / len(stages)
+    sent = habits.boundary * job.width * tokens * shape.hidden if layout.pp > 1 else 0.0
+    activations = live * (sum(per_stage) / len(stages) + sent)
     working = max(_working_set(shape, stage, kernels, tokens, layout, job) for stage in stages)
     logits = tokens * shape.head_outputs / layout.tp * habits.logit_bytes if any(s.is_last for s in stages) else 0.0
     kinds = {
         **states,
-        "activations": activations * habits.fragmentation,
-        "temporaries": max(working, logits) * habits.fragmentation,
+        "activations": activations,
+        "temporaries": max(working, logits),
         "gathered weights": _gathered(shape, stages, layout, job, habits),
         "context": habits.context_gib * GIB,
+        "communication buffers": _buffers(layout, habits),
     }
-    return RankMemory(rank, kinds)
+    slack = habits.fragmentation * (activations + kinds["temporaries"] + kinds["gathered weights"])
+    return RankMemory(rank, kinds, slack)
+
+
+def _buffers(layout: Layout, habits: Habits) -> float:
+    axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
+    buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
+    return (axes * habits.communicator_gib + buckets) * GIB
 
 
 def _states(stages: list[Stage], layout: Layout, job: Job) -> dict[str, float]:
@@ -261,9 +281,9 @@ def _gathered(shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, 
 
 def fullest(memories: list[RankMemory]) -> RankMemory:
     """The rank that needs most."""
-    return max(memories, key=lambda memory: memory.total)
+    return max(memories, key=lambda memory: memory.needed)
 
 
 def fits(memory: RankMemory, cluster: Cluster) -> bool:
     """Whether a rank's peak is within what the driver reports of the GPU's memory."""
-    return memory.gib <= cluster.gpu.memory_gib and math.isfinite(memory.total)
+    return memory.needed <= cluster.gpu.memory_gib * GIB

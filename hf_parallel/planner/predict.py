@@ -135,8 +135,10 @@ def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) 
     tokens = job.seq * job.micro_batch * job.micro_batches * layout.dp
     per_gpu = tokens / time.seconds / layout.gpus
     flops = 3 * shape.forward_flops(job.seq, full_attention=True)
+    capacity = cluster.gpu.memory_gib * GIB
+    kinds = {**peak.kinds, "held by the allocator": peak.held(capacity) - peak.needed}
     breakdown = Breakdown(
-        {kind: size / GIB for kind, size in peak.kinds.items()},
+        {kind: size / GIB for kind, size in kinds.items()},
         time.kinds,
         tuple(traffic(shape, stages, layout, job, cluster)),
         tuple(ranks),
@@ -145,7 +147,7 @@ def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) 
         step_time_s=time.seconds,
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops / cluster.gpu.peak("bf16"),
-        memory_gib=peak.gib,
+        memory_gib=peak.held(capacity) / GIB,
         fits=fits(peak, cluster),
         bubble=time.bubble,
         breakdown=breakdown,

@@ -193,9 +193,6 @@ def stage_times(shape: ModelShape, stage: Stage, layout: Layout, job: Job, clust
     total = end_times(shape, layout, job, cluster) if stage.is_last else Times({}, {})
     for block, count in stage.counts:
         total += block_times(block, shape.hidden, layout, job, cluster).times(count)
-    waiting = _sending(shape, layout, job, cluster) * cluster.gpu.efficiency.sending
-    if layout.pp > 1:
-        total += Times({"sending between stages": waiting}, {"sending between stages": waiting})
     return total + Times({}, {"accumulating gradients": _accumulating(stage, layout, job, cluster)})
 
 
