@@ -73,9 +73,9 @@ def _crosses(choice: Any, kind: str) -> bool:
     return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
 
 
-def nothing_fits(goal: Any, nearest: Any) -> str:
+def nothing_fits(goal: Any, needed: float) -> str:
     """What to do when no layout fits."""
-    needed, there = nearest.prediction.memory_gib, goal.cluster.gpu.memory_gib
+    there = goal.cluster.gpu.memory_gib
     advice = [f"the leanest layout needs {needed:.0f} GiB of {there:.0f}"]
     if not goal.lora:
         advice.append("training adapters only (--lora) needs no optimizer state for the weights")

@@ -21,7 +21,8 @@ from hf_parallel.planner.advice import nothing_fits, warnings_about, why_not
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, known_precision
 from hf_parallel.planner.model_shape import ModelShape, shape_of
-from hf_parallel.planner.predict import Prediction, predict_step
+from hf_parallel.planner.memory import GIB, fits, fullest
+from hf_parallel.planner.predict import Prediction, memory_of_ranks, predict_step
 from hf_parallel.planner.stages import make_stages, stages_of_rank
 from hf_parallel.planner.step_time import stage_times
 
@@ -143,22 +144,22 @@ def search(
         shape_of(model), cluster, seq, global_batch, known_precision(precision), optimizer, rank, rows, memory_gib
     )
     best: dict[tuple, Choice] = {}
-    unfit: dict[tuple, Choice] = {}
-    looked_at, fastest = 0, math.inf
+    looked_at, fastest, leanest = 0, math.inf, math.inf
     for config in layouts(goal):
         for choice in _variants(goal, config, fastest * _WORTH):
             looked_at += 1
-            place = best if choice.prediction.fits else unfit
+            if isinstance(choice, TooLarge):
+                leanest = min(leanest, choice.gib)
+                continue
             key = _sizes(config)
-            if key not in place or choice.step_time_s < place[key].step_time_s:
-                place[key] = choice
-            if choice.prediction.fits:
-                fastest = min(fastest, choice.step_time_s)
+            if key not in best or choice.step_time_s < best[key].step_time_s:
+                best[key] = choice
+            fastest = min(fastest, choice.step_time_s)
     ranked = sorted(best.values(), key=lambda choice: choice.step_time_s)
     for choice in list(ranked[:_RESCHEDULED]):
         for other in _other_schedules(goal, choice):
             looked_at += 1
-            if other.prediction.fits and other.step_time_s < best[_sizes(choice.config)].step_time_s:
+            if other.step_time_s < best[_sizes(choice.config)].step_time_s:
                 best[_sizes(choice.config)] = other
     ranked = sorted(best.values(), key=lambda choice: choice.step_time_s)
     if not looked_at:
@@ -172,8 +173,7 @@ def search(
     found = Found(goal.shape, cluster, seq, global_batch, ranked, [], looked_at)
     wanted = [] if expected is None else [ParallelConfig.parse(expected).resolve(cluster.gpus)]
     yours = [(f"yours ({config.to_spec()})", explain_absence(goal, config, ranked)) for config in wanted]
-    leanest = min(unfit.values(), key=lambda choice: choice.prediction.memory_gib, default=None)
-    advice = nothing_fits(goal, leanest) if leanest is not None and not ranked else ""
+    advice = "" if ranked else nothing_fits(goal, leanest)
     return dataclasses.replace(found, why_not=[*yours, *_why_not(goal, found)], advice=advice)
 
 
@@ -251,8 +251,17 @@ def _zero_stages(shards: int, pp: int) -> tuple[int, ...]:
 # ---- one layout ------------------------------------------------------------------------------------------------------
 
 
-def _variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choice]:
-    """Growing micro-batches, without checkpointing while that fits and with it from there on; the last does not."""
+@dataclass(frozen=True)
+class TooLarge:
+    """A layout that needs `gib` on its fullest rank, which is more than there is."""
+
+    config: ParallelConfig
+    size: int
+    gib: float
+
+
+def _variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choice | TooLarge]:
+    """Growing micro-batches, without checkpointing while that fits, else with it; up to the first that is too large."""
     share = goal.global_batch // config.data_parallel_size
     for recompute in ("none", "full"):
         fitted = False
@@ -261,7 +270,7 @@ def _variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choi
             if choice is None:
                 continue
             yield choice
-            if not choice.prediction.fits:
+            if isinstance(choice, TooLarge):
                 break
             fitted = True
         if fitted:
@@ -275,8 +284,14 @@ def _micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
     return [n for n in sizes if share // n >= config.pp_size]
 
 
-def _choice(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | None:
-    """One layout with micro-batches of `size` rows; None if its compute alone is too slow to be of interest."""
+def _choice(
+    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, measure: bool = False
+) -> Choice | TooLarge | None:
+    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit`.
+
+    Args:
+        measure: predict the time of what does not fit, too.
+    """
     share = goal.global_batch // config.data_parallel_size
     count = share // size
     rows, accumulation = (size, count) if config.pp_size == 1 else _calls(goal, share, size, config.pp_size)
@@ -284,8 +299,11 @@ def _choice(goal: Goal, config: ParallelConfig, size: int, limit: float = math.i
         config = dataclasses.replace(config, pipeline_microbatches=rows // size)
     layout, job = to_layout(config), to_job(goal, config, size, count)
     stages = make_stages(goal.shape, layout, job)
-    if limit < math.inf and _compute_seconds(goal, stages, layout, job) > limit:
+    if limit < math.inf and _least_seconds(goal, stages, layout, job) > limit:
         return None
+    peak = fullest(memory_of_ranks(goal.shape, stages, layout, job))
+    if not measure and not fits(peak, goal.cluster):
+        return TooLarge(config, size, peak.needed / GIB)
     return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, accumulation)
 
 
@@ -295,12 +313,13 @@ def _calls(goal: Goal, share: int, size: int, ranks: int) -> tuple[int, int]:
     return rows, share // rows
 
 
-def _compute_seconds(goal: Goal, stages: tuple, layout: Layout, job: Job) -> float:
-    """What the slowest rank computes in a step: no schedule is faster."""
+def _least_seconds(goal: Goal, stages: tuple, layout: Layout, job: Job) -> float:
+    """No schedule of one stage per rank is faster: the slowest rank computes, the others fill and drain its pipeline."""
     each = [stage_times(goal.shape, stage, layout, job, goal.cluster) for stage in stages]
     busy = [sum(t.forward.values()) + sum(t.backward.values()) for t in each]
-    ranks = (sum(busy[index] for index in stages_of_rank(layout, rank)) for rank in range(layout.pp))
-    return job.micro_batches * max(ranks)
+    ranks = [sum(busy[index] for index in stages_of_rank(layout, rank)) for rank in range(layout.pp)]
+    filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
+    return job.micro_batches * max(ranks) + filling
 
 
 def to_layout(config: ParallelConfig) -> Layout:
@@ -344,7 +363,7 @@ def _other_schedules(goal: Goal, choice: Choice) -> Iterator[Choice]:
         enough = goal.shape.layers >= 2 * config.pp_size
         if enough and not tied_v and micro_batches % config.pp_size == 0:
             other = _choice(goal, dataclasses.replace(config, pipeline_schedule=name), size)
-            if other is not None:
+            if isinstance(other, Choice):
                 yield other
 
 
@@ -381,7 +400,11 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> s
     variants = list(_variants(goal, config, math.inf))
     if not variants:
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
-    fitting = [choice for choice in variants if choice.prediction.fits]
-    chosen = min(fitting or variants, key=lambda choice: choice.step_time_s if fitting else choice.prediction.memory_gib)
+    fitting = [choice for choice in variants if isinstance(choice, Choice)]
+    if fitting:
+        chosen: Any = min(fitting, key=lambda choice: choice.step_time_s)
+    else:
+        least = min((choice for choice in variants if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
+        chosen = _choice(goal, least.config, least.size, measure=True)
     return why_not(chosen, best[0] if best else None)
 
