@@ -154,13 +154,7 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
 
 def _runs_scheduled(trainer: Any) -> bool:
     state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None:
-        return False
-    if trainer._calls_backbone:
-        return True
-    if state.pipeline.keep_outputs:
-        return False
-    return state.sums_over_tokens and trainer.label_smoother is None and trainer.compute_loss_func is None
+    return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
 
 
 def _trim(batch: Any, real: int, rows: int) -> dict:
@@ -277,7 +271,7 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
     if state is None or state.pipeline is None:
         yield
         return
-    with _set(state.pipeline, loss_only=wanted and not state.pipeline.keep_outputs):
+    with _set(state.pipeline, loss_only=wanted):
         yield
 
 
