@@ -40,6 +40,7 @@ def init(original: Callable) -> Callable:
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
+        self._rows_of_example = 1
         self._drawn = set()  # steps of profile_steps
         # On the object, so that a subclass's own compute_loss is wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
@@ -144,11 +145,14 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
     for batch in batches:
         rows = _rows(batch)
         if rows is not None and trainer.accelerator.gradient_state.end_of_dataloader:
-            real = real_rows(trainer.accelerator.gradient_state, rows)
+            each = _rows_each(trainer, rows, trainer._train_batch_size)
+            real = real_rows(trainer.accelerator.gradient_state, rows // each)
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
             keep = _runs_scheduled(trainer)
-            batch = _without_targets(batch, real) if keep else _trim(batch, real, rows)
+            batch = _without_targets(batch, real) if keep else _trim(batch, real, rows, each)
             trainer._real_rows[id(batch)] = real
+        elif rows is not None:
+            _rows_each(trainer, rows, trainer._train_batch_size)
         yield batch
 
 
@@ -157,9 +161,16 @@ def _runs_scheduled(trainer: Any) -> bool:
     return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def _trim(batch: Any, real: int, rows: int) -> dict:
-    """Only the real rows; one row without a target where there are none, so that the rank still takes part."""
-    kept = {key: _first(value, max(1, real), rows) for key, value in batch.items()}
+def _rows_each(trainer: Any, rows: int, examples: int) -> int:
+    """How many rows an example has, such as two in a batch of [chosen; rejected]; full batches tell."""
+    if rows % examples == 0:
+        trainer._rows_of_example = rows // examples
+    return trainer._rows_of_example if rows % trainer._rows_of_example == 0 else 1
+
+
+def _trim(batch: Any, real: int, rows: int, each: int) -> dict:
+    """Only the real examples; one without a target where there are none, so that the rank still takes part."""
+    kept = {key: _first(value, max(1, real), rows, each) for key, value in batch.items()}
     return kept if real else _without_targets(kept, 0)
 
 
@@ -180,9 +191,13 @@ def _rows(batch: Any) -> int | None:
     return sizes[0] if sizes else None
 
 
-def _first(value: Any, count: int, rows: int | None) -> Any:
-    cut = torch.is_tensor(value) and value.ndim > 0 and value.shape[0] == rows
-    return value[:count] if cut else value
+def _first(value: Any, count: int, rows: int, each: int) -> Any:
+    """The first `count` examples of a tensor that has an entry, or `each` rows in blocks, for every example."""
+    if not torch.is_tensor(value) or value.ndim == 0 or value.shape[0] not in (rows, rows // each):
+        return value
+    if value.shape[0] != rows:
+        return value[:count]
+    return value.unflatten(0, (each, -1))[:, :count].flatten(0, 1)
 
 
 def num_items_in_batch(original: Callable) -> Callable:
@@ -253,8 +268,9 @@ def prediction_step(original: Callable) -> Callable:
 
     def replacement(self: Any, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         state, rows = runtime.parallel_state(model), _rows(inputs)
-        real = 0 if rows is None else real_rows(self.accelerator.gradient_state, rows)
-        kept = inputs if rows is None or real == rows else _trim(inputs, real, rows)
+        each = 1 if rows is None else _rows_each(self, rows, self.args.eval_batch_size)
+        real = 0 if rows is None else real_rows(self.accelerator.gradient_state, rows // each)
+        kept = inputs if rows is None or real == rows // each else _trim(inputs, real, rows, each)
         with _loss_only(state, prediction_loss_only), _counting(state):
             loss, logits, labels = original(self, model, kept, prediction_loss_only, *args, **kwargs)
         at_end = self.accelerator.gradient_state.end_of_dataloader and rows is not None

@@ -140,7 +140,8 @@ class PipelineEngine:
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
             parts = split_rows(batch, micro_batch_count(rows, self.config))
-            return PipelineLoss(loss=self.scheduled(parts, functools.partial(self._own_loss, parts)))
+            run = functools.partial(self._own_loss, parts)
+            return PipelineLoss(loss=self.scheduled(len(parts), tokens_of(parts[0]), run))
         return serving.served(self, batch, lambda: self._outputs(batch))[0]
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
@@ -268,15 +269,19 @@ class PipelineEngine:
 
     # ---- scheduled ---------------------------------------------------------------------------------------------
 
-    def scheduled(self, parts: list[Batch], run: Callable[[StageView, torch.Tensor | None, int], Any]) -> torch.Tensor:
+    def scheduled(
+        self, count: int, tokens: torch.Tensor, run: Callable[[StageView, torch.Tensor | None, int], Any]
+    ) -> torch.Tensor:
         """Run all forward and backward passes now; the returned loss hands the gradients over in its backward.
 
         Args:
+            count: of micro-batches.
+            tokens: of one of them.
             run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
         """
-        schedule = self._schedule_for(len(parts), tokens_of(parts[0]))
+        schedule = self._schedule_for(count, tokens)
         losses: list[torch.Tensor] = []
-        index = torch.arange(len(parts))
+        index = torch.arange(count)
         with self._autocast_per_stage() as autocast, fresh_gradients(self.trainable()) as fresh:
 
             def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:

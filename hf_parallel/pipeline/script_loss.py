@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.pipeline.batches import Batch, count_targets, row_count, split_examples
+from hf_parallel.pipeline.batches import Batch, count_targets, row_count, split_examples, tokens_of
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe
 from hf_parallel.pipeline.stages import LeaveAtExit
@@ -211,7 +211,7 @@ def run_plan(engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quie
             session.check_end()
             return loss / count if cut.mean else loss
 
-        return engine.scheduled(parts, run)
+        return engine.scheduled(count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
 def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> list[Any]:
