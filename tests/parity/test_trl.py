@@ -14,16 +14,19 @@ pytest.importorskip("datasets")
 from tests import trl_scripts
 
 LORA = "--use_peft --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --learning_rate 1.0"
+RAGGED = "--dataset_train_split test --max_steps 4 --eval_strategy steps --eval_steps 3"
 SFT = {
     "text": ("text", ""),
     "completion": ("completion", ""),  # completion-only by default
     "adapters": ("completion", LORA),
     "chat": ("chat", "--assistant_only_loss true"),
     "packing": ("text", "--packing true --max_length 32"),
+    "ragged": ("completion", RAGGED),
+    "joined": ("text", RAGGED + " --padding_free true --max_length None"),
     "dft": ("text", "--loss_type dft --gradient_accumulation_steps 2 --max_steps 3"),
 }
-PREFERENCE = {"reference": "", "adapters": LORA, "precomputed": "--precompute_ref_log_probs true"}
-REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS"}
+PREFERENCE = {"reference": "", "adapters": LORA, "precomputed": "--precompute_ref_log_probs true", "ragged": RAGGED}
+REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged": RAGGED}
 #: Of what depends on time, or on how wide a batch is padded.
 NOT_COMPARED = ("runtime", "per_second", "total_flos")
 TWICE = "the loss calls the model, or two models, more than once per micro-batch"
@@ -79,11 +82,10 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
             "chat": "dp_shard=2",
             "packing": "dp_shard=2 pp=2",
             "dft": "dp_shard=2",
+            "ragged": "dp_shard=2 tp=2",
+            "joined": "dp_shard=2",
         },
-        {
-            ("packing", "pp=2"): "a batch without padding is one row",
-            ("packing", "dp_shard=2"): "repeated rows of a batch without padding are not dropped",
-        },
+        {},
     ),
 )
 def test_sft(folder, case, spec):
@@ -94,12 +96,16 @@ def test_sft(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"reference": BOTH + " pp=2", "adapters": BOTH, "precomputed": "dp_shard=2,tp=2 pp=2"},
+        {
+            "reference": BOTH + " pp=2",
+            "adapters": BOTH,
+            "precomputed": "dp_shard=2,tp=2 pp=2",
+            "ragged": "dp_shard=2 tp=2",
+        },
         {
             ("reference", "tp=2,pp=2"): TWICE,
             ("reference", "pp=2"): TWICE,
             ("adapters", "tp=2,pp=2"): TWICE,
-            ("precomputed", "dp_shard=2,tp=2"): "DTensors cannot be hashed",
             ("precomputed", "pp=2"): "calls the model outside compute_loss",
         },
     ),
@@ -111,13 +117,10 @@ def test_dpo(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "tp=2"},
+        {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "tp=2", "ragged": "dp_shard=2 tp=2"},
         {
-            ("reference", "dp_shard=2"): "completions are exchanged within a rank's rows",
             ("reference", "pp=2"): TWICE,
-            ("adapters", "dp_shard=2,tp=2"): "completions are exchanged within a rank's rows",
             ("adapters", "tp=2,pp=2"): TWICE,
-            ("precomputed", "tp=2"): "DTensors cannot be hashed",
         },
     ),
 )
@@ -128,7 +131,7 @@ def test_kto(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"whole": "dp_shard=2,tp=2 pp=2", "adapters": BOTH},
+        {"whole": "dp_shard=2,tp=2 pp=2", "adapters": BOTH, "ragged": "dp_shard=2 tp=2"},
         {
             ("adapters", "dp_shard=2,tp=2"): "modules_to_save",
             ("adapters", "tp=2,pp=2"): "modules_to_save",
