@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.rows import JOINED
+from hf_parallel.pipeline.serving import served
 
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
@@ -32,6 +33,19 @@ def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
     if _is_one_of(trainer, _TOKENS) and trainer.compute_loss_func is None and trainer.label_smoother is None:
         return int((batch["labels"][..., 1:] != -100).sum()) if examples else 0
     return examples if _is_one_of(trainer, _EXAMPLES) else None
+
+
+def reference_log_probs(original: Callable) -> Callable:
+    """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
+
+    def replacement(self: Any, model: Any, inputs: dict) -> Any:
+        state = runtime.parallel_state(model)
+        if state is None or state.pipeline is None:
+            return original(self, model, inputs)
+        with torch.no_grad():
+            return served(state.pipeline, dict(inputs), lambda: original(self, model, inputs))[0]
+
+    return replacement
 
 
 # ---- batches without padding ---------------------------------------------------------------------------------------
