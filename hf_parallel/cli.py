@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_parallel import cli_plan
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import AUTO, ParallelConfig, SpecError
 
 _OPTION = "--parallel"
 #: Other ways to distribute that accelerate knows; each would wrap the model a second time.
@@ -54,7 +54,8 @@ def launch(argv: list[str]) -> int:
         _settle_processes(args, defaults)
         if spec is not None:
             _refuse_other_ways(args, defaults)
-            ParallelConfig.parse(spec[0]).resolve(args.num_processes)
+            if spec[0] != AUTO:
+                ParallelConfig.parse(spec[0]).resolve(args.num_processes)
         _settle_machine(args, defaults)
         _fill_in_the_runner(args)
     except SpecError as error:
@@ -87,11 +88,15 @@ def choose_spec(option: str | None, option_name: str = "the runner's --parallel"
         SpecError: both are given and mean different layouts.
     """
     environment = os.environ.get("HF_PARALLEL") or None
-    if option and environment and ParallelConfig.parse(option) != ParallelConfig.parse(environment):
+    if option and environment and _meaning(option) != _meaning(environment):
         raise SpecError(f"{option_name} is {option} but HF_PARALLEL is {environment}; drop one of them")
     if option:
         return option, option_name
     return (environment, "HF_PARALLEL") if environment else None
+
+
+def _meaning(spec: str) -> ParallelConfig | str:
+    return spec if spec == AUTO else ParallelConfig.parse(spec)
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -36,7 +36,7 @@ def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
         )
     if prediction.bubble > 0.2:
         yield f"{prediction.bubble:.0%} of the pipeline is idle: more micro-batches, or fewer stages"
-    tokens = goal.seq * goal.global_batch
+    tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
     if prediction.job.micro_batch * goal.seq < 1024:
@@ -57,7 +57,7 @@ def why_not(choice: Any, best: Any) -> str:
         return f"needs {prediction.memory_gib:.0f} GiB of {memory:.0f}, {size:.0f} of them {kind}"
     if best is None:
         return "fits"
-    ratio = choice.step_time_s / best.step_time_s
+    ratio = choice.seconds_per_row / best.seconds_per_row
     if ratio < 1.02:
         return f"as fast as the best within {max(0, ratio - 1):.0%}"
     ours, theirs = prediction.breakdown.time, best.prediction.breakdown.time

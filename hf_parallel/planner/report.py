@@ -22,7 +22,7 @@ def show(found: Found, dollars: float | None = None, console: Any = None) -> Non
     console.print(
         f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters, on {cluster.gpus} x {cluster.gpu.name} "
         f"({cluster.inside.name} in nodes of {cluster.per_node}, {cluster.between.name} between): "
-        f"{found.global_batch} x {found.seq} tokens per step; {found.looked_at} layouts looked at"
+        f"{found.global_batch or 'rows'} x {found.seq} tokens per step; {found.looked_at} layouts looked at"
     )
     console.print(table(found, dollars))
     for i, choice in enumerate(found.choices, 1):

@@ -11,8 +11,9 @@ simulated for the best layouts alone: what they can gain is the bubble.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,6 +48,11 @@ class Choice:
         """Predicted seconds per optimizer step."""
         return self.prediction.step_time_s
 
+    @property
+    def seconds_per_row(self) -> float:
+        """Predicted seconds per step over all rows of it: what layouts are ranked by."""
+        return self.prediction.step_time_s / (self.rows * self.accumulation * self.config.data_parallel_size)
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         p = self.prediction
@@ -74,7 +80,7 @@ class Found:
     shape: ModelShape
     cluster: Cluster
     seq: int
-    global_batch: int
+    global_batch: int | None
     choices: list[Choice]
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
@@ -99,17 +105,24 @@ class Found:
 
 @dataclass(frozen=True)
 class Goal:
-    """What every candidate has in common."""
+    """What every candidate has in common. Without a `global_batch` it follows from `rows` and `accumulation`."""
 
     shape: ModelShape
     cluster: Cluster
     seq: int
-    global_batch: int
+    global_batch: int | None
     precision: str = "bf16"
     optimizer: str = "adamw"
     lora: int = 0
     rows: int | None = None  # of a call, if the script fixes it
-    memory_gib: float | None = None  # instead of the GPU's
+    accumulation: int = 1  # calls per step, where the script fixes both
+
+    def share(self, config: ParallelConfig) -> int | None:
+        """Rows per step of one data rank; None: the batch does not divide."""
+        ranks = config.data_parallel_size
+        if self.global_batch is None:
+            return (self.rows or 1) * self.accumulation
+        return None if self.global_batch % ranks else self.global_batch // ranks
 
 
 def search(
@@ -117,21 +130,27 @@ def search(
     model: Any,
     cluster: Cluster,
     seq: int,
-    global_batch: int,
+    global_batch: int | None,
     precision: str = "bf16",
     optimizer: str = "adamw",
     lora: bool | int = False,
     rows: int | None = None,
+    accumulation: int = 1,
     memory_gib: float | None = None,
     top: int = 10,
+    accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
     Args:
         model: what `shape_of` takes.
+        global_batch: rows per step; None: `rows` x `accumulation` on each data rank, as scripts have it, whatever
+            their number. Layouts are then ranked by time per row.
         rows: per_device_train_batch_size, if it is given; default: what is fastest.
         memory_gib: of a GPU, if it shall not be filled.
+        accept: asked about the layouts that are about to be returned, fastest first; those it does not take are left
+            out.
         expected: a layout to compare with the best.
 
     Raises:
@@ -141,7 +160,7 @@ def search(
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
     rank = 16 if lora is True else int(lora)
     goal = Goal(
-        shape_of(model), cluster, seq, global_batch, known_precision(precision), optimizer, rank, rows, memory_gib
+        shape_of(model), cluster, seq, global_batch, known_precision(precision), optimizer, rank, rows, accumulation
     )
     best: dict[tuple, Choice] = {}
     looked_at, fastest, leanest = 0, math.inf, math.inf
@@ -152,23 +171,25 @@ def search(
                 leanest = min(leanest, choice.gib)
                 continue
             key = _sizes(config)
-            if key not in best or choice.step_time_s < best[key].step_time_s:
+            if key not in best or choice.seconds_per_row < best[key].seconds_per_row:
                 best[key] = choice
-            fastest = min(fastest, choice.step_time_s)
-    ranked = sorted(best.values(), key=lambda choice: choice.step_time_s)
+            fastest = min(fastest, choice.seconds_per_row)
+    ranked = sorted(best.values(), key=lambda choice: choice.seconds_per_row)
     for choice in list(ranked[:_RESCHEDULED]):
         for other in _other_schedules(goal, choice):
             looked_at += 1
-            if other.step_time_s < best[_sizes(choice.config)].step_time_s:
+            if other.seconds_per_row < best[_sizes(choice.config)].seconds_per_row:
                 best[_sizes(choice.config)] = other
-    ranked = sorted(best.values(), key=lambda choice: choice.step_time_s)
+    ranked = sorted(best.values(), key=lambda choice: choice.seconds_per_row)
     if not looked_at:
         raise SpecError(
-            f"global_batch={global_batch}: no number of data ranks on {cluster.gpus} GPUs divides it; "
-            f"global_batch={cluster.gpus} works"
+            f"global_batch={global_batch}: no layout of {cluster.gpus} GPUs can share it out; "
+            f"global_batch={4 * cluster.gpus} works"
         )
+    taken = (choice for choice in ranked if accept is None or accept(choice.config))
     ranked = [
-        dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in ranked[: max(1, top)]
+        dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal)))
+        for choice in itertools.islice(taken, max(1, top))
     ]
     found = Found(goal.shape, cluster, seq, global_batch, ranked, [], looked_at)
     wanted = [] if expected is None else [ParallelConfig.parse(expected).resolve(cluster.gpus)]
@@ -211,7 +232,7 @@ def layouts(goal: Goal) -> Iterator[ParallelConfig]:
             if pp > min(shape.layers, _MOST_STAGES):
                 break
             data = gpus // tp // pp
-            if goal.global_batch % data:
+            if goal.global_batch is not None and goal.global_batch % data:
                 continue
             for replicate in _replicas(data, tp, goal.cluster):
                 for stage in _zero_stages(data // replicate, pp):
@@ -262,10 +283,10 @@ class TooLarge:
 
 def _variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choice | TooLarge]:
     """Growing micro-batches, without checkpointing while that fits, else with it; up to the first that is too large."""
-    share = goal.global_batch // config.data_parallel_size
+    share = goal.share(config)
     for recompute in ("none", "full"):
         fitted = False
-        for size in _micro_batches(goal, share, config):
+        for size in _micro_batches(goal, share, config) if share else ():
             choice = _choice(goal, dataclasses.replace(config, activation_checkpointing=recompute), size, limit)
             if choice is None:
                 continue
@@ -278,10 +299,16 @@ def _variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choi
 
 
 def _micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
+    """Rows of a micro-batch: what the script gives, or powers of two up to 64 k tokens; a pipeline cuts a call."""
+    if goal.rows is not None and share % goal.rows:
+        return []
     if goal.rows is not None and config.pp_size == 1:
-        return [goal.rows] if share % goal.rows == 0 else []
-    sizes = [n for n in _divisors(share) if (n & (n - 1) == 0 or n == share) and n * goal.seq <= 65536 or n == 1]
-    return [n for n in sizes if share // n >= config.pp_size]
+        return [goal.rows]
+    call = goal.rows or share
+    sizes = [n for n in _divisors(call) if n == 1 or (n & (n - 1) == 0 and n * goal.seq <= 65536)]
+    if config.pp_size == 1 and share * goal.seq <= 65536:
+        sizes = sorted({*sizes, share})
+    return [n for n in sizes if call // n >= config.pp_size]
 
 
 def _choice(
@@ -292,25 +319,21 @@ def _choice(
     Args:
         measure: predict the time of what does not fit, too.
     """
-    share = goal.global_batch // config.data_parallel_size
+    share = goal.share(config)
+    assert share is not None
     count = share // size
-    rows, accumulation = (size, count) if config.pp_size == 1 else _calls(goal, share, size, config.pp_size)
+    rows = size if config.pp_size == 1 else goal.rows or share  # a pipeline gets all of a step in one call
+    accumulation = share // rows
     if config.pp_size > 1:
         config = dataclasses.replace(config, pipeline_microbatches=rows // size)
     layout, job = to_layout(config), to_job(goal, config, size, count)
     stages = make_stages(goal.shape, layout, job)
-    if limit < math.inf and _least_seconds(goal, stages, layout, job) > limit:
+    if limit < math.inf and _least_seconds(goal, stages, layout, job) > limit * share * layout.dp:
         return None
     peak = fullest(memory_of_ranks(goal.shape, stages, layout, job))
     if not measure and not fits(peak, goal.cluster):
         return TooLarge(config, size, peak.needed / GIB)
     return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, accumulation)
-
-
-def _calls(goal: Goal, share: int, size: int, ranks: int) -> tuple[int, int]:
-    """A pipeline gets all rows of a step in one call, or as many as the script asks for."""
-    rows = goal.rows if goal.rows and share % goal.rows == 0 and goal.rows // size >= ranks else share
-    return rows, share // rows
 
 
 def _least_seconds(goal: Goal, stages: tuple, layout: Layout, job: Job) -> float:
@@ -394,7 +417,7 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> s
         return f"tp={config.tp_size} does not divide the attention heads"
     if config.pp_size > goal.shape.layers:
         return f"pp={config.pp_size}: the model has {goal.shape.layers} layers"
-    if goal.global_batch % config.data_parallel_size:
+    if goal.share(config) is None:
         ranks = config.data_parallel_size
         return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
     variants = list(_variants(goal, config, math.inf))
@@ -402,7 +425,7 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> s
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in variants if isinstance(choice, Choice)]
     if fitting:
-        chosen: Any = min(fitting, key=lambda choice: choice.step_time_s)
+        chosen: Any = min(fitting, key=lambda choice: choice.seconds_per_row)
     else:
         least = min((choice for choice in variants if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
         chosen = _choice(goal, least.config, least.size, measure=True)
