@@ -73,6 +73,13 @@ def test_environment_spec_is_checked_and_left_to_the_ranks(launched, capsys):
     assert "--parallel" in line
 
 
+def test_auto_is_left_to_the_ranks(launched, capsys):
+    assert cli.main(["launch", "--num_processes", "3", "--parallel", "auto", "train.py"]) == 0
+    assert launched[0].training_script_args == ["--parallel", "auto", "train.py"]
+    os.environ["HF_PARALLEL"] = "tp=3"
+    assert "HF_PARALLEL is tp=3" in refused(capsys, "--num_processes", "3", "--parallel", "auto", "train.py")
+
+
 def test_without_a_spec_accelerate_is_left_alone(launched):
     assert cli.main(["launch", "--num_processes", "2", "--use_fsdp", "train.py"]) == 0
     assert launched[0].use_fsdp
