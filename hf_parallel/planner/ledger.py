@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
             return self.scalars
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # which has a shape, but no memory
                 self.note(leaf)
         if func.namespace in _NAMESPACES:
             self._collective(func._opname, args, result)
