@@ -90,6 +90,7 @@ def dry_run(
     optimizer: str = "adamw",
     precision: str = "bf16",
     whole: bool = False,
+    layers: int | None = None,
 ) -> DryRun:
     """Run `parallelize` and two training steps as `rank` of a world that is not there.
 
@@ -100,6 +101,7 @@ def dry_run(
         accumulation: calls per optimizer step.
         precision: "bf16" and "fp32": of the weights and all else; "mixed": fp32 weights under autocast to bf16.
         whole: run all layers, even if they are equal.
+        layers: as if the model had only so many.
 
     Raises:
         SpecError: the layout cannot hold, this process has a process group, or the model needs values.
@@ -110,8 +112,11 @@ def dry_run(
     config = ParallelConfig.parse(config)
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     model = on_meta(model).to(PRECISIONS[precision][0])
-    config, counts = _settled(model, config, rank)
     stack = _stack(model)
+    if layers is not None and stack is not None:
+        backbone_of(model).set_submodule(stack[1], nn.ModuleList(list(stack[0])[:layers]))
+        stack = _stack(model)
+    config, counts = _settled(model, config, rank)
     shorten = not whole and stack is not None and _alike(stack)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
     run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision)
