@@ -15,6 +15,7 @@ from hf_parallel.hooks import (
     peft,
     resuming,
     trainer,
+    trl,
 )
 from hf_parallel.hooks.patching import Patch
 
@@ -25,6 +26,7 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _OPERATIONS = "accelerate.utils.operations"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 _PEFT = "peft.peft_model:PeftModel"
+_TRL = "trl.trainer"
 
 
 def all_patches() -> list[Patch]:
@@ -56,6 +58,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
         Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
         Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),
+        Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),
         Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
         Patch(f"{_ACCELERATOR}.save_state", accelerator.refuse_state("save_state"), "writes shards over one another"),
@@ -68,7 +71,6 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
         Patch(f"{_TRAINER}.log", losses.log, "metrics of a pipelined loss are known on the last stage"),
         Patch(f"{_TRAINER}.training_step", trainer.training_step, "does not know which rows are repeated"),
-        Patch(f"{_TRAINER}.prediction_step", trainer.prediction_step, "counts repeated rows of the last batch"),
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
@@ -94,6 +96,29 @@ def all_patches() -> list[Patch]:
         Patch(
             "peft.utils.save_and_load:_reshard_dtensor_values_for_load", peft.reshard_for_load, "cuts in another order"
         ),
+        # TRL, when a script imports it.
+        Patch(
+            f"{_TRL}.sft_trainer:DataCollatorForLanguageModeling.torch_call",
+            trl.torch_call,
+            "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
+            late=True,
+        ),
+        Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
+        Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
+        Patch(
+            f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
+            trl.reference_log_probs,
+            "asks one stage",
+            late=True,
+        ),
+        Patch(
+            f"{_TRL}.kto_trainer:KTOTrainer.compute_ref_log_probs",
+            trl.reference_log_probs,
+            "asks one stage",
+            late=True,
+        ),
+        Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
+        Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
     ]
 
 

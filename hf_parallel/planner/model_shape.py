@@ -73,6 +73,7 @@ class Block:
     gated: bool
     others: int = 0
     top_k: int = 0
+    kept: tuple[tuple[str, float], ...] = ()  # bytes per token it keeps for its backward, by precision, if counted
 
     @property
     def parameters(self) -> int:

@@ -16,6 +16,7 @@ from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
 from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, rank_memory
 from hf_parallel.planner.model_shape import ModelShape, shape_of
+from hf_parallel.planner.own_engine import own_memory
 from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
 from hf_parallel.planner.step_time import StepTime, live_forwards, step_time
 from hf_parallel.planner.traffic import traffic
@@ -162,4 +163,5 @@ def memory_of_ranks(shape: ModelShape, stages: tuple[Stage, ...], layout: Layout
     """The peak of every pipeline rank."""
     live = live_forwards(layout, job)
     held = [[stages[index] for index in stages_of_rank(layout, rank)] for rank in range(layout.pp)]
-    return [rank_memory(shape, held[rank], live[rank], layout, job, rank) for rank in range(layout.pp)]
+    of_rank = own_memory if job.engine == "hf_parallel" else rank_memory
+    return [of_rank(shape, held[rank], live[rank], layout, job, rank) for rank in range(layout.pp)]
