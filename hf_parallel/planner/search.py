@@ -430,4 +430,3 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> s
         least = min((choice for choice in variants if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
         chosen = _choice(goal, least.config, least.size, measure=True)
     return why_not(chosen, best[0] if best else None)
-
