@@ -108,7 +108,7 @@ def _as_1f1b(layout: Layout, job: Job, stages: list[tuple[float, float]], sendin
 
 
 def _pace(busy: list[float], sending: float) -> float:
-    """Seconds per micro-batch of 1F1B: ranks r to q hold q - r + 1 of them, each on a round trip through those ranks."""
+    """Seconds per micro-batch of 1F1B: ranks r to q hold q - r + 1 of them, each on its way through those ranks."""
     sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
     return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
 

@@ -114,7 +114,7 @@ def constant_utilisation(row: Row) -> float:
 
 def textbook_memory(row: Row) -> float:
     """GiB by 16 bytes per parameter over ZeRO's ranks, tp and pp, and 34 s b h bytes per layer and micro-batch."""
-    shape, tp, pp = call(row).shape, row["tp"], row["pp"]
+    shape, tp, pp = call(row).shape, row["tp"], row.get("pp") or 1
     share = shape.parameters / tp / pp
     stage, dp = row.get("zero_stage") or 0, row["dp"]
     states = share * (16 / dp if stage == 3 else 4 + 12 / dp if stage else 16)

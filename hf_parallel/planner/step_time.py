@@ -20,7 +20,7 @@ from hf_parallel.planner.communication import Group, groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
-from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
+from hf_parallel.planner.stages import Stage, stages_of_rank
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue

@@ -5,7 +5,7 @@ from transformers import LlamaConfig
 
 from hf_parallel.config import SpecError
 from hf_parallel.planner import find_gpu, predict
-from hf_parallel.planner.hardware import gpu_names, link_names, find_link
+from hf_parallel.planner.hardware import find_link, gpu_names, link_names
 
 LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
 CALL = {"model": LLAMA, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}

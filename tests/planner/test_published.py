@@ -1,4 +1,4 @@
-"""Predictions against what others published: data/published.json, 75 rows of six publications, each with its source.
+"""Predictions against what others published: data/published.json, 74 rows of six publications, each with its source.
 
 Bounds are those that the planner promises (docs/planner.md has the figures on all rows); a rank correlation or a
 median over these few rows moves by some percent when one of them does.
@@ -30,12 +30,12 @@ def test_step_time():
 
 
 def test_ranking():
-    """The largest group, 14 layouts of one model on one day: rank correlation, and the published best in our top 3."""
+    """The largest group, 20 layouts of one model on one day: rank correlation, and the published best in our top 3."""
     groups = published.groups_of_ranking(ROWS)
     largest = max(groups, key=len)
     correlation, place = published.ranking(largest, lambda row: published.call(row).step_time_s)
-    assert len(largest) >= 10
-    assert correlation > 0.7
+    assert len(largest) >= 20
+    assert correlation > 0.65
     assert place <= 3
     correlation, _ = published.ranking(largest, published.constant_utilisation)
     assert correlation < 0.4
