@@ -36,7 +36,7 @@ class Efficiency:
     gemm: float = 0.75  # of the peak, by a large matrix product
     waves: float = 0.3  # how much of the last, unfilled wave of tiles is lost
     depth: float = 100.0  # inner dimension at which half of the peak is reached
-    misaligned: float = 0.75  # of that, where a dimension is no multiple of 64
+    misaligned: float = 0.7  # of that, where a dimension is no multiple of 64
     attention: float = 0.5  # of the peak, forward
     attention_backward: float = 0.8  # of that, backward
     memory: float = 0.8  # of the memory's bandwidth
@@ -46,6 +46,7 @@ class Efficiency:
     contention: float = 0.1  # part of the hidden communication that slows the compute down
     hidden: float = 0.8  # part of the compute behind which gradients and weights can travel
     hidden_gradients: float = 0.5  # part of the last backward behind which gradients are reduced
+    wait_us: float = 100.0  # per collective that the compute waits for: launch, and ranks that are not in step
     kernel_us: float = 6.0  # of the host, per kernel
     step_ms: float = 10.0  # of the host, per step
     node_noise: float = 0.0  # added per doubling of the number of nodes
@@ -126,24 +127,30 @@ def find_gpu(name: str) -> Gpu:
     return gpu_from_entry(own, entries[own])
 
 
-def gpu_from_entry(name: str, entry: dict[str, Any]) -> Gpu:
-    """A GPU from an entry in the form of the catalogue."""
+def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) -> Gpu:
+    """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
+    like = like or (find_gpu(entry["like"]) if "like" in entry else None)
+    efficiency = dataclasses.replace(like.efficiency if like else Efficiency(), **entry.get("efficiency", {}))
+
+    def value(key: str, scale: float = 1) -> Any:
+        return entry[key] * scale if key in entry or like is None else getattr(like, key)
+
+    peaks = (
+        {key: tflops * 1e12 for key, tflops in entry["tflops"].items()}
+        if "tflops" in entry or not like
+        else like.peaks
+    )
     return Gpu(
         name,
-        {key: value * 1e12 for key, value in entry["tflops"].items()},
-        entry["memory_gib"],
-        entry["bandwidth"] * 1e9,
-        entry["units"],
-        entry["scale_up"],
-        entry["scale_out"],
-        Efficiency(**_efficiency_values(entry)),
+        peaks,
+        value("memory_gib"),
+        value("bandwidth", 1e9),
+        value("units"),
+        value("scale_up"),
+        value("scale_out"),
+        efficiency,
         entry.get("source", ""),
     )
-
-
-def _efficiency_values(entry: dict[str, Any]) -> dict[str, float]:
-    inherited = _efficiency_values(_catalogue()["gpus"][entry["like"]]) if "like" in entry else {}
-    return {**inherited, **entry.get("efficiency", {})}
 
 
 def find_link(name: str | Link) -> Link:

@@ -123,7 +123,9 @@ def _count_layer(layer: nn.Module, config: Any) -> tuple[Any, ...]:
     into = sum(m.outputs * m.count * m.share for m in mlp if m.inputs == hidden and not _leads_back(m, hidden))
     return (
         tuple(merged),
-        tuple(_attention(name, module, config) for name, module in attentions.items() if not _contains(name, attentions)),
+        tuple(
+            _attention(name, module, config) for name, module in attentions.items() if not _contains(name, attentions)
+        ),
         inner,
         into > 1.5 * inner,
         total - sum(m.parameters for m in merged),
@@ -151,7 +153,9 @@ def _leads_in(name: str) -> bool:
 def _is_attention(module: nn.Module) -> bool:
     """The innermost module that is called attention and has matrices of its own."""
     called = "attention" in type(module).__name__.lower()
-    below = [child for child in module.modules() if child is not module and "attention" in type(child).__name__.lower()]
+    below = [
+        child for child in module.modules() if child is not module and "attention" in type(child).__name__.lower()
+    ]
     with_matrices = [child for child in below if any(p.ndim > 1 for p in child.parameters())]
     own = any(p.ndim > 1 for child in module.children() if child not in below for p in child.parameters())
     return called and (own or (not with_matrices and any(p.ndim > 1 for p in module.parameters())))
@@ -164,7 +168,11 @@ def _experts(layer: nn.Module, config: Any) -> tuple[int, int]:
         found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
         if isinstance(vars(part).get("n_routed_experts"), int):
             found["num_experts"] = vars(part)["n_routed_experts"]
-    lists = [len(part) for name, part in layer.named_modules() if name.endswith("experts") and isinstance(part, nn.ModuleList)]
+    lists = [
+        len(part)
+        for name, part in layer.named_modules()
+        if name.endswith("experts") and isinstance(part, nn.ModuleList)
+    ]
     return found["top_k"] or 0, found["num_experts"] or (lists[0] if lists else 0)
 
 
@@ -179,7 +187,9 @@ def _matrix(
         if (into and outputs == hidden) or (not into and inputs == hidden and outputs != hidden):
             outputs, inputs = inputs, outputs
         return Matrix(name, inputs, outputs, "expert", experts, share)
-    if parameter.ndim != 2 or not (isinstance(module, (nn.Linear, Conv1D)) or name.endswith("weight") or is_router(name)):
+    if parameter.ndim != 2 or not (
+        isinstance(module, (nn.Linear, Conv1D)) or name.endswith("weight") or is_router(name)
+    ):
         return None
     outputs, inputs = parameter.shape if not isinstance(module, Conv1D) else reversed(parameter.shape)
     if experts and outputs == experts and inputs == hidden:
@@ -200,7 +210,9 @@ def _split_of(name: str, inputs: int, outputs: int, hidden: int, in_attention: b
         return "column"
     if not in_attention:
         return "row"
-    is_output = re.search(r"(^|[._])(o|out|output|dense|c|wo)(_?proj|_lin)?($|[._])", name.rpartition(".")[2]) is not None
+    is_output = (
+        re.search(r"(^|[._])(o|out|output|dense|c|wo)(_?proj|_lin)?($|[._])", name.rpartition(".")[2]) is not None
+    )
     return "row" if is_output or inputs != hidden else "column"
 
 

@@ -185,7 +185,19 @@ def _layers_from_parameters(known: Mapping[str, Any]) -> int:
     return max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
 
 
-_USED = ("hidden", "vocab", "heads", "kv_heads", "ffn_hidden", "experts", "top_k", "head_dim", "layers", "model", "name")
+_USED = (
+    "hidden",
+    "vocab",
+    "heads",
+    "kv_heads",
+    "ffn_hidden",
+    "experts",
+    "top_k",
+    "head_dim",
+    "layers",
+    "model",
+    "name",
+)
 
 
 def _build(known: Mapping[str, Any], gated: bool, tied: bool) -> ModelShape:

@@ -79,7 +79,9 @@ def _stage(shape: ModelShape, counts: tuple[tuple[Block, int], ...], is_first: b
 @functools.lru_cache(maxsize=4096)
 def _split(shape: ModelShape, number: int, engine: str, recompute: str, length: int) -> tuple[int, ...]:
     if shape.layers < number:
-        raise SpecError(f"pp x virtual_stages = {number}: {shape.layers} layers do not fill them; {shape.layers} works")
+        raise SpecError(
+            f"pp x virtual_stages = {number}: {shape.layers} layers do not fill them; {shape.layers} works"
+        )
     if number == 1 or (engine == "standard" and shape.layers % number == 0):
         return tuple(even_split(shape.layers, number))
     passes = 4 / 3 if recompute == "full" else 1

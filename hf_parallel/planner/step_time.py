@@ -19,10 +19,11 @@ from hf_parallel.pipeline.timeline import simulate
 from hf_parallel.planner.communication import Group, groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.model_shape import Block, Matrix, ModelShape
+from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
 from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
 
 _TILE = 128
+_CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 16, 30  # per block, without a compiler
 
 
@@ -78,7 +79,7 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     again = _recomputed(forward, job)
     backward = _plus(backward, again)
     links = groups(layout, cluster)
-    moved = _layer_communication(block, hidden, layout, job, links, tokens)
+    moved = _layer_communication(block, hidden, layout, job, links, tokens, gpu.efficiency.wait_us)
     return Times(
         _with_communication(forward, moved[0], gpu),
         _with_communication(backward, moved[1], gpu),
@@ -117,11 +118,15 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
     return count * (data + (0 if job.lora else gemm_seconds(gpu, job.precision, n, k, m)))
 
 
-def _attention(gpu: Gpu, job: Job, layout: Layout, attention, tokens: float, backward: bool) -> float:
-    e = gpu.efficiency
+def _attention(
+    gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool
+) -> float:
+    """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
+    e, heads = gpu.efficiency, layout.tp
+    flops = attention.flops(job.seq) * tokens / heads
+    exponentials = attention.heads * attention.keys(job.seq) * tokens / heads / (16 * gpu.units * _CLOCK)
     rate = gpu.peak("bf16") * e.attention
-    flops = attention.flops(job.seq) * tokens / layout.tp
-    return 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
+    return exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
 
 
 def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
@@ -136,14 +141,16 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
 
 
 def _layer_communication(
-    block: Block, hidden: int, layout: Layout, job: Job, links: dict[str, Group], tokens: float
+    block: Block, hidden: int, layout: Layout, job: Job, links: dict[str, Group], tokens: float, wait_us: float
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of a block's collectives in forward and backward, by axis."""
     stream = tokens * hidden * job.width
-    reductions = 2 * transfer_seconds("all_reduce", stream, links["tp"])
+    wait = wait_us * 1e-6
+    reductions = 2 * (transfer_seconds("all_reduce", stream, links["tp"]) + wait) if layout.tp > 1 else 0.0
     kv = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions) * tokens * job.width / layout.tp
     ring = transfer_seconds("all_gather", kv * layout.cp, links["cp"])
-    routed = 2 * transfer_seconds("all_to_all", stream / layout.tp * block.top_k, links["ep"])
+    routed = 2 * (transfer_seconds("all_to_all", stream / layout.tp * block.top_k, links["ep"]) + wait)
+    routed = routed if layout.ep > 1 and block.top_k else 0.0
     gathered = reduced = 0.0
     if layout.zero_stage == 3:
         dense = (block.parameters - block.expert_parameters) / layout.tp
