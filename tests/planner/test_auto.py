@@ -1,4 +1,4 @@
-"""`--parallel auto`: chosen at the script's first model, the same on all ranks, and then as if it had been asked for."""
+"""`--parallel auto`: chosen at the script's first model, the same on all ranks, then as if it had been asked for."""
 
 import pytest
 import torch
