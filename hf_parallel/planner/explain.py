@@ -46,15 +46,18 @@ def _hardware(p: Prediction) -> Iterable[str]:
         ("inside a node", cluster.inside, gpu.efficiency.link),
         ("between nodes", cluster.between, gpu.efficiency.network),
     ):
-        yield f"{place}: {link.name}, {link.bandwidth / 1e9:g} GB/s per GPU, of which {part:.0%} reached [{link.source}]"
+        speed = f"{link.bandwidth / 1e9:g} GB/s per GPU, of which {part:.0%} reached"
+        yield f"{place}: {link.name}, {speed} [{link.source}]"
 
 
 def _states(p: Prediction) -> Iterable[str]:
     per, stage = state_bytes(p.job, p.layout.zero_stage), p.layout.zero_stage
     peak = p.breakdown.memory
-    yield _title(f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB")
+    yield _title(
+        f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB"
+    )
     yield (
-        f"states, bytes per parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer {per.optimizer:g}; "
+        f"bytes per parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer {per.optimizer:g}; "
         f"ZeRO-{stage} over {p.layout.shards} ranks divides {_divided(stage)} [arXiv:1910.02054, table 1]"
     )
     for kind, size in peak.items():
@@ -96,7 +99,7 @@ def _time(p: Prediction) -> Iterable[str]:
     e = p.cluster.gpu.efficiency
     yield _title(f"Step: {p.step_time_s:.4g} s, {p.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {p.mfu:.1%}")
     yield (
-        f"matrix products at {e.gemm:.0%} of the peak when large, attention at {e.attention:.0%}, memory at {e.memory:.0%} "
+        f"large matrix products at {e.gemm:.0%} of the peak, attention at {e.attention:.0%}, memory at {e.memory:.0%} "
         f"with {e.passes:g} times the fewest bytes [fitted, docs/planner.md]"
     )
     for kind, seconds in sorted(p.breakdown.time.items(), key=lambda item: -item[1]):

@@ -17,7 +17,7 @@ WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the axes; they multiply to the number of GPUs. `dp` counts replicas x shards, `ep` divides dp x cp x tp.
+    """Sizes of the axes; they multiply to the number of GPUs. `dp` counts replicas x shards, `ep` is part of them.
 
     Ranks are numbered with tp innermost, then cp, dp, pp: (dp_replicate, pp, dp_shard, cp, tp) as in mesh.py, whose
     replicas sit on the slowest links.

@@ -57,7 +57,7 @@ def _with_ends(model: Any, config: Any, blocks: tuple[Block, ...]) -> ModelShape
     distinct = {id(p): p.numel() for p in model.parameters()}
     embedding, head = input_embedding(model), _head(model)
     embedded = embedding.weight.numel() if isinstance(embedding, nn.Embedding) else 0
-    weight = getattr(head, "weight", None)
+    weight: Any = getattr(head, "weight", None)
     tied = weight is not None and embedded > 0 and _is_tied(model, embedding, weight)
     separate = weight.numel() if weight is not None and not tied else 0
     doubled = weight.numel() if tied and weight is not embedding.weight else 0  # not yet tied, on the meta device

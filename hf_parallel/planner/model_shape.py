@@ -1,4 +1,4 @@
-"""What a model costs, block by block: parameters, matrix products, attention. Counted from the model, or from six numbers.
+"""What a model costs, block by block: parameters, matrix products, attention; of a model, or of six numbers.
 
     shape = shape_of(AutoConfig.from_pretrained(...))                       # any architecture, built on `meta`
     shape = shape_of({"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256})
@@ -65,7 +65,7 @@ class Attention:
 
 @dataclass(frozen=True, eq=False)  # compared by identity: layers that are alike share one object
 class Block:
-    """One layer. `inner`: features between the two halves of its MLPs that one token meets; `others`: norms, biases."""
+    """One layer. `inner`: features between the halves of its MLPs that one token meets; `others`: norms, biases."""
 
     matrices: tuple[Matrix, ...]
     attentions: tuple[Attention, ...]

@@ -19,7 +19,7 @@ from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.own_engine import own_memory
 from hf_parallel.planner.own_traffic import busiest_traffic
 from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
-from hf_parallel.planner.step_time import StepTime, live_forwards, step_time
+from hf_parallel.planner.step_time import live_forwards, step_time
 from hf_parallel.planner.traffic import traffic
 
 
@@ -27,8 +27,8 @@ from hf_parallel.planner.traffic import traffic
 class Breakdown:
     """Where memory and time go.
 
-    `memory`: GiB of the fullest rank by kind. `time`: seconds of the slowest rank's step by kind. `communication`: every
-    kind of collective with its axis, bytes a rank sends, number per step and link. `ranks`: memory of each pipeline rank.
+    `memory`: GiB of the fullest rank by kind. `time`: seconds of the slowest rank's step by kind. `communication`:
+    collectives with axis, bytes a rank sends, number per step and link. `ranks`: memory of each pipeline rank.
     """
 
     memory: dict[str, float]

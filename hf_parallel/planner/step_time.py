@@ -118,9 +118,7 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
     return count * (data + (0 if job.lora else gemm_seconds(gpu, job.precision, n, k, m)))
 
 
-def _attention(
-    gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool
-) -> float:
+def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
     flops = attention.flops(job.seq) * tokens / heads

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from hf_parallel.planner.communication import Transfer, groups
+from hf_parallel.planner.communication import Group, Transfer, groups
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import ModelShape
 from hf_parallel.planner.stages import Stage, stages_of_rank
+
+Links = dict[str, Group]
 
 
 def traffic(
@@ -28,7 +30,7 @@ def traffic(
     return [transfer for transfer in found if transfer.group.size > 1 and transfer.payload and transfer.count]
 
 
-def _tensor(layers, stream, layout: Layout, job: Job, links) -> list[Transfer]:
+def _tensor(layers: int, stream: float, layout: Layout, job: Job, links: Links) -> list[Transfer]:
     """Megatron-LM (arXiv:1909.08053): two all-reduces in a layer's forward, two in its backward.
 
     Sequence parallelism (arXiv:2205.05198) writes each as a reduce-scatter and an all-gather, of the same bytes.
@@ -41,7 +43,7 @@ def _tensor(layers, stream, layout: Layout, job: Job, links) -> list[Transfer]:
     return [Transfer("tp", "all_reduce", stream, count, links["tp"], "outputs of attention and MLP")]
 
 
-def _context(shape: ModelShape, layers, layout: Layout, job: Job, links) -> list[Transfer]:
+def _context(shape: ModelShape, layers: int, layout: Layout, job: Job, links: Links) -> list[Transfer]:
     width = max(
         (sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions) for block in shape.blocks), default=0
     )
@@ -50,14 +52,14 @@ def _context(shape: ModelShape, layers, layout: Layout, job: Job, links) -> list
     return [Transfer("cp", "all_gather", payload, passes * layers * job.micro_batches, links["cp"], "keys and values")]
 
 
-def _experts(shape: ModelShape, layers, stream, layout: Layout, job: Job, links) -> list[Transfer]:
+def _experts(shape: ModelShape, layers: int, stream: float, layout: Layout, job: Job, links: Links) -> list[Transfer]:
     top_k = max((block.top_k for block in shape.blocks), default=0)
     passes = 3 if job.recompute == "full" else 2
     count = 2 * passes * layers * job.micro_batches
     return [Transfer("ep", "all_to_all", stream / layout.tp * top_k, count, links["ep"], "tokens to experts and back")]
 
 
-def _pipeline(stream, layout: Layout, job: Job, links) -> list[Transfer]:
+def _pipeline(stream: float, layout: Layout, job: Job, links: Links) -> list[Transfer]:
     """An activation on and a gradient back per boundary and micro-batch."""
     count = 2 * job.micro_batches * layout.virtual_stages
     return [
@@ -67,7 +69,7 @@ def _pipeline(stream, layout: Layout, job: Job, links) -> list[Transfer]:
     ]
 
 
-def _data(stages: list[Stage], layout: Layout, job: Job, links) -> list[Transfer]:
+def _data(stages: list[Stage], layout: Layout, job: Job, links: Links) -> list[Transfer]:
     """ZeRO (arXiv:1910.02054, section 7): 2 parameters' worth of traffic for stages 0 to 2, 3 for stage 3."""
     parameters = sum(stage.dense_parameters(layout.tp) for stage in stages)
     share = 1.0

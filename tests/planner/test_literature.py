@@ -184,6 +184,8 @@ def test_model_flops_are_six_per_parameter_and_token():
 
 
 def test_mfu_is_flops_over_peak():
-    found = predict(model=GPT_175B, gpu="a100-80gb", layout={"tp": 8, "pp": 8}, seq=2048, micro_batch=1, global_batch=64)
+    found = predict(
+        model=GPT_175B, gpu="a100-80gb", layout={"tp": 8, "pp": 8}, seq=2048, micro_batch=1, global_batch=64
+    )
     flops = 3 * found.shape.forward_flops(2048, full_attention=True) * 2048 * 64
     assert found.mfu == pytest.approx(flops / found.step_time_s / 64 / 312e12)

@@ -1,0 +1,98 @@
+"""How good are the planner's predictions? Against published layouts, beside a predictor of constant utilisation.
+
+    python benchmarks/planner.py published_layouts.json                  # every figure, 10 s
+    python benchmarks/planner.py published_layouts.json --leave-one-out  # efficiencies fitted without each series
+    python benchmarks/planner.py published_layouts.json --fit a100-80gb  # new efficiencies for the catalogue
+
+The file is a list of rows with the names that `benchmarks/published.py` reads. Fitted is one set of efficiencies per type of
+GPU, by random search from the same prior; a series is one publication.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import published
+from benchmarks.planner_fit import fit, gpu_family, leave_one_out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rows", help="a JSON file of published layouts")
+    parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, test on it")
+    parser.add_argument("--fit", metavar="GPU", help="fit the efficiencies of this type and print them")
+    parser.add_argument("--seconds", type=float, default=60, help="for each fit (60)")
+    args = parser.parse_args()
+    rows = published.read(args.rows)
+    if args.fit:
+        found = fit(args.fit, gpu_family(published.of_time(rows), args.fit), args.seconds)
+        print("\n".join(f"      {name}: {value:.3g}" for name, value in found.items()))
+    elif args.leave_one_out:
+        leave_one_out(published.of_time(rows), args.seconds)
+    else:
+        time_figures(rows)
+        ranking_figures(rows)
+        memory_figures(rows)
+        fitting_figures(rows)
+
+
+def time_figures(rows: list[published.Row]) -> None:
+    chosen = published.of_time(rows)
+    ours = published.errors(chosen, lambda row: published.call(row).step_time_s, "step_time_s")
+    plain = published.errors(chosen, published.constant_utilisation, "step_time_s")
+    print(f"step time, {len(chosen)} of {len(rows)} rows: dense, bf16, A100 and H100, all numbers given")
+    _compare(ours, plain, "50 % utilisation")
+
+
+def ranking_figures(rows: list[published.Row]) -> None:
+    groups = published.groups_of_ranking(rows)
+    ours = [published.ranking(group, lambda row: published.call(row).step_time_s) for group in groups]
+    plain = [published.ranking(group, published.constant_utilisation) for group in groups]
+    print(f"\nranking, {len(groups)} groups of BLOOM's prequel (model, day, GPUs; three layouts or more)")
+    for name, found in (("planner", ours), ("50 % utilisation", plain)):
+        correlations = [round(correlation, 2) for correlation, _ in found]
+        near = sum(place <= 3 for _, place in found)
+        print(
+            f"  {name:<18}median Spearman {statistics.median(correlations):.2f}, best in our top 3: {near}/{len(found)}"
+        )
+        print(f"  {'':<18}{correlations}")
+
+
+def memory_figures(rows: list[published.Row]) -> None:
+    chosen = published.of_memory(rows)
+    ours = published.errors(chosen, lambda row: published.call(row).memory_gib, "memory_gib")
+    plain = published.errors(chosen, published.textbook_memory, "memory_gib")
+    print(f"\nmemory, {len(chosen)} rows; without CPU offload and unstated recomputation")
+    _compare(ours, plain, "textbook formula")
+
+
+def fitting_figures(rows: list[published.Row]) -> None:
+    chosen = published.of_fitting(rows)
+    right = [(row, published.call(row).fits != bool(row.get("oom"))) for row in chosen]
+    print(f"\nfits or not, {len(chosen)} rows, {sum(bool(row.get('oom')) for row in chosen)} of them out of memory")
+    print(f"  {'all':<28}{sum(ok for _, ok in right) / len(right):.1%} right")
+    for name in dict.fromkeys(row["series"] for row in chosen):
+        mine = [ok for row, ok in right if row["series"] == name]
+        print(f"  {name:<28}{sum(mine) / len(mine):.1%} of {len(mine)}")
+    failed = [ok for row, ok in right if row.get("oom")]
+    print(f"  out-of-memory rows found: {sum(failed)} of {len(failed)}")
+
+
+def _compare(ours: list, plain: list, other: str) -> None:
+    for name, found in (("planner", ours), (other, plain)):
+        s = published.summary(found)
+        print(f"  {name:<18}median {s['median']:.1%}, 90th percentile {s['p90']:.1%}")
+    theirs = published.by_series(plain)
+    for name, found in published.by_series(ours).items():
+        size, bias = statistics.median(map(abs, found)), statistics.median(found)
+        beside = statistics.median(map(abs, theirs[name]))
+        print(f"    {name:<26}{len(found):4} rows  median {size:6.1%} (bias {bias:+.1%}), {other} {beside:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""Fits one set of efficiencies per type of GPU to published step times: few parameters, a prior, a random search."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import statistics
+import time
+from collections import Counter
+
+from benchmarks import published
+from hf_parallel.planner.hardware import Efficiency, Gpu, find_gpu
+
+#: Where a fit starts and what it is drawn to, and the range of each parameter. What is not here is not fitted.
+PRIOR = {
+    "gemm": (0.78, 0.4, 1.0),
+    "waves": (0.5, 0.0, 8.0),
+    "depth": (100.0, 0.0, 600.0),
+    "misaligned": (0.7, 0.4, 1.0),
+    "attention": (0.4, 0.1, 0.9),
+    "passes": (1.6, 1.0, 4.0),
+    "link": (0.75, 0.3, 0.95),
+    "network": (0.7, 0.2, 0.95),
+    "contention": (0.15, 0.0, 0.6),
+    "hidden_gradients": (0.2, 0.0, 1.0),
+    "wait_us": (100.0, 0.0, 3000.0),
+    "step_ms": (10.0, 0.0, 60.0),
+    "node_noise": (0.005, 0.0, 0.03),
+}
+_PULL = 0.004  # of the prior, for a parameter at the other end of its range
+_RANKING = 0.8  # weight of the order within BLOOM's groups beside the sizes of errors
+
+
+def gpu_family(rows: list[published.Row], gpu: str) -> list[published.Row]:
+    """Rows on GPUs with the efficiencies of `gpu`: A100 with 40 and 80 GB are one type."""
+    if gpu.startswith("a100"):
+        return [row for row in rows if row["gpu_type"].startswith("A100")]
+    return [row for row in rows if find_gpu(row["gpu_type"]).name == gpu]
+
+
+def fit(gpu: str, rows: list[published.Row], seconds: float, seed: int = 0) -> dict[str, float]:
+    """The efficiencies with the smallest loss that a random search finds."""
+    rng, found = random.Random(seed), {name: values[0] for name, values in PRIOR.items()}
+    weights = _weights(rows)
+    best, end, spread = _loss(rows, weights, found), time.monotonic() + seconds, dict.fromkeys(PRIOR, 0.25)
+    while time.monotonic() < end:
+        name = rng.choice(list(PRIOR))
+        _, low, high = PRIOR[name]
+        value = min(high, max(low, found[name] + rng.gauss(0, spread[name]) * (high - low)))
+        loss = _loss(rows, weights, {**found, name: value})
+        if loss < best:
+            best, found[name] = loss, value
+        spread[name] = min(0.4, spread[name] * 1.5) if loss == best else max(0.02, spread[name] * 0.85)
+    return found
+
+
+def leave_one_out(rows: list[published.Row], seconds: float) -> None:
+    """Fit without each series, print the errors on it."""
+    for gpu in ("a100-80gb", "h100-80gb"):
+        family = gpu_family(rows, gpu)
+        for name in sorted({row["series"] for row in family}):
+            others = [row for row in family if row["series"] != name]
+            left = [row for row in family if row["series"] == name]
+            values = fit(gpu, others, seconds) if others else {}
+            found = [(row, math.expm1(error)) for row, error in zip(left, _log_errors(left, values), strict=True)]
+            s, bias = published.summary(found), statistics.median(error for _, error in found)
+            line = f"median {s['median']:.1%}, 90th percentile {s['p90']:.1%}, bias {bias:+.1%}"
+            print(f"{gpu:<12}{name:<28}{len(left):4} rows left out: {line}", flush=True)
+
+
+def _with(row: published.Row, values: dict[str, float]) -> Gpu:
+    gpu = find_gpu(row["gpu_type"])
+    return dataclasses.replace(gpu, efficiency=dataclasses.replace(Efficiency(), **values))
+
+
+def _log_errors(rows: list[published.Row], values: dict[str, float]) -> list[float]:
+    return [math.log(published.call(row, gpu=_with(row, values)).step_time_s / row["step_time_s"]) for row in rows]
+
+
+def _weights(rows: list[published.Row]) -> list[float]:
+    """A series counts by less than its number of rows, so that the longest does not decide alone."""
+    sizes = Counter(row["series"] for row in rows)
+    return [max(8, sizes[row["series"]]) ** -0.6 for row in rows]
+
+
+def _loss(rows: list[published.Row], weights: list[float], values: dict[str, float]) -> float:
+    errors = dict(zip(map(id, rows), _log_errors(rows, values), strict=True))
+    total = sum(w * min(abs(errors[id(row)]), 0.5) ** 1.3 for w, row in zip(weights, rows, strict=True)) / sum(weights)
+    spread = [[errors[id(row)] for row in group] for group in published.groups_of_ranking(rows)]
+    if spread:
+        order = (statistics.mean(abs(e - statistics.median(group)) for e in group) for group in spread)
+        total += _RANKING * sum(order) / len(spread)
+    return total + _PULL * sum(((values[name] - at) / (high - low)) ** 2 for name, (at, low, high) in PRIOR.items())

@@ -1,0 +1,161 @@
+"""Published layouts as calls of `predict`, and how far predictions are from them.
+
+A row names a model, GPUs, a layout, a batch, and what was measured: benchmarks/planner.py prints the figures for a
+file of them, tests/planner/test_published.py holds a small part of them to bounds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hf_parallel.planner import Prediction, predict
+
+Row = dict[str, Any]
+
+_MODEL = ("model", "params", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "experts", "top_k")
+_LAYOUT = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "zero_stage": "zero_stage"}
+_LAYOUT |= {"vpp": "virtual_stages", "sp": "sequence_parallel"}
+_JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision")
+
+
+def read(path: str) -> list[Row]:
+    """The rows of a JSON file."""
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def call(row: Row, **changes: Any) -> Prediction:
+    """`predict` for one row, with nothing but what the row says."""
+    model = {key: row[key] for key in _MODEL if row.get(key) is not None}
+    layout = {name: row.get(key) for key, name in _LAYOUT.items()}
+    job = {key: row.get(key) for key in _JOB}
+    where = {"gpu": row["gpu_type"], "gpus": row["gpus"], "gpus_per_node": row.get("gpus_per_node")}
+    return predict(**{"model": model, "layout": layout, **where, **job, **changes})
+
+
+# ---- which rows count ---------------------------------------------------------------------------------------------
+
+
+def is_complete(row: Row) -> bool:
+    """The row says what `predict` must know: widths, layout, batch."""
+    return all(row.get(key) for key in ("hidden", "tp", "dp", "micro_batch", "global_batch"))
+
+
+def of_time(rows: Iterable[Row]) -> list[Row]:
+    """Dense models in bf16 on H100 and A100 with a step time; fp16 counts where the same runs mix the two."""
+    return [
+        row
+        for row in rows
+        if is_complete(row)
+        and row.get("step_time_s")
+        and not row.get("experts")
+        and "bf16" in str(row.get("precision")).lower()
+        and row["gpu_type"].startswith(("A100", "H100"))
+    ]
+
+
+def of_memory(rows: Iterable[Row]) -> list[Row]:
+    """Rows with measured memory; not those with CPU offload or unstated recomputation, which `predict` is not told."""
+    return [
+        row
+        for row in rows
+        if is_complete(row)
+        and row.get("memory_gib")
+        and "offload" not in str(row.get("note"))
+        and not (row["series"] == "torchtitan" and row.get("recompute") is None)
+    ]
+
+
+def of_fitting(rows: Iterable[Row]) -> list[Row]:
+    """Rows that ran or failed for want of memory, whose recomputation is known and whose tensors stay on the GPU."""
+    silent = ("torchtitan", "automodel_pretrain", "megatron_bridge_pretrain")
+    return [
+        row
+        for row in rows
+        if is_complete(row)
+        and "offload" not in str(row.get("note"))
+        and not (row["series"] in silent and row.get("recompute") is None)
+        and _divides(row)
+    ]
+
+
+def _divides(row: Row) -> bool:
+    stages = (row.get("pp") or 1) * (row.get("vpp") or 1)
+    return not row.get("layers") or row["layers"] >= stages
+
+
+def groups_of_ranking(rows: Iterable[Row]) -> list[list[Row]]:
+    """BLOOM's prequel: the same model, day and number of GPUs, three layouts or more."""
+    found: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row["series"] == "bloom_prequel" and row.get("step_time_s"):
+            day = re.search(r"run (\d\d-\d\d)", row["note"])
+            found[row["model"], day and day.group(1), row["gpus"]].append(row)
+    return [group for group in found.values() if len(group) >= 3]
+
+
+# ---- errors ---------------------------------------------------------------------------------------------------------
+
+
+def constant_utilisation(row: Row) -> float:
+    """Seconds of a step by 6 N + 12 L h s FLOPs per token (and a third more under full recomputation) at 50 %."""
+    prediction = call(row)
+    shape = prediction.shape
+    flops = 6 * shape.parameters + 12 * shape.layers * shape.hidden * row["seq"]
+    flops *= 4 / 3 if row.get("recompute") == "full" else 1
+    return flops * row["seq"] * row["global_batch"] / row["gpus"] / (0.5 * prediction.cluster.gpu.peak("bf16"))
+
+
+def textbook_memory(row: Row) -> float:
+    """GiB by 16 bytes per parameter over ZeRO's ranks, tp and pp, and 34 s b h bytes per layer and micro-batch."""
+    shape, tp, pp = call(row).shape, row["tp"], row["pp"]
+    share = shape.parameters / tp / pp
+    stage, dp = row.get("zero_stage") or 0, row["dp"]
+    states = share * (16 / dp if stage == 3 else 4 + 12 / dp if stage else 16)
+    per_layer = 2 if row.get("recompute") == "full" else 34 / tp
+    return (states + per_layer * row["seq"] * row["micro_batch"] * shape.hidden * shape.layers) / 2**30
+
+
+def errors(rows: Iterable[Row], value: Callable[[Row], float], measured: str) -> list[tuple[Row, float]]:
+    """Relative errors, signed: 0.1 is 10 % above what was measured."""
+    return [(row, value(row) / row[measured] - 1) for row in rows]
+
+
+def summary(found: Iterable[tuple[Row, float]]) -> dict[str, float]:
+    """Median and 90th percentile of the absolute errors, and the number of rows."""
+    sizes = sorted(abs(error) for _, error in found)
+    return {"rows": len(sizes), "median": statistics.median(sizes), "p90": sizes[math.ceil(0.9 * len(sizes)) - 1]}
+
+
+def by_series(found: Iterable[tuple[Row, float]]) -> dict[str, list[float]]:
+    """The errors of each series."""
+    series: dict[str, list[float]] = defaultdict(list)
+    for row, error in found:
+        series[row["series"]].append(error)
+    return series
+
+
+def spearman(one: list[float], other: list[float]) -> float:
+    """Rank correlation, ties at their mean rank; 0 if one side does not vary."""
+    a, b = _ranks(one), _ranks(other)
+    mean = (len(a) - 1) / 2
+    products = sum((x - mean) * (y - mean) for x, y in zip(a, b, strict=True))
+    squares = math.sqrt(sum((x - mean) ** 2 for x in a) * sum((y - mean) ** 2 for y in b))
+    return products / squares if squares else 0.0
+
+
+def _ranks(values: list[float]) -> list[float]:
+    return [sum(v < value for v in values) + (sum(v == value for v in values) - 1) / 2 for value in values]
+
+
+def ranking(group: list[Row], seconds: Callable[[Row], float]) -> tuple[float, int]:
+    """Rank correlation of a group, and at which place of ours the published best is."""
+    ours, theirs = [seconds(row) for row in group], [row["step_time_s"] for row in group]
+    best = theirs.index(min(theirs))
+    return spearman(ours, theirs), 1 + sum(value < ours[best] for value in ours)
