@@ -232,7 +232,7 @@ def _leave(code: int) -> NoReturn:
 
 
 def _check_auto() -> None:
-    """A script under `auto` that never showed a model ran once per process, unshared: that must not pass for success."""
+    """A script under `auto` that showed no model ran in each process by itself: that must not pass for success."""
     auto = sys.modules.get("hf_parallel.hooks.auto")
     if auto is not None:
         auto.check_chosen()

@@ -67,7 +67,7 @@ def plan(args: argparse.Namespace) -> int:
         return 2
 
 
-# ---- a model ---------------------------------------------------------------------------------------------------------
+# ---- a model -----------------------------------------------------------------------------------------------------
 
 
 def _plan_model(args: argparse.Namespace) -> int:
@@ -193,7 +193,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
     show_verified(choice, runs)
 
 
-# ---- a timeline alone ------------------------------------------------------------------------------------------------
+# ---- a timeline alone --------------------------------------------------------------------------------------------
 
 
 def _timeline_alone(args: argparse.Namespace) -> str:

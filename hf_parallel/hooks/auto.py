@@ -39,6 +39,13 @@ def wait(source: str) -> None:
     _undo_list.extend(apply(_patches()))
 
 
+def remember(arguments: Any) -> None:
+    """The TrainingArguments that were made last know the batch."""
+    global _arguments
+    if _source is not None:
+        _arguments = arguments
+
+
 def stop() -> None:
     """Forget what was asked for and undo the patches."""
     global _source, _arguments
@@ -65,7 +72,6 @@ def _patches() -> list[Patch]:
         Patch(model, _at_from_pretrained, "shows the model that a layout is chosen for"),
         Patch("transformers.trainer:Trainer.__init__", _at_trainer, "shows a model built in code"),
         Patch("accelerate.accelerator:Accelerator.prepare", _at_prepare, "shows a model of a loop"),
-        Patch("transformers.training_args:TrainingArguments.__post_init__", _at_arguments, "shows the batch"),
     ]
 
 
@@ -109,16 +115,7 @@ def _at_prepare(original: Callable) -> Callable:
     return replacement
 
 
-def _at_arguments(original: Callable) -> Callable:
-    def replacement(self: Any) -> None:
-        global _arguments
-        original(self)
-        _arguments = self
-
-    return replacement
-
-
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice --------------------------------------------------------------------------------------------------
 
 
 def choose(config: Any) -> None:

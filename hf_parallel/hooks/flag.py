@@ -128,6 +128,7 @@ def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     @functools.wraps(post_init)
     def __post_init__(self: Any) -> None:
         from hf_parallel import hooks
+        from hf_parallel.hooks import auto
 
         _activate(self)
         if not hooks.expected():
@@ -135,6 +136,7 @@ def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         elif not _accelerator_wanted():
             self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
+        auto.remember(self)
 
     return __post_init__
 

@@ -42,7 +42,7 @@ def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
     if prediction.job.micro_batch * goal.seq < 1024:
         yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
     if prediction.memory_gib > 0.92 * cluster.gpu.memory_gib:
-        yield f"{prediction.memory_gib:.1f} of {cluster.gpu.memory_gib:.1f} GiB: verify it (--verify) before a long run"
+        yield f"{prediction.memory_gib:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
 
 
 def _share(prediction: Any, kind: str) -> float:

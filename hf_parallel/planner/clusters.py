@@ -89,7 +89,7 @@ def _link(path: str, entry: Any) -> Link:
         raise SpecError(f"{path}: a link is a name, or has name, gb_s and latency_us; {error} is missing") from error
 
 
-# ---- this machine ----------------------------------------------------------------------------------------------------
+# ---- this machine ------------------------------------------------------------------------------------------------
 
 
 def detect(gpus: int | None = None, per_node: int | None = None) -> Cluster:
@@ -140,7 +140,7 @@ def _processors(count: int, per_node: int) -> Cluster:
     gpu = dataclasses.replace(
         base,
         name="cpu",
-        peaks={precision: rate for precision in ("fp32", "bf16", "fp16")},
+        peaks=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
         memory_gib=memory,
         bandwidth=1e10 * share,
         units=1,

@@ -121,7 +121,7 @@ def dry_run(
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
     run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision)
     base = run.observe(fewest)
-    total = _copied(base)
+    total = copy.deepcopy(base)
     for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
         if want > have:
             more = run.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
@@ -278,26 +278,15 @@ def _taken_for_real() -> Iterator[None]:
 # ---- more layers ---------------------------------------------------------------------------------------------------
 
 
-def _copied(seen: Observed) -> Observed:
-    return copy.deepcopy(seen)
-
-
 def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
     """Add what one further layer adds, `times` times."""
     for whole, one, two in zip(total.peaks, base.peaks, more.peaks, strict=True):
         _add(whole, one, two, times)
     _add(total.kept, base.kept, more.kept, times)
     for axis, kinds in more.communication.items():
-        for kind, two in kinds.items():
-            one = base.communication.get(axis, {}).get(kind, Traffic())
-            whole = total.communication.setdefault(axis, {}).get(kind, Traffic())
-            growth = Traffic(
-                *(
-                    getattr(whole, f.name) + times * (getattr(two, f.name) - getattr(one, f.name))
-                    for f in dataclasses.fields(Traffic)
-                )
-            )
-            total.communication[axis][kind] = growth
+        mine, former = total.communication.setdefault(axis, {}), base.communication.get(axis, {})
+        for kind, moved in kinds.items():
+            mine[kind] = mine.get(kind, Traffic()).grown(former.get(kind, Traffic()), moved, times)
 
 
 def _add(whole: Counter[str], one: Counter[str], two: Counter[str], times: int) -> None:

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
@@ -44,7 +44,7 @@ WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buff
 
 @dataclass
 class Traffic:
-    """One kind of collective along one axis. `payload`: bytes of the whole tensors; `sent`: by this rank, in a ring."""
+    """A kind of collective along an axis. `payload`: bytes of the whole tensors; `sent`: by this rank, in a ring."""
 
     count: int = 0
     payload: int = 0
@@ -52,6 +52,14 @@ class Traffic:
 
     def __add__(self, other: Traffic) -> Traffic:
         return Traffic(self.count + other.count, self.payload + other.payload, self.sent + other.sent)
+
+    def grown(self, one: Traffic, two: Traffic, times: int) -> Traffic:
+        """This, and `times` times the step from `one` to `two`."""
+        return Traffic(
+            self.count + times * (two.count - one.count),
+            self.payload + times * (two.payload - one.payload),
+            self.sent + times * (two.sent - one.sent),
+        )
 
 
 class Ledger(TorchDispatchMode):
@@ -206,4 +214,4 @@ def _group_of(args: tuple) -> Any:
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return ProcessGroup.unbox(leaf)
     names = [leaf for leaf in tree_leaves(args) if isinstance(leaf, str)]
-    return _resolve_process_group(names[-1]) if names else None
+    return _resolve_process_group(cast(Any, names[-1])) if names else None

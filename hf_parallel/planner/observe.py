@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.config import AXES, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
-from hf_parallel.planner.ledger import Ledger, Traffic, local
+from hf_parallel.planner.ledger import Ledger, Traffic
 from hf_parallel.sharding import sharded_modules
 
 Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
@@ -59,7 +59,8 @@ def observe(
     """
     state = state_of(model)
     assert state is not None
-    with Ledger(axis_names(state.mesh), scalars=scalars) as ledger, _parted(ledger, layers):
+    tied = state.pipeline.tied_group if state.pipeline else None
+    with Ledger(axis_names(state.mesh, tied), scalars=scalars) as ledger, _parted(ledger, layers):
         kinds = {ledger.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         update = build_optimizer(optimizer, model)
         for _ in range(2):
@@ -109,9 +110,10 @@ def build_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
     raise SpecError(f"optimizer={name}: the dry run knows {', '.join(OPTIMIZERS)}; adamw works")
 
 
-def axis_names(mesh: ParallelMesh) -> dict[str, str]:
-    """What to call the process groups of a mesh: their axis; `data` that of all data ranks."""
-    names = {mesh.data_group.group_name: "data"} if mesh.data_group is not None else {}
+def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
+    """What to call process groups: their axis; `data` that of all data ranks; both ends of a pipeline are pp too."""
+    known = {"data": mesh.data_group, "pp": tied}
+    names = {group.group_name: name for name, group in known.items() if group is not None}
     return names | {mesh.group(axis).group_name: axis for axis in AXES}
 
 

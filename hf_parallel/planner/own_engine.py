@@ -46,7 +46,7 @@ class _Rank:
         self.shape, self.stages, self.live, self.layout, self.job = shape, stages, live, layout, job
         self.width, self.tokens = job.width, job.micro_batch * job.seq / layout.cp
         self.parts = layout.tp if layout.sequence_parallel else 1  # of the residual stream
-        each = [(_parameters_of(block, shape, layout), count) for stage in stages for block, count in stage.counts]
+        each = [(parameters_of(block, shape, layout), count) for stage in stages for block, count in stage.counts]
         self.layer = max(size for size, _ in each)
         self.ends = sum((stage.embedding + stage.head) / layout.tp for stage in stages)
         self.parameters = self.ends + sum(size * count for size, count in each)
@@ -133,7 +133,7 @@ class _Rank:
         return self.tokens * (kept + 2 * self.width * block.inner / self.layout.tp)
 
 
-def _parameters_of(block: Block, shape: ModelShape, layout: Layout) -> float:
+def parameters_of(block: Block, shape: ModelShape, layout: Layout) -> float:
     """On one rank; where ranks share a key and value head, each has the projections of all of them."""
     split = Stage(((block, 1),), 0, 0, False, False).dense_parameters(layout.tp) + block.expert_parameters / layout.ep
     shared = [part for part in block.attentions if part.kv_heads < layout.tp]

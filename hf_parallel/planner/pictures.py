@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_parallel.config import SpecError
-from hf_parallel.planner.search import Choice, Found
+from hf_parallel.planner.choices import Choice, Found
 
 #: From what stays to what passes; told apart in grey too.
 COLOURS = ["#1f4e8c", "#5b8fd6", "#a9c7ee", "#d9822b", "#f1c27d", "#8d7bb5", "#66727f", "#c9ced6"]
@@ -97,7 +97,7 @@ def _text(
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{full}{escape(text)}</text>'
 
 
-# ---- PNG -------------------------------------------------------------------------------------------------------------
+# ---- PNG ---------------------------------------------------------------------------------------------------------
 
 
 def _pyplot(path: Any) -> Any:

@@ -17,6 +17,7 @@ from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
 from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, rank_memory
 from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.own_engine import own_memory
+from hf_parallel.planner.own_traffic import busiest_traffic
 from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
 from hf_parallel.planner.step_time import live_forwards, step_time
 from hf_parallel.planner.traffic import traffic
@@ -141,7 +142,7 @@ def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) 
     breakdown = Breakdown(
         {kind: size / GIB for kind, size in kinds.items()},
         time.kinds,
-        tuple(traffic(shape, stages, layout, job, cluster)),
+        tuple((busiest_traffic if job.engine == "hf_parallel" else traffic)(shape, stages, layout, job, cluster)),
         tuple(ranks),
     )
     return Prediction(

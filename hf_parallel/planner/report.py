@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from hf_parallel.planner.search import Choice, Found
+from hf_parallel.planner.choices import Choice, Found
 
 
 def show(found: Found, dollars: float | None = None, console: Any = None) -> None:

@@ -1,4 +1,4 @@
-"""`--parallel auto`: chosen at the script's first model, the same on all ranks, and then as if it had been asked for."""
+"""`--parallel auto`: chosen at the script's first model, the same on all ranks, then as if it had been asked for."""
 
 import pytest
 import torch
@@ -34,11 +34,13 @@ def chosen():
 
 def trained(folder, out, route):
     from hf_parallel import hooks
+    from hf_parallel.hooks.auto import script_batch
 
     if route == "flag":
         import hf_parallel  # noqa: F401 - gives TrainingArguments its field
 
         args = arguments(out, parallel="auto")
+        assert script_batch(models.llama(), ["train.py"])["rows"] == 4  # not the default of 8
     else:
         hooks.activate("auto", source="the test")
         args = arguments(out)

@@ -37,7 +37,7 @@ def test_ranked_and_fitting():
 
 
 def test_specs_are_what_the_engine_takes():
-    """Every emitted spec parses back to its config, fills the GPUs, and stops neither at the model nor at the batch."""
+    """Every emitted spec parses back to its config, fills the GPUs, and neither model nor batch stops it."""
     from hf_parallel.doctor import examine
     from hf_parallel.pipeline.schedules import micro_batch_count
     from hf_parallel.planner.model_count import build_on_meta

@@ -1,0 +1,127 @@
+"""What is planned for this package's own engine is what a dry run of it shows: memory within 5 %, traffic exactly."""
+
+import dataclasses
+import functools
+
+import pytest
+
+from hf_parallel.config import ParallelConfig
+from hf_parallel.planner import make_cluster
+from hf_parallel.planner.candidates import to_job, to_layout
+from hf_parallel.planner.choices import Goal
+from hf_parallel.planner.communication import groups
+from hf_parallel.planner.dry_run import _settled, dry_run, on_meta
+from hf_parallel.planner.model_shape import shape_of
+from hf_parallel.planner.own_engine import count_activations
+from hf_parallel.planner.own_traffic import own_traffic
+from hf_parallel.planner.predict import memory_of_ranks
+from hf_parallel.planner.report import tensors_gib
+from hf_parallel.planner.stages import make_stages, stages_of_rank
+from tests import models
+from tests.distributed import run, run_alone
+from tests.planner.measuring import measured
+
+SIZES = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "vocab_size": 8000,
+    "max_position_embeddings": 1024,
+}
+SEQ = 512
+CONFIGS = {
+    "llama": functools.partial(models.llama, **SIZES),
+    "qwen3": functools.partial(models.qwen3, **SIZES),
+    "gpt2": functools.partial(models.gpt2, vocab_size=8000, n_embd=512, n_inner=2048, n_layer=6, n_head=8),
+}
+
+
+@functools.cache
+def counted(name, precision="bf16"):
+    config = CONFIGS[name]()
+    return count_activations(shape_of(config), config, precision)
+
+
+def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, world=8, config=None):
+    """(bytes planned, bytes of the dry run, traffic planned, traffic of the dry run) by plain numbers."""
+    config = config or CONFIGS[name]()
+    layout = ParallelConfig.parse(spec).resolve(world)
+    given = {"rows": rows, "seq": seq, "accumulation": accumulation, "precision": precision}
+    ran = dry_run(config, layout, rank=rank, **given)
+    settled, _ = _settled(on_meta(config), layout, rank)
+    shape = counted(name, precision) if name else shape_of(config)
+    size = rows // (settled.pipeline_microbatches or 1)
+    goal = Goal(shape, make_cluster("a100-80gb", world), seq, None, precision, rows=rows, accumulation=accumulation)
+    where, job = to_layout(settled), to_job(goal, settled, size, rows * accumulation // size)
+    stages = make_stages(shape, where, job)
+    place = ran.place["pp"]
+    planned = tensors_gib(memory_of_ranks(shape, stages, where, job)[place]) * 2**30
+    held = [stages[index] for index in stages_of_rank(where, place)]
+    sent: dict[str, float] = {}
+    for transfer in own_traffic(shape, held, where, job, groups(where, goal.cluster), accumulation):
+        sent[transfer.axis] = sent.get(transfer.axis, 0.0) + transfer.bytes
+    counted_ = {axis: sum(t.sent for t in kinds.values()) for axis, kinds in ran.communication.items()}
+    return planned, ran.peak_bytes, sent, counted_
+
+
+LAYOUTS = [
+    ("llama", "dp_shard=8", {"rows": 2}),
+    ("llama", "dp_shard=8,zero_stage=2", {"rows": 2, "accumulation": 2}),
+    ("llama", "dp_shard=4,dp_replicate=2,activation_checkpointing=full", {"rows": 2}),
+    ("llama", "tp=8", {"rows": 2}),
+    ("llama", "pp=2,dp_shard=4,pipeline_microbatches=4", {"rows": 4}),
+    ("llama", "pp=2,dp_shard=4,pipeline_microbatches=4", {"rows": 4, "rank": 4}),
+    ("qwen3", "dp_replicate=8", {"rows": 2, "precision": "fp32"}),
+    ("qwen3", "tp=2,dp_shard=4", {"rows": 2, "accumulation": 2}),
+    ("qwen3", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7}),
+    ("gpt2", "dp_shard=8", {"rows": 4}),
+    ("gpt2", "tp=4,dp_shard=2", {"rows": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "options"), LAYOUTS)
+def test_planned_is_what_a_dry_run_shows(name, spec, options):
+    planned, ran, sent, counted_ = run_alone(both, name, spec, **options)
+    assert planned == pytest.approx(ran, rel=0.05)
+    if name == "gpt2" and "tp=" in spec:  # whether a bias is split is not in its shape
+        assert sent == pytest.approx(counted_, rel=0.03)
+    else:
+        assert sent == pytest.approx(counted_, rel=1e-12)
+
+
+TINY = {"num_hidden_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows"),
+    [
+        ("tp=4", 4),
+        ("pp=4,pipeline_microbatches=4", 4),
+        ("dp_shard=2,dp_replicate=2", 4),
+        ("tp=2,dp_shard=2,activation_checkpointing=full", 4),
+    ],
+)
+def test_planned_dry_and_real_send_the_same(spec, rows):
+    """On four real ranks, for each axis, to the byte."""
+    real = run(measured, 4, "llama", spec, rows, 32)
+    for rank in (0, 3):
+        config = models.llama(**TINY)
+        _, _, sent, dry = run_alone(
+            both, None, spec, rows, rank=rank, precision="fp32", seq=32, world=4, config=config
+        )
+        did = {axis: sum(t[2] for t in kinds.values()) for axis, kinds in real[rank]["traffic"].items()}
+        assert sent == pytest.approx(dry, rel=1e-12)
+        assert dry == pytest.approx(did, rel=1e-12)
+
+
+def kept(name):
+    block = counted(name).blocks[0]
+    return dict(block.kept)["bf16"], dataclasses.replace(block, kept=()).kept
+
+
+def test_what_a_block_keeps_is_counted_from_the_model():
+    """docs/activation_memory.md: 20 + 4 g + 8 r + (4 a + 8) / h bytes per token and hidden unit of a Llama layer."""
+    bytes_, _ = run_alone(kept, "llama")
+    g, r, a, h = 2 / 8, 1408 / 512, 8, 512
+    assert bytes_ / h == pytest.approx(20 + 4 * g + 8 * r + (4 * a + 8) / h, rel=0.01)
