@@ -281,7 +281,7 @@ def _taken_for_real() -> Iterator[None]:
         import_utils.is_fake_tensor = original
 
 
-# ---- more layers, more micro-batches ---------------------------------------------------------------------------------------------------
+# ---- more layers, more micro-batches -----------------------------------------------------------------------------
 
 
 def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
