@@ -47,7 +47,7 @@ def is_complete(row: Row) -> bool:
     return all(row.get(key) for key in ("hidden", "tp", "dp", "micro_batch", "global_batch"))
 
 
-def of_time(rows: Iterable[Row]) -> list[Row]:
+def of_time(rows: Iterable[Row], precisions: tuple[str, ...] = ("bf16",)) -> list[Row]:
     """Dense models in bf16 on H100 and A100 with a step time; fp16 counts where the same runs mix the two."""
     return [
         row
@@ -55,7 +55,7 @@ def of_time(rows: Iterable[Row]) -> list[Row]:
         if is_complete(row)
         and row.get("step_time_s")
         and not row.get("experts")
-        and "bf16" in str(row.get("precision")).lower()
+        and any(name in str(row.get("precision")).lower() for name in precisions)
         and row["gpu_type"].startswith(("A100", "H100"))
     ]
 
@@ -114,7 +114,7 @@ def constant_utilisation(row: Row) -> float:
 
 def textbook_memory(row: Row) -> float:
     """GiB by 16 bytes per parameter over ZeRO's ranks, tp and pp, and 34 s b h bytes per layer and micro-batch."""
-    shape, tp, pp = call(row).shape, row["tp"], row["pp"]
+    shape, tp, pp = call(row).shape, row["tp"], row.get("pp") or 1
     share = shape.parameters / tp / pp
     stage, dp = row.get("zero_stage") or 0, row["dp"]
     states = share * (16 / dp if stage == 3 else 4 + 12 / dp if stage else 16)
@@ -158,4 +158,4 @@ def ranking(group: list[Row], seconds: Callable[[Row], float]) -> tuple[float, i
     """Rank correlation of a group, and at which place of ours the published best is."""
     ours, theirs = [seconds(row) for row in group], [row["step_time_s"] for row in group]
     best = theirs.index(min(theirs))
-    return spearman(ours, theirs), 1 + sum(value < ours[best] for value in ours)
+    return spearman(ours, theirs), sum(value <= ours[best] for value in ours)  # among equals the last place

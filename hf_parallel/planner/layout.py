@@ -94,6 +94,8 @@ def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> L
 
 
 def _checked(layout: Layout, gpus: int | None) -> Layout:
+    if gpus is not None and gpus < 1:
+        raise SpecError(f"gpus={gpus}: there must be one at least; gpus=8 works")
     if gpus is not None and layout.gpus != gpus:
         fits = gpus // (layout.tp * layout.pp * layout.cp)
         raise SpecError(

@@ -20,7 +20,7 @@ from hf_parallel.planner.communication import Group, groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
-from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
+from hf_parallel.planner.stages import Stage, stages_of_rank
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
@@ -234,21 +234,25 @@ def pipeline_seconds(
 ) -> tuple[float, float]:
     """Duration of all micro-batches, and which part of it is bubble.
 
-    The schedule is simulated with the real times of its stages. Long runs are simulated up to a few rounds and
-    continued: from there on every further round takes what the slowest rank takes.
+    The schedule is simulated with the real times of its stages and of what they send. Long runs are continued at the
+    pace between two short ones: under 1F1B a round trip to the next stage is part of every micro-batch's time.
     """
     count, p = job.micro_batches, layout.pp
     busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
     if p == 1:
         return count * busy[0], 0.0
     simulated = simulated_batches(layout, job)
-    actions, _ = schedule_order(layout.schedule, p, layout.virtual_stages, simulated)
-    forward = [f for f, _ in stages]
-    backward = [b for _, b in stages]
-    halves = [b / 2 for b in backward]
-    timeline = simulate(actions, forward, halves, halves, sending)
-    duration = timeline.duration + (count - simulated) * max(busy)
+    duration = _simulated(layout, stages, sending, simulated)
+    if count > simulated:
+        pace = (duration - _simulated(layout, stages, sending, simulated - p)) / p
+        duration += (count - simulated) * max(pace, *busy)
     return duration, 1 - count * sum(busy) / (p * duration)
+
+
+def _simulated(layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int) -> float:
+    actions, _ = schedule_order(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+    halves = [backward / 2 for _, backward in stages]
+    return simulate(actions, [forward for forward, _ in stages], halves, halves, sending).duration
 
 
 @functools.lru_cache(maxsize=4096)

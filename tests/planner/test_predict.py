@@ -1,0 +1,144 @@
+"""`predict` as a call: names, defaults, refusals, and that it reacts to each argument as it should."""
+
+import pytest
+from transformers import LlamaConfig
+
+from hf_parallel.config import SpecError
+from hf_parallel.planner import find_gpu, predict
+from hf_parallel.planner.hardware import find_link, gpu_names, link_names
+
+LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
+CALL = {"model": LLAMA, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
+
+
+def changed(**changes):
+    return predict(**{**CALL, "layout": {"zero_stage": 3}, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("H100-80GB", "h100-80gb"),
+        ("NVIDIA H100 SXM5 80GB", "h100-80gb"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
+        ("H100-96GB-HBM2e-500W", "h100-96gb-hbm2e-500w"),
+        ("A800-80GB", "a800-80gb"),
+        ("H200-141GB", "h200-141gb"),
+        ("B200", "b200-180gb"),
+        ("MI300X", "mi300x-192gb"),
+    ],
+)
+def test_names_of_gpus(name, own):
+    assert find_gpu(name).name == own
+
+
+def test_an_unknown_gpu_or_link_is_answered_with_the_nearest():
+    with pytest.raises(SpecError, match=r"gpu=h10-80gb: not in the catalogue; nearest: .*h100-80gb"):
+        find_gpu("h10-80gb")
+    with pytest.raises(SpecError, match=r"network=infiniband: .*nearest: .*infiniband-ndr"):
+        find_link("infiniband")
+
+
+def test_the_catalogue_is_whole():
+    """Every entry resolves: source, links, efficiencies, at least bf16 and fp32."""
+    for name in gpu_names():
+        gpu = find_gpu(name)
+        assert gpu.source, name
+        assert {"bf16", "fp32"} <= set(gpu.peaks), name
+        assert find_link(gpu.scale_up).bandwidth > find_link(gpu.scale_out).bandwidth, name
+    assert all(find_link(name).source for name in link_names())
+
+
+def test_what_is_missing_or_none_gets_its_default():
+    nothing = dict.fromkeys(("tp", "pp", "cp", "ep", "virtual_stages", "sequence_parallel", "dp"))
+    plain = predict(**CALL, layout={"zero_stage": 3, **nothing}, recompute=None, precision=None, lora=None)
+    assert plain.step_time_s == changed().step_time_s
+    assert (plain.layout.dp, plain.layout.tp, plain.job.micro_batches) == (64, 1, 8)
+
+
+def test_a_config_is_as_good_as_numbers():
+    config = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    given, counted = changed(), changed(model=config)
+    assert counted.step_time_s == pytest.approx(given.step_time_s, rel=1e-3)
+    assert counted.memory_gib == pytest.approx(given.memory_gib, rel=1e-3)
+
+
+def test_parts_add_up():
+    found = changed(layout={"tp": 2, "pp": 4, "zero_stage": 1, "sequence_parallel": True})
+    assert sum(found.breakdown.time.values()) == pytest.approx(found.step_time_s)
+    assert sum(found.breakdown.memory.values()) == pytest.approx(found.memory_gib)
+    assert found.tokens_per_s_per_gpu * 64 * found.step_time_s == pytest.approx(512 * 4096)
+    assert set(found.breakdown.bytes_by_axis) == {"tp", "pp", "dp"}
+    assert len(found.breakdown.ranks) == 4
+    assert found.cost_per_billion_tokens(2.0) == pytest.approx(2e9 / 3600 / found.tokens_per_s_per_gpu)
+
+
+def test_recomputation_costs_time_and_saves_memory():
+    none, selective, full = (changed(recompute=kind, micro_batch=2) for kind in ("none", "selective", "full"))
+    assert none.step_time_s < selective.step_time_s < full.step_time_s
+    assert none.memory_gib > selective.memory_gib > full.memory_gib
+
+
+def test_sharding_saves_memory():
+    needed = [changed(layout={"zero_stage": stage}, recompute="full").memory_gib for stage in range(4)]
+    assert needed[0] > needed[1] > needed[2] > needed[3]
+
+
+def test_adapters_need_no_gradients_of_the_rest():
+    whole, lora = changed(layout={"zero_stage": 2}), changed(layout={"zero_stage": 2}, lora=True)
+    assert lora.breakdown.memory["optimizer"] < whole.breakdown.memory["optimizer"] / 20
+    assert lora.breakdown.bytes_by_axis["dp"] < whole.breakdown.bytes_by_axis["dp"] / 20
+    assert lora.step_time_s < whole.step_time_s
+
+
+def test_what_a_slow_network_does():
+    """ZeRO-3 over Ethernet gathers weights for ever; replicas that shard inside nodes do not."""
+    fast, slow = (changed(network=name).step_time_s for name in ("infiniband-ndr", "ethernet-25g"))
+    assert slow > 3 * fast
+    inside = changed(network="ethernet-25g", layout={"zero_stage": 3, "dp_replicate": 8})
+    assert inside.step_time_s < slow / 3
+
+
+def test_long_pipelines_need_micro_batches():
+    few, many = (changed(layout={"pp": 8, "zero_stage": 1}, global_batch=batch) for batch in (64, 1024))
+    assert few.bubble > 0.4
+    assert many.bubble < 0.32  # the last stage has the head on top of its layers
+
+
+def test_experts_spread():
+    experts = {"layers": 48, "hidden": 2048, "heads": 32, "kv_heads": 4, "ffn_hidden": 768, "vocab": 151936}
+    experts |= {"experts": 128, "top_k": 8, "params": 30.5e9}
+    alone, spread = (changed(model=experts, layout={"zero_stage": 1, "ep": ep}, recompute="full") for ep in (1, 8))
+    assert spread.memory_gib < alone.memory_gib
+    assert spread.breakdown.bytes_by_axis["ep"] > 0
+
+
+def test_explanation_names_sources_and_numbers():
+    text = changed(layout={"tp": 2, "pp": 4, "zero_stage": 1}).explain()
+    for part in ("arXiv:1910.02054", "arXiv:2205.05198", "NVIDIA H100 data sheet", "nvlink4", "simulated bubble"):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layout": {"tp": 3}}, "tp=3 x pp=1 x cp=1 x dp=21 = 63, but there are 64 GPUs"),
+        ({"layout": {"tpp": 2}}, "tpp is no key; did you mean tp"),
+        ({"layout": {"pp": 64}}, "32 layers do not fill them; 32 works"),
+        ({"layout": {"zero_stage": 4}}, "zero_stage=4: not one of"),
+        ({"recompute": "some"}, "recompute=some: not one of none, selective, full"),
+        ({"precision": "int4"}, "precision=int4: not one of"),
+        ({"gpus": 0}, "must be one at least"),
+    ],
+)
+def test_refusals(changes, message):
+    with pytest.raises(SpecError, match=message.replace("(", r"\(")):
+        changed(**changes)

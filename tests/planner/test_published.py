@@ -1,0 +1,78 @@
+"""Predictions against what others published: data/published.json, 74 rows of six publications, each with its source.
+
+Bounds are those that the planner promises (docs/planner.md has the figures on all rows); a rank correlation or a
+median over these few rows moves by some percent when one of them does.
+"""
+
+import random
+import statistics
+from pathlib import Path
+
+import pytest
+
+from benchmarks import published
+
+ROWS = published.read(str(Path(__file__).parent / "data" / "published.json"))
+
+
+def test_step_time():
+    """Median error 8 %, 90th percentile 25 %, no series of four rows or more above 20 %; see the benchmark."""
+    rows = published.of_time(ROWS)
+    ours = published.errors(rows, lambda row: published.call(row).step_time_s, "step_time_s")
+    plain = published.errors(rows, published.constant_utilisation, "step_time_s")
+    found = published.summary(ours)
+    assert len(rows) >= 60
+    assert found["median"] < 0.08
+    assert found["p90"] < 0.25
+    assert found["median"] < published.summary(plain)["median"] / 2
+    for name, series in published.by_series(ours).items():
+        assert len(series) < 4 or statistics.median(map(abs, series)) < 0.2, name
+
+
+def test_ranking():
+    """The largest group, 20 layouts of one model on one day: rank correlation, and the published best in our top 3."""
+    groups = published.groups_of_ranking(ROWS)
+    largest = max(groups, key=len)
+    correlation, place = published.ranking(largest, lambda row: published.call(row).step_time_s)
+    assert len(largest) >= 20
+    assert correlation > 0.65
+    assert place <= 3
+    correlation, _ = published.ranking(largest, published.constant_utilisation)
+    assert correlation < 0.4
+
+
+def test_memory():
+    rows = published.of_memory(ROWS)
+    ours = published.errors(rows, lambda row: published.call(row).memory_gib, "memory_gib")
+    assert len(rows) >= 40
+    assert published.summary(ours)["median"] < 0.10
+    plain = published.errors(rows, published.textbook_memory, "memory_gib")
+    assert published.summary(plain)["median"] > 0.3
+
+
+def test_what_ran_fits_and_what_failed_does_not():
+    rows = published.of_fitting(ROWS)
+    failed = [row for row in rows if row.get("oom")]
+    assert len(failed) == 3
+    assert not any(published.call(row).fits for row in failed)
+    right = sum(published.call(row).fits for row in rows if not row.get("oom")) + len(failed)
+    assert right / len(rows) >= 0.9
+
+
+@pytest.mark.parametrize("kind", ["gemm", "attention", "memory", "link"])
+def test_slower_hardware_is_slower(kind):
+    """Every efficiency matters to some row, and in the right direction."""
+    import dataclasses
+
+    from hf_parallel.planner import find_gpu
+
+    rows = random.Random(0).sample(published.of_time(ROWS), 12) + [row for row in ROWS if row["tp"] == 8][:2]
+    slower = 0
+    for row in rows:
+        gpu = find_gpu(row["gpu_type"])
+        worse = dataclasses.replace(gpu.efficiency, **{kind: getattr(gpu.efficiency, kind) / 2})
+        before = published.call(row).step_time_s
+        after = published.call(row, gpu=dataclasses.replace(gpu, efficiency=worse)).step_time_s
+        assert after >= before
+        slower += after > 1.01 * before
+    assert slower >= 2
