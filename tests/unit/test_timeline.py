@@ -14,7 +14,16 @@ from hf_parallel.config import SpecError
 from hf_parallel.pipeline import orders, picture
 from hf_parallel.pipeline.orders import SIMPLEST_FIRST, Action, flat, order, peak_live, virtual_stages
 from hf_parallel.pipeline.recorder import Recorder
-from hf_parallel.pipeline.timeline import Span, Timeline, choose, even_split, layer_costs, needs, simulate
+from hf_parallel.pipeline.timeline import (
+    Span,
+    Timeline,
+    choose,
+    even_split,
+    layer_costs,
+    needs,
+    simulate,
+    with_communication,
+)
 from tests.distributed import run
 
 NUMBERS = [(2, 4), (2, 8), (4, 8), (4, 16), (8, 16)]
@@ -270,6 +279,15 @@ def test_recorder_puts_ranks_on_one_clock(tmp_path):
     assert not active
     assert [path.name for path in tmp_path.iterdir()] == ["step.svg.0"]
     assert len(shapes((tmp_path / "step.svg.0").read_text(), "box")) == 4
+
+
+@pytest.mark.parametrize("name", SIMPLEST_FIRST)
+def test_waiting_for_what_is_ready_elsewhere_is_communication(name):
+    assert with_communication(simulated(name, 4, 8)).spans == simulated(name, 4, 8).spans
+    found = with_communication(simulated(name, 4, 8, communication=0.25))
+    waits = [span.end - span.start for span in found.spans if span.kind == "communication"]
+    assert max(waits) == pytest.approx(0.25)
+    assert found.bubble == simulated(name, 4, 8, communication=0.25).bubble
 
 
 def test_recorder_is_free_when_off():
