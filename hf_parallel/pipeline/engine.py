@@ -174,8 +174,6 @@ class PipelineEngine:
 
     def tell(self, values: dict[str, Any]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
-        if self._view is not None:
-            raise NotImplementedError("hf_parallel: log from outside compute_loss, which the last stage runs alone")
         told: list[Any] = [values]
         dist.broadcast_object_list(told, group=self.group, group_src=self.last_rank)
         values.update(told[0])

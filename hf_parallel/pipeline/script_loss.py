@@ -54,6 +54,7 @@ class Plan:
 
     calls: list[Call]
     cut: Cut
+    logs: bool = False  # does it log, too?
 
     @property
     def main(self) -> int:
