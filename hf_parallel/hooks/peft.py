@@ -13,11 +13,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
@@ -27,8 +29,10 @@ from hf_parallel.hooks.accelerator import make_parallel
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.pipeline.elsewhere import follow_wrappers
+from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer, local
+from hf_parallel.rewrite.tensor_parallel import shard_parameter
 from hf_parallel.sharding import adopt_parameters
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
@@ -36,15 +40,16 @@ _KEPT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("modules_to_save", "bias"),
 }
 #: What works instead of some of the others.
 _WORKS = {
     "use_dora": "use_rslora",
     "init_lora_weights": 'True, False or "gaussian"',
-    "modules_to_save": "naming the modules in target_modules",
-    "bias": 'bias="none"',
     "target_parameters": "target_modules",
 }
+
+_WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
 # ---- putting adapters in -----------------------------------------------------------------------------------------
 
@@ -61,6 +66,7 @@ def inject_adapter(original: Callable) -> Callable:
             runtime.equalise_random_state(axis, 0)
         with whole(model, state):
             original(self, model, adapter_name, *args, **kwargs)
+            place_copies(model, adapter_name, state)
         if not hasattr(model, "_hf_parallel_unplaced"):
             model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
 
@@ -125,6 +131,52 @@ def place(model: Any, state: ParallelState) -> None:
         waiting.remove()
 
 
+def copy_module(original: Callable) -> Callable:
+    """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
+
+    def replacement(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> None:
+        if adapter_name not in self.modules_to_save and tied_module is None:
+            self.modules_to_save[adapter_name] = lora.copied(self.original_module)
+        original(self, adapter_name, tied_module=tied_module, **kwargs)
+
+    return replacement
+
+
+def place_copies(model: Any, adapter: str, state: ParallelState) -> None:
+    """Give copies of sharded modules parameters of their own, show them to the stages, and shard those."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    copies = [wrapper.modules_to_save[adapter] for wrapper in wrappers if adapter in wrapper.modules_to_save]
+    if not copies:
+        return
+    if state.mesh.data_size > 1:
+        for part in (part for copy in copies for part in copy.modules()):
+            _unshard(part, state)
+    if state.pipeline is not None:
+        around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
+        for stage in state.pipeline.stages:
+            parts: Any = cast(Any, stage).parts
+            parts[:] = [around.get(id(part), part) for part in parts]
+    if state.mesh.data_size > 1:
+        adopt_parameters(state.root)
+
+
+def _unshard(module: nn.Module, state: ParallelState) -> None:
+    """Parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            tp = [p for axis, p in zip(_axes(parameter), parameter.placements, strict=True) if axis == "tp"]
+            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole_value
+            if tp and isinstance(tp[0], Shard):
+                shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
+
+
+def _axes(parameter: DTensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ("",)
+
+
 def _split(name: str, wrapper: Any, state: ParallelState) -> None:
     from peft.tuners.lora.layer import Embedding, Linear
 
@@ -162,6 +214,7 @@ def _check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None
         raise SpecError(
             f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
         )
+    _check_copies(model, config.modules_to_save or ())
     default = type(config)()
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
@@ -170,6 +223,20 @@ def _check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None
         if setting.name == "init_lora_weights" and value in (False, "gaussian"):
             continue
         _refuse(setting.name, value)
+
+
+def _check_copies(model: Any, names: Any) -> None:
+    """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
+    for name, module in model.named_modules():
+        if not any(name.endswith(target) for target in names):
+            continue
+        inside = list(module.modules())
+        if any(isinstance(part, FSDPModule) for part in inside):
+            raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
+        if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
+            raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
+    if names and runtime.mesh().size("pp") > 1 and has_tied_embedding(model):
+        raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
 
 
 def _refuse(name: str, value: Any) -> None:
@@ -221,7 +288,9 @@ def _is_saved(model: Any, base: Any, state: ParallelState) -> Callable[[str], bo
     with whole(base, state):
         ends = [base.get_input_embeddings(), base.get_output_embeddings()]
         names = {name for name, module in model.named_modules() if module in ends and hasattr(module, "base_layer")}
-    return lambda name: "lora_" in name or name.startswith(tuple(f"{end}." for end in names))
+    parts = ("lora_", ".modules_to_save.") if all(c.bias == "none" for c in model.peft_config.values()) else _WITH_BIAS
+    ends_of = tuple(f"{end}." for end in names)
+    return lambda name: any(part in name for part in parts) or name.startswith(ends_of)
 
 
 def reshard_for_load(original: Callable) -> Callable:

@@ -14,6 +14,7 @@ whole, inside    whole                    whole                   A and B
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from typing import Any
@@ -36,9 +37,11 @@ from hf_parallel.rewrite.layers import (
     become,
     holding,
     local,
+    local_weight,
 )
+from hf_parallel.rewrite.region import Region
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
-from hf_parallel.rewrite.vocab_parallel import VocabParallel
+from hf_parallel.rewrite.vocab_parallel import VocabParallel, VocabParallelHead
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
 
@@ -158,6 +161,27 @@ def split_embedding(down: Any, name: str, mesh: DeviceMesh, device: torch.device
 def can_split(base: Any) -> bool:
     """Is it known how adapters of this split layer are split?"""
     return isinstance(base, ColumnParallel | RowParallel | SharedHeads | PartialGradient | VocabParallel)
+
+
+# ---- copies that are trained whole -------------------------------------------------------------------------------
+
+
+def can_copy(module: Any) -> bool:
+    """Is this split module independent of its neighbours, so that a copy can stand in its place?"""
+    return isinstance(module, VocabParallel | VocabParallelHead)
+
+
+def copied(module: Any) -> Any:
+    """A copy with parameters of its own that communicates in the same group."""
+    shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
+    new = copy.deepcopy(module, shared)
+    for part in new.modules():
+        if isinstance(part, TensorParallelLayer):
+            region = part.region
+            part.region = Region(part, region.group, region.switch, overlap=region.overlap)
+        if isinstance(part, ColumnParallel):
+            part.region.columns[part] = functools.partial(local_weight, part)
+    return new
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------------

@@ -131,6 +131,18 @@ def test_folder_loads_in_plain_peft(runs, spec):
     runs.check(again, spec)
 
 
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2,tp=2", "tp=2,pp=2"])
+def test_modules_trained_whole(runs, spec):
+    """Copies of embedding, head and a norm beside adapters; the originals stay as they are."""
+    runs.check(Script(lora=lora(ATTENTION, modules_to_save=(*ENDS, "model.norm"))), spec)
+
+
+@pytest.mark.parametrize("spec", ["tp=2,dp_shard=2", "tp=2,pp=2"])
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases(runs, bias, spec):
+    runs.check(Script(model="gpt2", lora=lora("all-linear", bias=bias)), spec)
+
+
 def masks(initial, sequence_parallel):
     """Where two rows of inputs survive the dropout of a column's and a row's adapter, for two layers."""
     hooks.activate(f"tp=2,sequence_parallel={sequence_parallel}", source="test")
@@ -187,8 +199,7 @@ REFUSED = [
     ({"use_dora": True}, "use_dora"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ({"init_lora_weights": "olora"}, "init_lora_weights"),
-    ({"modules_to_save": ("lm_head",)}, "modules_to_save"),
-    ({"bias": "all"}, "bias"),
+    ({"target_parameters": ("gate_proj.weight",)}, "target_parameters"),
     ({"trainable_token_indices": (1, 2)}, "trainable_token_indices"),
 ]
 

@@ -132,10 +132,6 @@ def test_kto(folder, case, spec):
     ("case", "spec"),
     cases(
         {"whole": "dp_shard=2,tp=2 pp=2", "adapters": BOTH, "ragged": "dp_shard=2 tp=2"},
-        {
-            ("adapters", "dp_shard=2,tp=2"): "modules_to_save",
-            ("adapters", "tp=2,pp=2"): "modules_to_save",
-        },
     ),
 )
 def test_reward(folder, case, spec):
