@@ -106,10 +106,10 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         model.to(mesh.device)
     for root, layers in roots:
         shard_data_parallel(model, root, layers, mesh)
-    if state.pipeline is not None:
-        state.pipeline.attach()
     if state.sequence_parallel:
         pad_sequences(model, config.tp_size, switch, caches=state.pipeline is None)
+    if state.pipeline is not None:
+        state.pipeline.attach()
 
     _mark(model, state)
     return model

@@ -246,6 +246,6 @@ def real_rows(gradient_state: Any, rows: int) -> int:
 
     Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
     """
-    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0:
+    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return rows
     return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))

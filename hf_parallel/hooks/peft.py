@@ -26,6 +26,7 @@ from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.hooks.adapter_state import AdapterState
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.pipeline.elsewhere import follow_wrappers
@@ -124,6 +125,7 @@ def place(model: Any, state: ParallelState) -> None:
                 _split(name, module, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
+        state.pipeline.adapters = AdapterState(model)
     if state.mesh.data_size > 1:
         adopt_parameters(state.root)
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)

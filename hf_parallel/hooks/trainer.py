@@ -40,6 +40,7 @@ def init(original: Callable) -> Callable:
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
+        self._rows_of_example = 1
         self._drawn = set()  # steps of profile_steps
         # On the object, so that a subclass's own methods are wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
@@ -142,8 +143,8 @@ def get_batch_samples(original: Callable) -> Callable:
 
 
 def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
-    blocks = trl.rows_per_example(trainer)
     for batch in batches:
+        blocks = _blocks(trainer, batch, trainer._train_batch_size)
         count = rows.count(batch, blocks)
         if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
             real = real_rows(trainer.accelerator.gradient_state, count)
@@ -157,13 +158,15 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
 
 def _runs_scheduled(trainer: Any) -> bool:
     state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None:
-        return False
-    if trainer._calls_backbone:
-        return True
-    if state.pipeline.keep_outputs:
-        return False
-    return state.sums_over_tokens and trainer.label_smoother is None and trainer.compute_loss_func is None
+    return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
+
+
+def _blocks(trainer: Any, batch: Any, full: int) -> int:
+    """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell."""
+    held = rows.count(batch) or full
+    if held % full == 0:
+        trainer._rows_of_example = held // full
+    return trainer._rows_of_example if held % trainer._rows_of_example == 0 else 1
 
 
 def num_items_in_batch(original: Callable) -> Callable:
@@ -233,7 +236,7 @@ def prediction_step(
     self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Evaluate only real rows of a ragged last batch, then fill up again with rows that `gather_for_metrics` drops."""
-    blocks = trl.rows_per_example(self)
+    blocks = _blocks(self, inputs, self.args.eval_batch_size)
     state, count = runtime.parallel_state(model), rows.count(inputs, blocks)
     real = 0 if count is None else real_rows(self.accelerator.gradient_state, count)
     kept = rows.opened(inputs if count is None or real == count else rows.trim(inputs, real, count, blocks))
@@ -257,7 +260,7 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
     if state is None or state.pipeline is None:
         yield
         return
-    with _set(state.pipeline, loss_only=wanted and not state.pipeline.keep_outputs):
+    with _set(state.pipeline, loss_only=wanted):
         yield
 
 

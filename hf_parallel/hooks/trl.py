@@ -27,11 +27,6 @@ def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def rows_per_example(trainer: Any) -> int:
-    """2 where a batch holds pairs."""
-    return 2 if _is_one_of(trainer, _PAIRS) else 1
-
-
 def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
     """Over how many targets or examples the loss of this rank's batch is a mean, for TRL's own losses."""
     if _is_one_of(trainer, _TOKENS) and trainer.compute_loss_func is None and trainer.label_smoother is None:

@@ -110,7 +110,7 @@ def _join_output(group: dist.ProcessGroup, switch: Switch, module: nn.Module, ar
 
 
 def pad_sequences(model: Any, multiple: int, switch: Switch, caches: bool) -> None:
-    """Pad to a multiple of tp around the forward of whatever reads tokens: after the pipeline has been attached.
+    """Pad to a multiple of tp around the forward of whatever reads tokens: before the pipeline is attached.
 
     Args:
         caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
