@@ -106,6 +106,18 @@ def all_patches() -> list[Patch]:
         ),
         Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
+        Patch(
+            f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
+            trl.reference_log_probs,
+            "needs all stages",
+            late=True,
+        ),
+        Patch(
+            f"{_TRL}.kto_trainer:KTOTrainer.compute_ref_log_probs",
+            trl.reference_log_probs,
+            "needs all stages",
+            late=True,
+        ),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
     ]

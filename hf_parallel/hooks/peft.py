@@ -67,7 +67,6 @@ def inject_adapter(original: Callable) -> Callable:
             runtime.equalise_random_state(axis, 0)
         with whole(model, state):
             original(self, model, adapter_name, *args, **kwargs)
-            place_copies(model, adapter_name, state)
         if not hasattr(model, "_hf_parallel_unplaced"):
             model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
 
@@ -123,6 +122,7 @@ def place(model: Any, state: ParallelState) -> None:
         for name, module in list(model.named_modules()):
             if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
                 _split(name, module, state)
+    place_copies(model, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.adapters = AdapterState(model)
@@ -144,24 +144,22 @@ def copy_module(original: Callable) -> Callable:
     return replacement
 
 
-def place_copies(model: Any, adapter: str, state: ParallelState) -> None:
-    """Give copies of sharded modules parameters of their own, show them to the stages, and shard those."""
+def place_copies(model: Any, state: ParallelState) -> None:
+    """Give copies of sharded modules parameters of their own, and show them to the stages."""
     from peft.utils.other import ModulesToSaveWrapper
 
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    copies = [wrapper.modules_to_save[adapter] for wrapper in wrappers if adapter in wrapper.modules_to_save]
-    if not copies:
-        return
-    if state.mesh.data_size > 1:
-        for part in (part for copy in copies for part in copy.modules()):
-            _unshard(part, state)
+    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
+        if state.mesh.data_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
+            for part in copy.modules():
+                _unshard(part, state)
+        copy._hf_parallel_placed = True
     if state.pipeline is not None:
         around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
         for stage in state.pipeline.stages:
             parts: Any = cast(Any, stage).parts
-            parts[:] = [around.get(id(part), part) for part in parts]
-    if state.mesh.data_size > 1:
-        adopt_parameters(state.root)
+            for i, part in enumerate(parts):
+                parts[i] = around.get(id(part), part)
 
 
 def _unshard(module: nn.Module, state: ParallelState) -> None:

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.rows import JOINED
+from hf_parallel.pipeline.serving import served
 
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
@@ -103,6 +104,20 @@ def kl_logps(original: Callable) -> Callable:
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
+
+
+def reference_log_probs(original: Callable) -> Callable:
+    """Outside a loss too the last stage of a pipeline drives, and its result appears on all."""
+
+    def replacement(self: Any, model: Any, inputs: dict) -> Any:
+        state = runtime.parallel_state(model)
+        if state is None or state.pipeline is None:
+            return original(self, model, inputs)
+        batch = dict(self._prepare_inputs(inputs))
+        with torch.no_grad():
+            return served(state.pipeline, batch, lambda: original(self, model, batch))[0]
+
+    return replacement
 
 
 def hash_module(original: Callable) -> Callable:

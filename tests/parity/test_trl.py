@@ -31,15 +31,10 @@ REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged":
 NOT_COMPARED = ("runtime", "per_second", "total_flos")
 
 
-def cases(specs, reasons=None):
-    """A parameter per case and layout: `specs` has the layouts of each case, `reasons` those that fail today."""
-    found = []
-    for case, layouts in specs.items():
-        for spec in layouts.split():
-            why = (reasons or {}).get((case, spec))
-            marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
-            found.append(pytest.param(case, spec, marks=marks, id=f"{case}-{spec_id(spec)}"))
-    return found
+def cases(specs):
+    """A parameter per case and layout of `specs`."""
+    pairs = [(case, spec) for case, layouts in specs.items() for spec in layouts.split()]
+    return [pytest.param(case, spec, id=f"{case}-{spec_id(spec)}") for case, spec in pairs]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +79,6 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
             "ragged": "dp_shard=2 tp=2",
             "joined": "dp_shard=2",
         },
-        {},
     ),
 )
 def test_sft(folder, case, spec):
@@ -101,9 +95,6 @@ def test_sft(folder, case, spec):
             "precomputed": "dp_shard=2,tp=2 pp=2",
             "ragged": "dp_shard=2 tp=2",
         },
-        {
-            ("precomputed", "pp=2"): "calls the model outside compute_loss",
-        },
     ),
 )
 def test_dpo(folder, case, spec):
@@ -114,11 +105,12 @@ def test_dpo(folder, case, spec):
     ("case", "spec"),
     cases(
         {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "tp=2", "ragged": "dp_shard=2 tp=2"},
-        {},
     ),
 )
 def test_kto(folder, case, spec):
-    check(folder, "kto", "preference", PREFERENCE[case], spec, metrics="pp" not in spec)
+    # 26 rows leave a data rank without any, which takes part with a copy: that counts in TRL's metrics.
+    metrics = "pp" not in spec and (case, spec) != ("ragged", "dp_shard=2")
+    check(folder, "kto", "preference", PREFERENCE[case], spec, metrics)
 
 
 @pytest.mark.parametrize(
@@ -128,7 +120,9 @@ def test_kto(folder, case, spec):
     ),
 )
 def test_reward(folder, case, spec):
-    check(folder, "reward", "preference", REWARD[case], spec, metrics="pp" not in spec)
+    # TRL's accuracy and margin are means of the data ranks' means.
+    metrics = "pp" not in spec and (case, spec) != ("ragged", "dp_shard=2")
+    check(folder, "reward", "preference", REWARD[case], spec, metrics)
 
 
 def test_reward_metrics_in_a_pipeline(folder):
