@@ -109,13 +109,13 @@ def all_patches() -> list[Patch]:
         Patch(
             f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
             trl.reference_log_probs,
-            "needs all stages",
+            "asks one stage",
             late=True,
         ),
         Patch(
             f"{_TRL}.kto_trainer:KTOTrainer.compute_ref_log_probs",
             trl.reference_log_probs,
-            "needs all stages",
+            "asks one stage",
             late=True,
         ),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),

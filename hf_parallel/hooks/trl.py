@@ -35,6 +35,19 @@ def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
     return examples if _is_one_of(trainer, _EXAMPLES) else None
 
 
+def reference_log_probs(original: Callable) -> Callable:
+    """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
+
+    def replacement(self: Any, model: Any, inputs: dict) -> Any:
+        state = runtime.parallel_state(model)
+        if state is None or state.pipeline is None:
+            return original(self, model, inputs)
+        with torch.no_grad():
+            return served(state.pipeline, dict(inputs), lambda: original(self, model, inputs))[0]
+
+    return replacement
+
+
 # ---- batches without padding ---------------------------------------------------------------------------------------
 
 
@@ -104,20 +117,6 @@ def kl_logps(original: Callable) -> Callable:
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
-
-
-def reference_log_probs(original: Callable) -> Callable:
-    """Outside a loss too the last stage of a pipeline drives, and its result appears on all."""
-
-    def replacement(self: Any, model: Any, inputs: dict) -> Any:
-        state = runtime.parallel_state(model)
-        if state is None or state.pipeline is None:
-            return original(self, model, inputs)
-        batch = dict(self._prepare_inputs(inputs))
-        with torch.no_grad():
-            return served(state.pipeline, batch, lambda: original(self, model, batch))[0]
-
-    return replacement
 
 
 def hash_module(original: Callable) -> Callable:

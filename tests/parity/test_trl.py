@@ -104,7 +104,7 @@ def test_dpo(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "tp=2", "ragged": "dp_shard=2 tp=2"},
+        {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "tp=2 pp=2", "ragged": "dp_shard=2 tp=2"},
     ),
 )
 def test_kto(folder, case, spec):
