@@ -104,6 +104,10 @@ def all_patches() -> list[Patch]:
             "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
             late=True,
         ),
+        *(
+            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
+            for kind in ("sft", "dpo", "kto", "reward")
+        ),
         Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(

@@ -118,11 +118,13 @@ def whole(model: Any, state: ParallelState) -> Iterator[None]:
 
 def place(model: Any, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
+    place_copies(model, state)
+    if hasattr(model, "_hf_parallel_adapter_dtype"):
+        _cast_trainable(model, model._hf_parallel_adapter_dtype)
     if state.mesh.size("tp") > 1:
         for name, module in list(model.named_modules()):
             if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
                 _split(name, module, state)
-    place_copies(model, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.adapters = AdapterState(model)
@@ -160,6 +162,13 @@ def place_copies(model: Any, state: ParallelState) -> None:
             parts: Any = cast(Any, stage).parts
             for i, part in enumerate(parts):
                 parts[i] = around.get(id(part), part)
+
+
+def _cast_trainable(model: Any, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
 
 
 def _unshard(module: nn.Module, state: ParallelState) -> None:

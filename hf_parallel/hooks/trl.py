@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.pipeline.serving import served
@@ -26,6 +27,17 @@ _EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
 
 def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
+
+
+def check(trainer: Any) -> None:
+    """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
+    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    if kind is None or _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)):
+        return
+    why = "is not known to this version"
+    if hasattr(kind, "_generate"):
+        why = "generates while it trains: ranks of one model would draw other tokens and take other prompts"
+    raise SpecError(f"{kind.__name__} {why}; the trainers of `trl sft`, `trl dpo`, `trl kto` and `trl reward` work")
 
 
 def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
@@ -44,6 +56,17 @@ def reference_log_probs(original: Callable) -> Callable:
             return original(self, model, inputs)
         with torch.no_grad():
             return served(state.pipeline, dict(inputs), lambda: original(self, model, inputs))[0]
+
+    return replacement
+
+
+def get_peft_model(original: Callable) -> Callable:
+    """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
+
+    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
+            model._hf_parallel_adapter_dtype = torch.bfloat16
+        return original(model, *args, **kwargs)
 
     return replacement
 

@@ -4,18 +4,21 @@ The runs are those of test_trainer.py: loss, gradient norm, set of gradients, ev
 """
 
 import json
+import runpy
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
+from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
-from tests.training import BF16, Script, Tolerance, differences, layouts, load_model, none, with_adapters
+from tests.training import BF16, Recorder, Script, Tolerance, differences, layouts, load_model, none, with_adapters
 
 pytest.importorskip("peft")
 
@@ -32,6 +35,7 @@ SPECS = (
     "pp=2,dp_shard=2",
     "tp=2,pp=2",
 )
+EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("one", "own")
 CHECKPOINTED = (("gradient_checkpointing", True),)
 
@@ -141,6 +145,54 @@ def test_modules_trained_whole(runs, spec):
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases(runs, bias, spec):
     runs.check(Script(model="gpt2", lora=lora("all-linear", bias=bias)), spec)
+
+
+def reduced(initial, spec):
+    """Bytes that one step reduces over data ranks, and those of the adapters' gradients."""
+    hooks.activate(spec, source="test")
+    script = Script(lora=lora("all-linear"))
+    model = load_model(script, initial, 0).train()
+    ids = torch.arange(16).reshape(2, 8)
+    loss = model(input_ids=ids, labels=ids).loss
+    with CountCollectives() as counted:
+        loss.backward()
+    adapters = sum(4 * p.numel() for name, p in model.named_parameters() if "lora_" in name)
+    return counted.whole["scatter"] + counted.whole["reduce"], adapters
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
+def test_only_adapters_are_reduced(runs, spec):
+    """Gradients of the adapters, once; of the frozen base nothing."""
+    for found, adapters in run(partial(reduced, runs.initial("llama"), spec), 2, init=False, timeout=60):
+        assert found == adapters
+
+
+def example(spec, arguments):
+    """examples/finetune_lora.py, unchanged; the losses it logged."""
+    if spec:
+        hooks.activate(spec, source="test")
+    recorder = Recorder()
+    trainer.DEFAULT_CALLBACKS = [recorder, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
+    PrinterCallback.on_log = lambda *args, **kwargs: None
+    sys.argv, sys.path = ["finetune_lora.py", *arguments], [str(EXAMPLES), *sys.path]
+    runpy.run_path(str(EXAMPLES / "finetune_lora.py"), run_name="__main__")
+    return recorder.logs
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2,tp=2"])
+def test_script_as_peft_shows_it(tmp_path, spec):
+    """get_peft_model, all linear layers, the best checkpoint kept and loaded, adapters loaded again by plain calls."""
+    found = []
+    for name, layout, rows in (("one", None, 8), ("many", spec, 4)):
+        flags = {"base": tmp_path / "base", "output_dir": tmp_path / name, "max_steps": 4, "block_size": 32}
+        flags |= {"logging_steps": 1, "eval_steps": 2, "save_steps": 2, "learning_rate": 1e-3, "report_to": "none"}
+        flags |= {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True, "use_cpu": True}
+        flags |= {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 8 * rows, "disable_tqdm": True}
+        arguments = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
+        found.append(run(partial(example, layout, arguments), 4 if layout else 1, init=False, timeout=120)[0])
+    one, many = found
+    assert len(many) == len(one) == 4
+    assert [log["loss"] for log in many] == pytest.approx([log["loss"] for log in one], rel=1e-5)
 
 
 def masks(initial, sequence_parallel):

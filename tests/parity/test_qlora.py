@@ -105,8 +105,10 @@ def test_same_numbers_as_one_process(folder, references, tmp_path, spec, double)
         assert len(own) == len(logs)
         for step, (ours, theirs) in enumerate(zip(own, logs, strict=True), 1):
             for key in ("loss", "grad_norm"):
-                # The codes are those of one process, and so are the products but for their order of sums.
-                if not abs(ours[key] - theirs[key]) <= 1e-5 * theirs[key]:
+                # The codes are those of one process, and so are the products but for their order of sums. The last
+                # step is an evaluation: there bitsandbytes takes a kernel of its own on CPUs, which rounds to bf16.
+                tolerance = 1e-5 if step < len(logs) else 1e-3
+                if not abs(ours[key] - theirs[key]) <= tolerance * theirs[key]:
                     found.append(f"rank {rank}: {key} in step {step}: {ours[key]}, one process {theirs[key]}")
     for step, expected in enumerate(keys):
         if set().union(*(rank[1][step] for rank in ranks)) != set(expected):
