@@ -24,13 +24,14 @@ class AdapterArguments:
 
     base: str = field(metadata={"help": "Folder of the base model; it is made if it does not exist."})
     rank: int = field(default=8, metadata={"help": "Rank of the adapters."})
+    vocab_size: int = field(default=4096, metadata={"help": "Tokens in the vocabulary trained from the text."})
     block_size: int = field(default=128, metadata={"help": "Tokens per training example."})
 
 
 def main() -> None:
     adapter_args, training_args = HfArgumentParser((AdapterArguments, TrainingArguments)).parse_args_into_dataclasses()
     documents = read_documents()
-    tokenizer = train_tokenizer(documents)
+    tokenizer = train_tokenizer(documents, adapter_args.vocab_size)
     train_dataset, eval_dataset = train_and_eval_blocks(tokenizer, documents, adapter_args.block_size)
     with training_args.main_process_first():
         if not os.path.isdir(adapter_args.base):

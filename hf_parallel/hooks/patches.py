@@ -12,6 +12,7 @@ from hf_parallel.hooks import (
     from_pretrained,
     loading,
     losses,
+    merging,
     peft,
     resuming,
     trainer,
@@ -89,8 +90,13 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
         Patch("peft.utils.other:ModulesToSaveWrapper.update", peft.copy_module, "copies process groups and shards"),
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
-        Patch(f"{_TUNER}.merge_adapter", peft.refuse_merge("merge_adapter"), "adds whole to local weights"),
-        Patch(f"{_TUNER}._unload_and_optionally_merge", peft.refuse_merge("unload"), "leaves the base half changed"),
+        Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
+        Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
+        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
+        Patch(
+            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        ),
+        Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
         Patch(f"{_TUNER}.delete_adapter", peft.refuse_merge("delete_adapter"), "FSDP2 would keep what is deleted"),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
         Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
