@@ -123,6 +123,11 @@ def _reshard(state: ParallelState) -> None:
 def _check(model: Any, merge: bool, safe_merge: bool) -> None:
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
+    if merge and any(getattr(module, "lora_variant", None) for module in model.modules()):
+        raise NotImplementedError(
+            "hf_parallel: merging DoRA into shards is not part of this version; save the adapter, then load and merge "
+            "it in one process"
+        )
     if merge and any(isinstance(module, FourBit) for module in model.modules()):
         raise NotImplementedError(
             "hf_parallel: merging into a base of 4 bits is not part of this version; save the adapter, then load and "

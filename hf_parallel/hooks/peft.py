@@ -32,7 +32,7 @@ from hf_parallel.parallelize import ParallelState
 from hf_parallel.pipeline.elsewhere import follow_wrappers
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite import lora
-from hf_parallel.rewrite.layers import TensorParallelLayer, local
+from hf_parallel.rewrite.layers import TensorParallelLayer, holding, local
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
 from hf_parallel.sharding import adopt_parameters
 
@@ -41,11 +41,10 @@ _KEPT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("modules_to_save", "bias"),
+    *("modules_to_save", "bias", "use_dora"),
 }
 #: What works instead of some of the others.
 _WORKS = {
-    "use_dora": "use_rslora",
     "init_lora_weights": 'True, False or "gaussian"',
     "target_parameters": "target_modules",
 }
@@ -91,6 +90,23 @@ def in_out_features(original: Callable) -> Callable:
     def replacement(self: Any, module: Any) -> Any:
         is_linear = isinstance(module, nn.Linear) and hasattr(module, "in_features")
         return (module.in_features, module.out_features) if is_linear else original(self, module)
+
+    return replacement
+
+
+def first_magnitudes(original: Callable) -> Callable:
+    """DoRA starts from the norms of the base's rows: of whole ones."""
+
+    def replacement(self: Any, *, base_layer: Any, **kwargs: Any) -> None:
+        weight = base_layer.weight
+        if not isinstance(weight, DTensor):
+            original(self, base_layer=base_layer, **kwargs)
+            return
+        order = getattr(base_layer, "stored_orders", {}).get("weight")
+        value = weight.full_tensor().detach()
+        value = value if order is None else order.to_own(value)
+        with holding(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
+            original(self, base_layer=base_layer, **kwargs)
 
     return replacement
 
@@ -197,7 +213,11 @@ def _split(name: str, wrapper: Any, state: ParallelState) -> None:
         if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
             lora.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
             lora.split_dropout(base, wrapper.lora_dropout[adapter])
+            if adapter in wrapper.lora_magnitude_vector:
+                lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
     for adapter in wrapper.lora_embedding_A:
+        if adapter in wrapper.lora_magnitude_vector:
+            raise SpecError(f"use_dora: magnitudes of a split embedding ({name}) are not known; other targets work")
         if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
             lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)
 
@@ -224,6 +244,10 @@ def _check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None
             f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
         )
     _check_copies(model, config.modules_to_save or ())
+    if config.use_dora and getattr(model, "is_loaded_in_4bit", False):
+        raise SpecError(
+            "LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; use_dora=False works"
+        )
     default = type(config)()
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)

@@ -153,6 +153,25 @@ def test_modules_trained_whole(runs, spec):
     runs.check(Script(lora=lora(ATTENTION, modules_to_save=ENDS)), spec)
 
 
+@pytest.mark.parametrize(
+    ("model", "spec"),
+    [
+        ("llama", "dp_shard=2"),
+        ("llama", "tp=2,dp_shard=2"),
+        ("qwen3", "tp=2,pp=2"),
+        ("gpt2", "tp=2"),
+        ("phi3", "tp=2"),
+    ],
+)
+def test_dora(runs, model, spec):
+    """Magnitudes, which start as the norms of whole rows, and rows whose norms run over ranks."""
+    runs.check(Script(model=model, lora=lora("all-linear", use_dora=True)), spec)
+
+
+def test_dora_of_shared_heads(runs):
+    runs.check(Script(lora=lora(ATTENTION, use_dora=True)), "tp=4")
+
+
 @pytest.mark.parametrize("spec", ["tp=2,dp_shard=2", "tp=2,pp=2"])
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases(runs, bias, spec):
@@ -192,6 +211,26 @@ def test_merging(runs, tmp_path, model, spec):
     for results in run(partial(merged, spec, model, initial, many), axes(spec)["world"], init=False, timeout=60):
         assert all((logits - reference).abs().max() < 1e-4 for logits in results)
     none(weight_differences(many, one, 1e-6))
+
+
+def state_dict(spec, initial):
+    """What `accelerator.get_state_dict` gives of a model with adapters."""
+    from accelerate import Accelerator
+
+    if spec:
+        hooks.activate(spec, source="test")
+    model = load_model(Script(lora=lora((*ATTENTION, *ENDS), modules_to_save=["model.norm"])), initial, 0)
+    return Accelerator(cpu=True).get_state_dict(model)
+
+
+def test_state_dict_is_whole(runs):
+    """On rank 0, by PEFT's own names; the other ranks get nothing."""
+    initial = runs.initial("llama")
+    (one,) = run(partial(state_dict, None, initial), 1, init=False)
+    first, *others = run(partial(state_dict, "dp_shard=2,pp=2", initial), 4, init=False, timeout=60)
+    assert others == [{}] * 3
+    assert first.keys() == one.keys()
+    assert all(torch.equal(first[name], one[name]) for name in one)
 
 
 def reduced(initial, spec):
@@ -295,7 +334,6 @@ def config_of(folder):
 
 
 REFUSED = [
-    ({"use_dora": True}, "use_dora"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights"),
     ({"init_lora_weights": "olora"}, "init_lora_weights"),
     ({"target_parameters": ("gate_proj.weight",)}, "target_parameters"),

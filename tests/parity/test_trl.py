@@ -73,13 +73,13 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
     ("case", "spec"),
     cases(
         {
-            "text": "dp_shard=2 tp=2",
+            "text": "tp=2",
             "completion": "pp=2",
             "adapters": BOTH,
             "chat": "dp_shard=2",
             "packing": "dp_shard=2 pp=2",
             "dft": "dp_shard=2",
-            "ragged": "dp_shard=2 tp=2",
+            "ragged": "dp_shard=2",
             "joined": "dp_shard=2",
         },
     ),
@@ -107,7 +107,7 @@ def test_dpo(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "tp=2 pp=2", "ragged": "dp_shard=2 tp=2"},
+        {"reference": "dp_shard=2 pp=2", "adapters": BOTH, "precomputed": "pp=2", "ragged": "dp_shard=2"},
     ),
 )
 def test_kto(folder, case, spec):
@@ -119,7 +119,7 @@ def test_kto(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"whole": "dp_shard=2,tp=2 pp=2", "adapters": BOTH, "ragged": "dp_shard=2 tp=2"},
+        {"whole": "pp=2", "adapters": BOTH, "ragged": "dp_shard=2"},
     ),
 )
 def test_reward(folder, case, spec):
