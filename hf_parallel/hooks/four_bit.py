@@ -6,6 +6,7 @@ rank packs what it stores, one weight at a time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,6 +83,27 @@ def mark(model: Any, config: Any) -> None:
     model.quantization_method = config.quant_method
     model.hf_quantizer = AutoHfQuantizer.from_config(config)
     model.save_pretrained = _refuse_saving
+
+
+def prepare_for_training(original: Callable) -> Callable:
+    """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
+
+    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(model) is not None:
+            _cast_to_fp32(model)
+        return original(model, *args, **kwargs)
+
+    return replacement
+
+
+def _cast_to_fp32(model: Any) -> None:
+    cast: dict[int, nn.Parameter] = {}  # a tied weight stays one
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and p.dtype in (torch.float16, torch.bfloat16):
+                if id(p) not in cast:
+                    cast[id(p)] = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
+                module._parameters[name] = cast[id(p)]
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from hf_parallel.hooks import (
     accelerator,
     checkpoints,
     data,
+    four_bit,
     from_pretrained,
     loading,
     losses,
@@ -88,6 +89,8 @@ def all_patches() -> list[Patch]:
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
+        Patch("peft:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.utils.other:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
         Patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", peft.first_magnitudes, "reads norms off shards"),
         Patch("peft.utils.other:ModulesToSaveWrapper.update", peft.copy_module, "copies process groups and shards"),
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
@@ -111,6 +114,8 @@ def all_patches() -> list[Patch]:
             "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
             late=True,
         ),
+        Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", late=True),
+        Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
         *(
             Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
             for kind in ("sft", "dpo", "kto", "reward")

@@ -270,14 +270,14 @@ def test_script_as_peft_shows_it(tmp_path, spec):
     """get_peft_model, all linear layers, the best checkpoint kept and loaded, adapters loaded again by plain calls."""
     found = []
     for name, layout, rows in (("one", None, 8), ("many", spec, 4)):
-        flags = {"base": tmp_path / "base", "output_dir": tmp_path / name, "max_steps": 4, "vocab_size": 300}
-        flags |= {"logging_steps": 1, "eval_steps": 2, "save_steps": 2, "learning_rate": 1e-3, "report_to": "none"}
+        flags = {"base": tmp_path / "base", "output_dir": tmp_path / name, "max_steps": 2, "vocab_size": 2000}
+        flags |= {"logging_steps": 1, "eval_steps": 1, "save_steps": 1, "learning_rate": 1e-3, "report_to": "none"}
         flags |= {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True, "use_cpu": True}
         flags |= {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 8 * rows, "disable_tqdm": True}
         arguments = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
         found.append(run(partial(example, layout, arguments), 4 if layout else 1, init=False, timeout=120)[0])
     one, many = found
-    assert len(many) == len(one) == 4
+    assert len(many) == len(one) == 2
     assert [log["loss"] for log in many] == pytest.approx([log["loss"] for log in one], rel=1e-5)
 
 

@@ -23,12 +23,12 @@ def quantised(folder, **settings):
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **settings)
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.float32)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
 
 
 def train(spec, folder, out, settings, targets="all-linear"):
     """Three steps and an evaluation; also the bytes of this rank's packed weights."""
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
     if spec:
         from hf_parallel import hooks
@@ -36,6 +36,7 @@ def train(spec, folder, out, settings, targets="all-linear"):
         hooks.activate(spec, source="test")
     base = quantised(folder, **settings)
     stored = sum(local(p).nbytes for p in base.parameters() if not p.is_floating_point())
+    base = prepare_model_for_kbit_training(base)  # norms, embedding and head in fp32
     torch.manual_seed(models.SEED)
     model = get_peft_model(
         base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=targets)
