@@ -40,8 +40,9 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     state = runtime.parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
+    labels = inputs.get("labels")  # taken now: scripts take out of a batch what they have read
     if engine is None:
-        return _weighted(self, model, inputs, call(inputs))
+        return _weighted(self, model, labels, call(inputs))
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and self._rows_of_step is None
     plan = self._plans.get(tuple(inputs)) if trains else None
@@ -53,7 +54,7 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     if trains and tuple(inputs) not in self._plans:
         plan = self._plans[tuple(inputs)] = find_plan(engine, dict(inputs), made, loss_of, quietly)
         report.say(_verdict(plan, engine.config.pipeline_schedule))
-    return _weighted(self, model, inputs, result)
+    return _weighted(self, model, labels, result)
 
 
 def _verdict(plan: Plan | None, schedule: str) -> str:
@@ -77,11 +78,11 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     return {"loss": loss, "outputs": outputs, "models": state is not None and loss is state.model_loss}
 
 
-def _weighted(self: Any, model: Any, inputs: dict, result: dict) -> Any:
+def _weighted(self: Any, model: Any, labels: Any, result: dict) -> Any:
     """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
     loss, outputs = result["loss"], result["outputs"]
     real = self._rows_of_step if torch.is_grad_enabled() else None
-    averages, labels = self.args.average_tokens_across_devices, inputs.get("labels")
+    averages = self.args.average_tokens_across_devices
     self._per_token = labels is not None and averages and _is_per_token(self, model, result["models"])
     self._targets = None if self._per_token else _targets_of_own_mean(model, labels, result["models"])
     weight = real if self._targets is None else self._targets

@@ -16,6 +16,7 @@ from hf_parallel.hooks import (
     merging,
     peft,
     resuming,
+    scaler,
     trainer,
     trl,
 )
@@ -57,6 +58,7 @@ def all_patches() -> list[Patch]:
         Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
         Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
         # Accelerator: it must neither wrap nor move what is parallel already.
+        Patch("accelerate.accelerator:get_grad_scaler", scaler.get_grad_scaler, "ranks would skip steps apart"),
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
         Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
         Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),

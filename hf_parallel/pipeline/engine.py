@@ -82,6 +82,7 @@ class PipelineEngine:
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.adapters: Any = None  # reads and sets which adapters are on
+        self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.number = len(mesh.pipelines)
         mesh.pipelines.append(weakref.ref(self))
         self._width = text_config(model).hidden_size
@@ -282,11 +283,13 @@ class PipelineEngine:
         schedule = self._schedule_for(count, tokens)
         losses: list[torch.Tensor] = []
         index = torch.arange(count)
+        scale = None if self.scale_loss is None else self.scale_loss(torch.ones((), device=self.mesh.device))
         with self._autocast_per_stage() as autocast, fresh_gradients(self.trainable()) as fresh:
 
             def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
                 with autocast():
-                    return run(view, hidden, i)
+                    output = run(view, hidden, i)
+                return output if scale is None or view.index != self.last_index else output * scale
 
             try:
                 for view, stage in zip(self.views, self.stages, strict=True):
@@ -296,9 +299,9 @@ class PipelineEngine:
                 for stage in self.stages:
                     stage.work = None
         loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
-        loss = loss.to(self.mesh.device)
+        loss = loss.to(self.mesh.device) / (1 if scale is None else scale)
         dist.broadcast(loss, group=self.group, group_src=self.last_rank)
-        return detached_node([loss], lambda gradients: self.accumulate(fresh, gradients[0]))[0]
+        return detached_node([loss], lambda gradients: self.accumulate(fresh, _over(gradients[0], scale)))[0]
 
     def _schedule_for(self, micro_batches: int, tokens: torch.Tensor) -> Any:
         boundary = self.boundary(tokens, "meta").requires_grad_()
@@ -358,6 +361,10 @@ def _refuse_partial_outputs(config: Any, batch: Batch) -> None:
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
     if batch.get("return_dict") is False:
         raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
+
+
+def _over(gradient: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if gradient is None or scale is None else gradient / scale
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

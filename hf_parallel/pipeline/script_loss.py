@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from hf_parallel.pipeline.batches import Batch, count_targets, row_count, split_examples, tokens_of
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count
-from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe
+from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe, free
 from hf_parallel.pipeline.stages import LeaveAtExit
 
 _OTHERWISE = (
@@ -219,12 +219,14 @@ def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> li
     if call.grad or plan.is_repeated(call):
         return [None] * count
     session, other = Serving(engine, batch), engine.mesh.pipelines[call.model]()
-    if not engine.last:
-        session.forward(call, batch)
-        return [None] * count
-    with session.active():
-        output = session.within(other, lambda: session.forward(call, batch))
-    return _picked(output, count, plan.cut.rows, row_count(batch))
+    if engine.last:
+        with session.active():
+            output = session.within(other, lambda: session.forward(call, batch))
+    else:
+        output = session.forward(call, batch)
+    if other is not engine:
+        free(other)
+    return _picked(output, count, plan.cut.rows, row_count(batch)) if engine.last else [None] * count
 
 
 def _main_calls(

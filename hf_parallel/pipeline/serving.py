@@ -189,9 +189,24 @@ def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, l
     result = session.drive(script) if engine.last else session.serve()
     rebuilt, tensors = share(result, engine.group, engine.last_rank, engine.mesh.device)
     values = [tensor.detach() for tensor in tensors]
+    for other in {id(made.engine): made.engine for made in session.made}.values():
+        if other is not engine:
+            free(other)
     if grad:
         values = detached_node(values, lambda gradients: session.backward(parameters, tensors, gradients))
+    else:
+        free(engine)
     return rebuilt(values), session.made
+
+
+def free(engine: Any) -> None:
+    """Without a backward pass nothing else frees gathered weights, and `parameters()` would show plain tensors.
+
+    After all that was asked, not after each pass through a stage: data ranks with fewer rows make fewer passes.
+    """
+    for module in engine.stages.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def describe(engine: Any, kwargs: Batch, batch: Batch) -> Call:
