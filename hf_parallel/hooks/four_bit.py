@@ -7,9 +7,12 @@ rank packs what it stores, one weight at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -22,13 +25,15 @@ from hf_parallel.rewrite.four_bit import BLOCK, FourBit, Packing, pack_linear
 
 
 def check(config: Any) -> None:
-    """Refuse what is not 4 bits by bitsandbytes."""
+    """Refuse what is not 4 bits by bitsandbytes, and versions of it that were not looked at."""
     if not getattr(config, "load_in_4bit", False):
         kind = getattr(config, "quant_method", type(config).__name__)
         raise SpecError(
             f"quantization_config: {getattr(kind, 'value', kind)} in other than 4 bits is not part of this version; "
             "BitsAndBytesConfig(load_in_4bit=True) works"
         )
+    if find_spec("bitsandbytes") is None or Version(version("bitsandbytes")).release[:2] < (0, 50):
+        raise SpecError("load_in_4bit: needs bitsandbytes 0.50 or later; pip install -U bitsandbytes")
 
 
 def pack(config: Any, model: Any) -> None:

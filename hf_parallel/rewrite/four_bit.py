@@ -5,7 +5,7 @@
 
 Blocks run along rows, so a part of whole rows, or of columns in whole blocks, has the codes that the whole weight has
 there: each rank packs its own part. To FSDP2 the bytes are a parameter like any other. A product unpacks the weight
-for as long as it takes, and once more in the backward: bitsandbytes does the same.
+for as long as it takes, and once more in the backward: bitsandbytes does both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
@@ -46,21 +45,20 @@ class Packing:
         """Of the packed part."""
         return self.shape.numel() // 2 + self.shape.numel() // BLOCK * 4
 
-    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """The weight [out, in] in the dtype it was packed from."""
+    def opened(self, packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Codes and bitsandbytes' description of them."""
         from bitsandbytes import functional
 
         codes, largest = packed.split([self.shape.numel() // 2, self.nbytes - self.shape.numel() // 2])
-        code = functional.get_4bit_type(self.quant_type, device=packed.device)
         state = functional.QuantState(
             absmax=largest.view(torch.float32),
             shape=self.shape,
-            code=code,
+            code=functional.get_4bit_type(self.quant_type, device=packed.device),
             blocksize=BLOCK,
             quant_type=self.quant_type,
             dtype=self.source.dtype,
         )
-        return functional.dequantize_4bit(codes.unsqueeze(1), state)
+        return codes.unsqueeze(1), state
 
 
 class _Product(torch.autograd.Function):
@@ -68,15 +66,20 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+        from bitsandbytes import matmul_4bit
+
         ctx.save_for_backward(packed)
         ctx.packing = packing
-        return F.linear(x, packing.unpack(packed).to(x.dtype))
+        codes, state = packing.opened(packed)
+        return matmul_4bit(x, codes, state)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        from bitsandbytes.functional import dequantize_4bit
+
         (packed,) = ctx.saved_tensors
-        return gradient @ ctx.packing.unpack(packed).to(gradient.dtype), None, None
+        return gradient @ dequantize_4bit(*ctx.packing.opened(packed)).to(gradient.dtype), None, None
 
 
 class FourBit(nn.Module):
@@ -88,8 +91,9 @@ class FourBit(nn.Module):
     region: Any
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x […, in] times the weight of this rank."""
-        return _Product.apply(x.to(self.packing.compute_dtype), local(self.weight), self.packing).to(x.dtype)
+        """x […, in] times the weight of this rank; in half precision in `compute_dtype`, as bitsandbytes does."""
+        dtype = self.packing.compute_dtype if x.dtype == torch.float16 else x.dtype
+        return _Product.apply(x.to(dtype), local(self.weight), self.packing).to(x.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _plus(self.product(input), self.bias)
