@@ -243,6 +243,9 @@ def _check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None
         raise SpecError(
             f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
         )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
+            raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
     _check_copies(model, config.modules_to_save or ())
     if config.use_dora and getattr(model, "is_loaded_in_4bit", False):
         raise SpecError(

@@ -28,12 +28,12 @@ def quantised(folder, **settings):
 
 def train(spec, folder, out, settings, targets="all-linear"):
     """Three steps and an evaluation; also the bytes of this rank's packed weights."""
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
     if spec:
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training  # a script imports it later, too
+
     base = quantised(folder, **settings)
     stored = sum(local(p).nbytes for p in base.parameters() if not p.is_floating_point())
     base = prepare_model_for_kbit_training(base)  # norms, embedding and head in fp32
