@@ -15,6 +15,7 @@ from hf_parallel.hooks import (
     losses,
     merging,
     peft,
+    peft_settings,
     resuming,
     scaler,
     trainer,
@@ -103,7 +104,11 @@ def all_patches() -> list[Patch]:
             "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
         ),
         Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
-        Patch(f"{_TUNER}.delete_adapter", peft.refuse_merge("delete_adapter"), "FSDP2 would keep what is deleted"),
+        Patch(
+            f"{_TUNER}.delete_adapter",
+            peft_settings.refuse_merge("delete_adapter"),
+            "FSDP2 would keep what is deleted",
+        ),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
         Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
         Patch(

@@ -11,43 +11,27 @@ Each patch takes the original. Without a parallel base they do what peft does.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import peft_settings, runtime
 from hf_parallel.hooks.accelerator import make_parallel
 from hf_parallel.hooks.adapter_state import AdapterState
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.pipeline.elsewhere import follow_wrappers
-from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer, holding, local
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
 from hf_parallel.sharding import adopt_parameters
-
-#: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
-_KEPT = {
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("modules_to_save", "bias", "use_dora"),
-}
-#: What works instead of some of the others.
-_WORKS = {
-    "init_lora_weights": 'True, False or "gaussian"',
-    "target_parameters": "target_modules",
-}
 
 _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
@@ -58,13 +42,15 @@ def inject_adapter(original: Callable) -> Callable:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
 
     def replacement(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        _check(self, model, self.peft_config[adapter_name], kwargs.get("low_cpu_mem_usage", False))
+        config = self.peft_config[adapter_name]
+        peft_settings.check(self, model, config, kwargs.get("low_cpu_mem_usage", False))
         if runtime.parallel_state(model) is None:
             make_parallel(model)
         state: Any = runtime.parallel_state(model)
         for axis in ("dp_replicate", "dp_shard", "pp", "tp"):
             runtime.equalise_random_state(axis, 0)
         with whole(model, state):
+            peft_settings.check_copies(model, config.modules_to_save or ())
             original(self, model, adapter_name, *args, **kwargs)
         if not hasattr(model, "_hf_parallel_unplaced"):
             model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
@@ -227,74 +213,6 @@ def _refuse_unplaced(model: Any, args: Any) -> None:
         "hf_parallel: adapters that were not put in by get_peft_model or PeftModel are whole on every rank; "
         "get_peft_model(model, config) works"
     )
-
-
-# ---- what is not part of this version ------------------------------------------------------------------------------
-
-
-def _check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
-    from peft import LoraModel, PeftType
-
-    if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
-        raise SpecError(f"peft_type={config.peft_type.value} is not part of this version; LoRA works")
-    if low_cpu_mem_usage:
-        raise SpecError("low_cpu_mem_usage=True: adapters need values to be split; False works")
-    if not hasattr(model, "base_model_prefix"):
-        raise SpecError(
-            f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
-        )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
-            raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
-    _check_copies(model, config.modules_to_save or ())
-    if config.use_dora and getattr(model, "is_loaded_in_4bit", False):
-        raise SpecError(
-            "LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; use_dora=False works"
-        )
-    default = type(config)()
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in _KEPT or value == getattr(default, setting.name):
-            continue
-        if setting.name == "init_lora_weights" and value in (False, "gaussian"):
-            continue
-        _refuse(setting.name, value)
-
-
-def _check_copies(model: Any, names: Any) -> None:
-    """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
-    for name, module in model.named_modules():
-        if not any(name.endswith(target) for target in names):
-            continue
-        inside = list(module.modules())
-        if any(isinstance(part, FSDPModule) for part in inside):
-            raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
-        if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
-            raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
-    if names and runtime.mesh().size("pp") > 1 and has_tied_embedding(model):
-        raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
-
-
-def _refuse(name: str, value: Any) -> None:
-    works = _WORKS.get(name, "its default")
-    raise SpecError(f"LoraConfig({name}={value!r}) is not part of this version of hf_parallel; {works} works")
-
-
-def refuse_merge(name: str) -> Callable:
-    """Merging writes into the base's weights, which are shards here."""
-
-    def make(original: Callable) -> Callable:
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if runtime.parallel_state(self.model) is None:
-                return original(self, *args, **kwargs)
-            raise NotImplementedError(
-                f"hf_parallel: {name} on a parallel model is not part of this version; save the adapter, "
-                "then load and merge it in one process"
-            )
-
-        return replacement
-
-    return make
 
 
 # ---- saving and loading -------------------------------------------------------------------------------------------

@@ -365,6 +365,8 @@ def other_ways(initial):
     config = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"])
     refused(SpecError, lambda: get_peft_model(load(), IA3Config(task_type="CAUSAL_LM")))
     refused(SpecError, lambda: get_peft_model(load(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)))
+    layers = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], modules_to_save=["mlp.up_proj"])
+    refused(SpecError, lambda: get_peft_model(load(), layers))
     injected = inject_adapter_in_model(config, load())
     refused(NotImplementedError, lambda: injected(input_ids=torch.ones(1, 4, dtype=torch.long)))
     model = get_peft_model(load(), config)
@@ -375,5 +377,5 @@ def other_ways(initial):
 
 def test_other_ways_are_refused(runs):
     said = run(partial(other_ways, runs.initial("llama")), 2, init=False, timeout=60)[0]
-    assert len(said) == 5
+    assert len(said) == 6
     assert all("works" in text or "not part of this version" in text for text in said)
