@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.pipeline.batches import Batch, count_targets, row_count, split_examples, tokens_of
+from hf_parallel.pipeline.scheduled import scheduled
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe, free
 from hf_parallel.pipeline.stages import LeaveAtExit
@@ -53,6 +54,7 @@ class Plan:
 
     calls: list[Call]
     cut: Cut
+    logs: bool = False  # does it log, too?
 
     @property
     def main(self) -> int:
@@ -211,7 +213,7 @@ def run_plan(engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quie
             session.check_end()
             return loss / count if cut.mean else loss
 
-        return engine.scheduled(count, tokens_of(calls[0].arguments(parts[0], device)), run)
+        return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
 def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> list[Any]:
