@@ -106,7 +106,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
         Patch(
             f"{_TUNER}.delete_adapter",
-            peft_settings.refuse_merge("delete_adapter"),
+            peft_settings.refuse_deleting,
             "FSDP2 would keep what is deleted",
         ),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
