@@ -9,10 +9,13 @@ from hf_parallel.hooks import (
     accelerator,
     checkpoints,
     data,
+    four_bit,
     from_pretrained,
     loading,
     losses,
+    merging,
     peft,
+    peft_settings,
     resuming,
     scaler,
     trainer,
@@ -89,10 +92,23 @@ def all_patches() -> list[Patch]:
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
+        Patch("peft:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.utils.other:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", peft.first_magnitudes, "reads norms off shards"),
+        Patch("peft.utils.other:ModulesToSaveWrapper.update", peft.copy_module, "copies process groups and shards"),
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
-        Patch(f"{_TUNER}.merge_adapter", peft.refuse_merge("merge_adapter"), "adds whole to local weights"),
-        Patch(f"{_TUNER}._unload_and_optionally_merge", peft.refuse_merge("unload"), "leaves the base half changed"),
-        Patch(f"{_TUNER}.delete_adapter", peft.refuse_merge("delete_adapter"), "FSDP2 would keep what is deleted"),
+        Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
+        Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
+        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
+        Patch(
+            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        ),
+        Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
+        Patch(
+            f"{_TUNER}.delete_adapter",
+            peft_settings.refuse_deleting,
+            "FSDP2 would keep what is deleted",
+        ),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
         Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
         Patch(
@@ -104,6 +120,12 @@ def all_patches() -> list[Patch]:
             trl.torch_call,
             "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
             late=True,
+        ),
+        Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", late=True),
+        Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
+        *(
+            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
+            for kind in ("sft", "dpo", "kto", "reward")
         ),
         Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
