@@ -73,8 +73,10 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
         # Checkpoints.
+        Patch(f"{_TRAINER}.save_model", checkpoints.save_model, "before 5.23 saves adapters on rank 0 alone"),
         Patch(f"{_TRAINER}._save", checkpoints.save, "a plain module's shards are not a checkpoint"),
         Patch(f"{_TRAINER}._save_checkpoint", checkpoints.save_checkpoint, "writes where a crash leaves half of it"),
+        Patch(f"{_TRAINER}._finalize_training", checkpoints.finalize_training, "counts saves that go on"),
         Patch(f"{_TRAINER}._save_optimizer_and_scheduler", checkpoints.save_optimizer, "optimizer state is sharded"),
         Patch(f"{_TRAINER}._save_rng_state", checkpoints.save_rng_state, "ranks of one data rank write one file"),
         Patch(f"{_TRAINER}._load_from_checkpoint", resuming.load_from_checkpoint, "reads whole weights"),
@@ -100,4 +102,7 @@ def all_patches() -> list[Patch]:
 def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
     load = resuming.load_optimizer_without_layout
-    return [Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only")]
+    return [
+        Patch(f"{_TRAINER}.train", resuming.train_without_layout, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only"),
+    ]

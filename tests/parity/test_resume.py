@@ -160,7 +160,7 @@ def test_limits_and_the_best_model_as_in_one_process(runs, tmp_path):
     best, left, files = run_alone(kept, ONE, runs.initial("llama"), str(tmp_path / "out"))
     os.rename(tmp_path / "out", tmp_path / "one")
     found = run(kept, 2, "tp=2", runs.initial("llama"), str(tmp_path / "out"), init=False)[0]
-    assert found == (best, left, files | {"hf_parallel.json"})
+    assert found == (best, left, files | {"hf_parallel.json", "manifest.json"})
 
 
 def without_the_plugin(folder: str, out: str, checkpoint: str) -> None:
