@@ -3,6 +3,7 @@
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
+    hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
 too. `doctor` starts none and reads a config only; `plan` draws which rank of a pipeline runs what when.
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor(args)
     if args.command == "plan":
         return plan(args)
+    if args.command == "export":
+        return export(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -85,6 +88,21 @@ def plan(args: argparse.Namespace) -> int:
         print(_draw_timeline(ParallelConfig.parse(args.parallel), args))
     except (SpecError, OSError) as error:
         print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the model of a checkpoint as a Hub folder."""
+    from hf_parallel.checkpoint import export as exporting
+
+    try:
+        dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
+        exporting.export(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
+        if args.push_to_hub is not None:
+            print(exporting.push(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"hf_parallel: {_one_line(error)}", file=sys.stderr)
         return 2
     return 0
 
@@ -138,7 +156,19 @@ def _top_parser() -> argparse.ArgumentParser:
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     _add_plan(commands.add_parser("plan", help="draw the timeline of a pipeline"))
+    _add_export(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
     return parser
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Any checkpoint to a Hub folder, in one process, one tensor in memory at a time."
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a Trainer's checkpoint-N, or a saved adapter")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
+    parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the weights under it")
+    parser.add_argument("--base", metavar="FOLDER", help="those weights; default: what the adapter's config names")
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file; default: 50GB")
+    parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: OUT's name")
 
 
 def _add_plan(parser: argparse.ArgumentParser) -> None:

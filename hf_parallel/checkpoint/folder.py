@@ -19,10 +19,10 @@ from hf_parallel.checkpoint.manifest import damages, has_manifest, write_manifes
 from hf_parallel.checkpoint.saving import CheckpointError, Saving
 from hf_parallel.mesh import ParallelMesh
 
-LOCK = "hf_parallel.lock"
+LOCK = "_hf_parallel.lock"
 LAYOUT = "hf_parallel.json"
-_UNFINISHED = "tmp-"  # not "checkpoint-…", by which Trainer finds and counts checkpoints
-_FORMER = "tmp-former-"
+_UNFINISHED = "_tmp-"  # not "checkpoint-…", by which Trainer counts checkpoints; "_…" is never uploaded
+_FORMER = "_tmp-former-"
 #: Seconds that a run which has just ended may take to let go of the folder.
 PATIENCE = 5.0
 
@@ -53,30 +53,35 @@ class Checkpoint(Saving):
         """
         try:
             self.finish_streams()
-        except RuntimeError as error:  # a peer is gone
-            raise CheckpointError(self._text(f"rank {self.mesh.rank}: {error}")) from error
+        except RuntimeError as error:
+            raise self._lost_peer(error) from error
         self._agree()
         if self.mesh.rank == 0:
             with self.noting():
                 write_manifest(self.folder, self.checksums)
                 _flush(self.folder)
                 self._rename()
-        self._agree()
+        self._agree(complete=True)
 
-    def _agree(self) -> None:
+    def _agree(self, complete: bool = False) -> None:
         try:
             self.agree()
         except CheckpointError as error:
             if self.mesh.rank == 0:
                 shutil.rmtree(self.folder, ignore_errors=True)
-            raise CheckpointError(self._text(str(error))) from None
+            raise CheckpointError(f"{self.name} was not written; {self._newest()} ({error})") from None
         except RuntimeError as error:
-            raise CheckpointError(self._text(f"rank {self.mesh.rank}: {error}")) from error
+            raise self._lost_peer(error, complete) from error
 
-    def _text(self, reason: str) -> str:
+    def _lost_peer(self, error: RuntimeError, complete: bool = False) -> CheckpointError:
+        text = " ".join(str(error).split())[:200]
+        if complete:  # rank 0 may or may not have given it its name by now
+            return CheckpointError(f"a rank was lost when all of {self.name} was written ({text})")
+        return CheckpointError(f"{self.name} was not written; {self._newest()} (a rank was lost: {text})")
+
+    def _newest(self) -> str:
         last = next(iter(candidates(self.run)), None)
-        rest = "there is no earlier one" if last is None else f"{os.path.basename(last)} is the newest whole one"
-        return f"{self.name} was not written ({reason}); {rest}"
+        return "there is no earlier one" if last is None else f"{os.path.basename(last)} is the newest whole one"
 
     def _rename(self) -> None:
         former = os.path.join(self.run, _FORMER + self.name)

@@ -75,7 +75,8 @@ class _Unfinished:
     """What is left to do of a save: in a thread if it may go on beside the training."""
 
     def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
-        self.saving, self.run, self.error = saving, run, None
+        self.saving, self.run, self.step = saving, run, trainer.state.global_step
+        self.error: BaseException | None = None
         self.limit, self.best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
         self.thread = None
         if saving.in_background:
@@ -110,7 +111,9 @@ def wait_for_save(trainer: Any) -> None:
         return
     unfinished.wait()
     if trainer.args.push_to_hub:
+        now, trainer.state.global_step = trainer.state.global_step, unfinished.step  # which the message names
         trainer._push_from_checkpoint(unfinished.saving.final)
+        trainer.state.global_step = now
 
 
 def finalize_training(original: Callable) -> Callable:
@@ -175,12 +178,12 @@ def _export_callbacks(trainer: Any) -> None:
 
 
 def _write_layout(trainer: Any, folder: str) -> None:
-    config = runtime.mesh().config
     facts = {
-        "spec": config.to_spec(),
+        "spec": runtime.mesh().config.to_spec(),
         "axes": axis_sizes(),
-        "data_ranks": [data_rank(config, rank) for rank in range(config.world_size)],
+        "data_ranks": data_ranks(),
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
+        "accumulation": trainer.args.gradient_accumulation_steps,
         "run": trainer.__dict__.get("_run_id"),
     }
     write_layout(facts, folder)
@@ -190,6 +193,12 @@ def write_layout(facts: dict[str, Any], folder: str) -> None:
     """The facts of who wrote a checkpoint."""
     with open(os.path.join(folder, folders.LAYOUT), "w", encoding="utf-8") as file:
         json.dump(facts, file, indent=2)
+
+
+def data_ranks() -> list[int]:
+    """Which share of the data each rank reads."""
+    config = runtime.mesh().config
+    return [data_rank(config, rank) for rank in range(config.world_size)]
 
 
 def axis_sizes() -> dict[str, int]:

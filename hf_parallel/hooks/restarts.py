@@ -1,7 +1,8 @@
 """Whose output folder it is, and whether a launcher has restarted this run.
 
 torchrun --max-restarts (and `hf-parallel launch --max_restarts`) start all ranks again when one is lost, with the
-script as it is. A restarted run knows its own checkpoints by the name it took when it began, kept in hf_parallel.lock.
+script as it is. A restarted run knows its own checkpoints by the name it took when it began, which is kept in
+_hf_parallel.lock.
 """
 
 from __future__ import annotations
