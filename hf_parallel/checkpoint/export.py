@@ -113,13 +113,18 @@ def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) ->
         target = TensorFile(os.path.join(out, file), _Alone())
         target.write(header(entries))
         for item in chosen:
-            for value in item.values():
-                target.append(value)
+            _append(item, target)
         target.close()
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": weight_map}
         with open(os.path.join(out, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as file:
             json.dump(index, file, indent=2, sort_keys=True)
+
+
+def _append(item: Item, target: TensorFile) -> None:
+    """In a function of its own, which keeps no tensor while the next one is read."""
+    for value in item.values():
+        target.append(value)
 
 
 class _Alone(Saving):

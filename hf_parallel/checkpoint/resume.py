@@ -100,6 +100,7 @@ def _write_tensors(saving: Saving, files: dict[str, list[Entry]], local: dict[st
             for _, tensor in gathered(saving.mesh, entries, local):
                 if out is not None and tensor is not None:
                     out.append(tensor)
+                del tensor  # before the next one is put together
 
 
 def write_refusal(path: str) -> None:

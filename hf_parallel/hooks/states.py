@@ -198,10 +198,32 @@ def _load(accelerator: Any, folder: str, load_kwargs: Any, rng: int) -> None:
         inner = inner_optimizer(optimizer)
         groups = [] if os.path.isdir(os.path.join(folder, name)) else [_group_names(model, inner)]
         folders.load_optimizer(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
+    totals = [getattr(scheduler.scheduler, "total_steps", None) for scheduler in accelerator._schedulers]
     rest = (accelerator._schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
     accelerator.step = load_accelerator_state(folder, [], [], *rest).get("step", accelerator.step)
+    for scheduler, total in zip(accelerator._schedulers, totals, strict=True):
+        _recount(scheduler, total, _data_ranks_of(folder), accelerator.num_processes)
     for number, thing in enumerate(accelerator._custom_objects):
         load_custom_state(thing, folder, number)
+
+
+def _recount(scheduler: Any, total: int | None, then: int, now: int) -> None:
+    """accelerate steps a schedule once per data rank: as many of this run as there were of the other."""
+    if scheduler.split_batches or then == now:
+        return
+    inner = scheduler.scheduler
+    for count in ("last_epoch", "_step_count"):
+        setattr(inner, count, round(getattr(inner, count) * now / then))
+    if total is not None:
+        inner.total_steps = total
+
+
+def _data_ranks_of(folder: str) -> int:
+    """How many data ranks have written a folder; of plain accelerate's, how many processes."""
+    layout = layout_of(folder)
+    if layout:
+        return max(layout["data_ranks"]) + 1
+    return max(1, sum(name.startswith("random_states_") for name in os.listdir(folder)))
 
 
 def _group_names(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:

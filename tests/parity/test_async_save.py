@@ -8,18 +8,18 @@ import pytest
 from tests import models
 from tests.distributed import run
 from tests.resuming import STEPS, STOP, checkpoint_differences, log_differences, train, trained
-from tests.training import axes, none, spec_id
+from tests.training import axes, none
 
 KEY = ",async_save=true"
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2,tp=2"], ids=spec_id)
-def test_the_same_checkpoints(runs, tmp_path, spec):
-    """Of every step, saved while the next ones run; and what was saved resumes bit for bit."""
-    jobs = {key: {"folder": runs.initial("qwen3"), "out": str(tmp_path / key), "save_steps": 1} for key in "ab"}
+def test_the_same_checkpoints(runs, tmp_path):
+    """Saved while the next steps run; and what was saved resumes bit for bit."""
+    spec = "pp=2,dp_shard=2"
+    jobs = {key: {"folder": runs.initial("qwen3"), "out": str(tmp_path / key), "save_steps": 2} for key in "ab"}
     now, later = trained(spec, jobs["a"])[0], trained(spec + KEY, jobs["b"])[0]
     found = log_differences(later, now, range(1, STEPS + 1), 0)
-    for step in range(1, STEPS + 1):
+    for step in range(2, STEPS + 1, 2):
         folders = (f"{tmp_path}/{key}/checkpoint-{step}" for key in "ba")
         found += [f"step {step}: {text}" for text in checkpoint_differences(*folders, models.build("qwen3"))]
     none(found)

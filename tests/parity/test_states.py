@@ -41,7 +41,7 @@ def loop(spec: str, folder: str, project: str, resume: bool = False) -> dict:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     batch_size = GLOBAL_BATCH // axes(spec)["data_ranks"]
     loader = DataLoader(Rows(GLOBAL_BATCH * STEPS, seed=11, even=True), batch_size=batch_size)
-    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=STEPS)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=len(loader))
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     accelerator.register_for_checkpointing(counter := Counter())
     if resume:

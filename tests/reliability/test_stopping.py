@@ -99,7 +99,8 @@ def another_run(folder: str):
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
-        Lock(folder).write({"run": "another", "launch": "another"})
+        lock = Lock(folder)  # for as long as the process lives
+        lock.write({"run": "another", "launch": "another"})
         os.write(write, b"1")
         signal.pause()
     os.read(read, 1)
