@@ -54,8 +54,10 @@ def build(hidden: int, layers: int, ranks: int) -> tuple[Any, torch.optim.Optimi
 
 def accelerates(model: Any, optimizer: Any, folder: str) -> dict[str, Callable[[], None]]:
     """What accelerate does for FSDP2 with FULL_STATE_DICT, by its own functions."""
+    from accelerate import PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin, fsdp_utils
 
+    PartialState(cpu=True)  # its logger asks for it
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="FULL_STATE_DICT")
     rank = dist.get_rank()
     facts = {

@@ -1,6 +1,6 @@
 """Reading and writing: weights in the Hub's format, each rank only its slices."""
 
-from hf_parallel.checkpoint.folder import LAYOUT, Checkpoint, Lock, by_step, candidates, flaws, remove
+from hf_parallel.checkpoint.folder import LAYOUT, Checkpoint, Lock, by_step, candidates, flaws, put_back_former, remove
 from hf_parallel.checkpoint.load import load_weights
 from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.names import names_in_order
@@ -26,6 +26,7 @@ __all__ = [
     "load_optimizer",
     "load_weights",
     "names_in_order",
+    "put_back_former",
     "remove",
     "save_optimizer",
     "save_pretrained",

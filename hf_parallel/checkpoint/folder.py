@@ -101,14 +101,14 @@ def remove(path: str) -> None:
 
 
 def _remove_unfinished(run: str, name: str) -> None:
-    _put_back_former(run)
+    put_back_former(run)
     starts = (f"{_UNFINISHED}checkpoint", f"{_FORMER}checkpoint")
     for found in os.listdir(run):
         if found.startswith(starts) or found in (_UNFINISHED + name, _FORMER + name):
             shutil.rmtree(os.path.join(run, found))
 
 
-def _put_back_former(run: str) -> None:
+def put_back_former(run: str) -> None:
     """A crash between the two renames of `_rename`: the former folder of that name is the whole one."""
     for found in os.listdir(run):
         name = os.path.join(run, found.removeprefix(_FORMER))

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.checkpoint.unread import unread_in, values
 from hf_parallel.packed import stored_order
 
 
@@ -47,7 +47,7 @@ def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") 
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(directory, stem):
         opened = stack.enter_context(safe_open(os.path.join(directory, file), framework="pt", backend="pread"))
-        tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
+        tensors.update({key: unread_in(opened, key) for key in opened.keys()})  # noqa: SIM118 - no mapping
     return tensors
 
 

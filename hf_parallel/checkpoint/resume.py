@@ -32,7 +32,7 @@ from hf_parallel.checkpoint.names import named, of_stages
 from hf_parallel.checkpoint.save import shards
 from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.checkpoint.unread import unread_in, values
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.packed import stored_order
 
@@ -220,7 +220,7 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     state = OptimizerState(index["optimizer"], numbers=index["numbers"])
     for name in index["files"]:
         opened = stack.enter_context(safe_open(os.path.join(folder, name), framework="pt", backend="pread"))
-        state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
+        state.tensors.update({key: unread_in(opened, key) for key in opened.keys()})  # noqa: SIM118
     for group in index["groups"]:
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
     return state

@@ -70,6 +70,7 @@ def _claim(folder: str) -> tuple[folders.Lock, Run]:
     same = restarted and lock.former.get("launch") == launch
     run = Run(lock.former["run"] if same else uuid.uuid4().hex, restarted)
     lock.write({"run": run.identity, "launch": launch})
+    folders.put_back_former(folder)
     if lock.file is None:
         report.say(f"{folder} is on a file system without locks: let no other run write to it")
     return lock, run
