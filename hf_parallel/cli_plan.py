@@ -1,8 +1,8 @@
 """`hf-parallel plan`: the best layouts for a model, a cluster and a batch; and the timeline of one pipeline.
 
-    hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --seq 8192 --global-batch 512
-    hf-parallel plan ./folder --detect --global-batch 64 --json
-    hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
+hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --seq 8192 --global-batch 512
+hf-parallel plan ./folder --detect --global-batch 64 --json
+hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
 """
 
 from __future__ import annotations

@@ -98,7 +98,9 @@ def _at_trainer(original: Callable) -> Callable:
 
 def _at_prepare(original: Callable) -> Callable:
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        configs = [config for config in (getattr(arg, "config", None) for arg in args) if hasattr(config, "model_type")]
+        configs = [
+            config for config in (getattr(arg, "config", None) for arg in args) if hasattr(config, "model_type")
+        ]
         if not configs:
             return original(self, *args, **kwargs)
         choose(configs[0])

@@ -1,9 +1,9 @@
 """A cluster that is not in the catalogue: described in YAML, or the machine that this process runs on.
 
-    # cluster.yaml; a GPU or a link is a name of the catalogue, or an entry in its form
-    gpu: {like: h100-80gb, name: my-h100, memory_gib: 94.0}
-    gpus_per_node: 4
-    network: {name: 2x100g, gb_s: 6.2, latency_us: 12, source: measured}
+# cluster.yaml; a GPU or a link is a name of the catalogue, or an entry in its form
+gpu: {like: h100-80gb, name: my-h100, memory_gib: 94.0}
+gpus_per_node: 4
+network: {name: 2x100g, gb_s: 6.2, latency_us: 12, source: measured}
 """
 
 from __future__ import annotations
@@ -112,7 +112,9 @@ def detect(gpus: int | None = None, per_node: int | None = None) -> Cluster:
     try:
         gpu = find_gpu(about.name)
     except SpecError as error:
-        raise SpecError(f"this machine's {about.name}: {error}; --gpu or --cluster FILE.yaml says what it is") from error
+        raise SpecError(
+            f"this machine's {about.name}: {error}; --gpu or --cluster FILE.yaml says what it is"
+        ) from error
     gpu = dataclasses.replace(gpu, memory_gib=about.total_memory / 2**30)
     inside = find_link(gpu.scale_up)
     if "nvlink" in inside.name and here > 1 and not _has_nvlink():
@@ -138,7 +140,7 @@ def _processors(count: int, per_node: int) -> Cluster:
     gpu = dataclasses.replace(
         base,
         name="cpu",
-        peaks={precision: rate for precision in ("fp32", "bf16", "fp16")},
+        peaks=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
         memory_gib=memory,
         bandwidth=1e10 * share,
         units=1,

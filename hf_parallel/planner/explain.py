@@ -52,7 +52,9 @@ def _hardware(p: Prediction) -> Iterable[str]:
 def _states(p: Prediction) -> Iterable[str]:
     per, stage = state_bytes(p.job, p.layout.zero_stage), p.layout.zero_stage
     peak = p.breakdown.memory
-    yield _title(f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB")
+    yield _title(
+        f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB"
+    )
     yield (
         f"states, bytes per parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer {per.optimizer:g}; "
         f"ZeRO-{stage} over {p.layout.shards} ranks divides {_divided(stage)} [arXiv:1910.02054, table 1]"

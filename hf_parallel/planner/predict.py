@@ -18,7 +18,7 @@ from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, rank_memo
 from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.own_engine import own_memory
 from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
-from hf_parallel.planner.step_time import StepTime, live_forwards, step_time
+from hf_parallel.planner.step_time import live_forwards, step_time
 from hf_parallel.planner.traffic import traffic
 
 

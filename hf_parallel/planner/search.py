@@ -21,8 +21,8 @@ from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.planner.advice import nothing_fits, warnings_about, why_not
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, known_precision
-from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.memory import GIB, fits, fullest
+from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.predict import Prediction, memory_of_ranks, predict_step
 from hf_parallel.planner.stages import make_stages, stages_of_rank
 from hf_parallel.planner.step_time import stage_times
@@ -430,4 +430,3 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> s
         least = min((choice for choice in variants if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
         chosen = _choice(goal, least.config, least.size, measure=True)
     return why_not(chosen, best[0] if best else None)
-

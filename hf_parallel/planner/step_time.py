@@ -20,7 +20,7 @@ from hf_parallel.planner.communication import Group, groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
-from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
+from hf_parallel.planner.stages import Stage, stages_of_rank
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
@@ -118,9 +118,7 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
     return count * (data + (0 if job.lora else gemm_seconds(gpu, job.precision, n, k, m)))
 
 
-def _attention(
-    gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool
-) -> float:
+def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
     flops = attention.flops(job.seq) * tokens / heads

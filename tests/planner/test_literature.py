@@ -2,15 +2,15 @@
 
 import pytest
 
+from hf_parallel.pipeline.orders import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
 from hf_parallel.planner.communication import groups, ring_factor
 from hf_parallel.planner.layout import Job, make_job
 from hf_parallel.planner.memory import GIB, StateBytes, activation_terms, kept_bytes, zero_states
 from hf_parallel.planner.model_shape import dense_block
-from hf_parallel.planner.step_time import live_forwards, one_f_one_b, pipeline_seconds
-from hf_parallel.pipeline.orders import order
-from hf_parallel.planner.traffic import traffic
 from hf_parallel.planner.stages import make_stages
+from hf_parallel.planner.step_time import live_forwards, one_f_one_b, pipeline_seconds
+from hf_parallel.planner.traffic import traffic
 
 LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
@@ -184,6 +184,8 @@ def test_model_flops_are_six_per_parameter_and_token():
 
 
 def test_mfu_is_flops_over_peak():
-    found = predict(model=GPT_175B, gpu="a100-80gb", layout={"tp": 8, "pp": 8}, seq=2048, micro_batch=1, global_batch=64)
+    found = predict(
+        model=GPT_175B, gpu="a100-80gb", layout={"tp": 8, "pp": 8}, seq=2048, micro_batch=1, global_batch=64
+    )
     flops = 3 * found.shape.forward_flops(2048, full_attention=True) * 2048 * 64
     assert found.mfu == pytest.approx(flops / found.step_time_s / 64 / 312e12)
