@@ -3,6 +3,7 @@
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
+    hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
 too. `doctor` and `plan` (`cli_plan.py`) start none and read a config only.
@@ -20,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hf_parallel import cli_plan
+from hf_parallel import cli_export, cli_plan
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 
 _OPTION = "--parallel"
@@ -40,6 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor(args)
     if args.command == "plan":
         return cli_plan.plan(args)
+    if args.command == "export":
+        return cli_export.export(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -106,6 +109,7 @@ def _top_parser() -> argparse.ArgumentParser:
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
+    cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
     return parser
 
 

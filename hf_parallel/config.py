@@ -61,6 +61,7 @@ class ParallelConfig:
     quantize_weights: bool = False
     quantize_gradients: bool = False
     attention: str = "auto"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pipeline_split", "profile_steps"):

@@ -14,6 +14,8 @@ The data rank comes from coordinates, never from `rank // n`: here the ranks of 
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +38,14 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     for axis, size in zip(reversed(AXES), reversed(axis_sizes(config)), strict=True):
         rank, place[axis] = divmod(rank, size)
     return {axis: place[axis] for axis in AXES}
+
+
+def rank_at(config: ParallelConfig, place: dict[str, int]) -> int:
+    """The rank at this place; an axis that is not named is 0. The inverse of `coordinates`."""
+    rank = 0
+    for axis, size in zip(AXES, axis_sizes(config), strict=True):
+        rank = rank * size + place.get(axis, 0)
+    return rank
 
 
 def data_rank(config: ParallelConfig, rank: int) -> int:
@@ -94,6 +104,14 @@ class ParallelMesh:
         """The process group of the ranks that differ from this one along `axis` alone."""
         return self.device_mesh.get_group(axis)
 
+    @functools.cached_property
+    def host_group(self) -> dist.ProcessGroup:
+        """All ranks, over host memory: for threads beside the training, whose groups they must not use.
+
+        Collective over all ranks at the first use.
+        """
+        return dist.new_group(backend="gloo")
+
     @property
     def data_rank(self) -> int:
         """Which share of the data this rank reads."""
@@ -113,6 +131,12 @@ class ParallelMesh:
     def is_last_stage(self) -> bool:
         """Does this rank hold the head and compute the loss?"""
         return self.index("pp") == self.config.rank_of_stage(self.config.pipeline_stages - 1)
+
+    def fork_random_state(self) -> contextlib.AbstractContextManager:
+        """In here random numbers may be drawn: afterwards those of this process's devices go on as before."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng([])
+        return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""

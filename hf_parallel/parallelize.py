@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,7 +50,12 @@ class ParallelState:
     model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
 
 
-def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: ParallelMesh | None = None) -> Any:
+def parallelize(
+    model: Any,
+    config: ParallelConfig | str | None = None,
+    mesh: ParallelMesh | None = None,
+    pack: Callable[[Any], None] | None = None,
+) -> Any:
     """Make `model` parallel in place over all processes and return the same object.
 
     Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
@@ -60,6 +65,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         model: with weights, which need not be equal on all ranks (rank 0's win), or on the meta device.
         config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
         mesh: reuse an existing mesh.
+        pack: called on the split model before it is sharded, to give it weights of another kind.
 
     Raises:
         SpecError: the layout cannot hold for this model or number of processes.
@@ -104,6 +110,8 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:
         model.to(mesh.device)
+    if pack is not None:
+        pack(model)
     for root, layers in roots:
         shard_data_parallel(model, root, layers, mesh)
     if config.tp_size > 1:
@@ -284,7 +292,7 @@ def _generate_without_cache(model: Any, state: ParallelState, *args: Any, **kwar
     seed = torch.randint(2**31, (1,)).to(state.mesh.device)
     for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
         dist.broadcast(seed, group=state.mesh.group(axis), group_src=0)
-    with torch.random.fork_rng():
+    with state.mesh.fork_random_state():
         torch.manual_seed(int(seed))
         return type(model).generate(model, *args, **kwargs, use_cache=False)
 

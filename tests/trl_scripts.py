@@ -51,9 +51,9 @@ def write_tokenizer(folder: str) -> None:
     fast.save_pretrained(folder)
 
 
-def write_model(folder: str, kind: str = "llama", classifier: bool = False) -> None:
+def write_model(folder: str, kind: str = "llama", classifier: bool = False, **changes: Any) -> None:
     """A tiny model with its tokenizer, in Hub format; with one score per sequence instead of a head if asked."""
-    model = models.build(kind, max_position_embeddings=128, eos_token_id=0, pad_token_id=1)
+    model = models.build(kind, max_position_embeddings=128, eos_token_id=0, pad_token_id=1, **changes)
     if classifier:
         torch.manual_seed(models.SEED)
         config = model.config
@@ -130,6 +130,16 @@ def script(name: str, flags: tuple[str, ...], root: str, out: str, spec: str | N
     return Outcome(recorder.logs, recorder.gradient_keys, out)
 
 
+def grpo(model: str, out: str, spec: str) -> None:
+    """A trainer that draws tokens while it trains."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    prompts = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
+    arguments = trl.GRPOConfig(out, report_to="none", bf16=False, use_cpu=True)
+    trl.GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), arguments, prompts)
+
+
 class Folder:
     """A folder with models, data and what the scripts write; references run once."""
 
@@ -144,10 +154,12 @@ class Folder:
     def _write_models(self) -> None:
         write_model(str(self.root / "llama"))
         write_model(str(self.root / "scores"), classifier=True)
+        write_model(str(self.root / "wide"), hidden_size=128, intermediate_size=256)
 
     def flags(self, name: str, data: str, flags: str) -> tuple[str, ...]:
         """The command line behind `trl NAME`."""
         model = "scores" if name == "reward" else "llama"
+        model = "wide" if "4bit" in flags else model
         where = ("--model_name_or_path", str(self.root / model), "--dataset_name", str(self.root / "data" / data))
         return (*where, *flags.replace("ROOT", str(self.root)).split())
 

@@ -51,6 +51,9 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
             )
         return
     if config.world_size == 1:
+        if config.async_save:
+            raise SpecError("async_save=true: one process saves as plain Trainer does; async_save=false works")
+        read_checkpoints()
         return  # one process: plain Trainer is already what was asked for
     runtime.start(config, source)
     from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists

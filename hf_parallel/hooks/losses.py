@@ -40,20 +40,35 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     state = runtime.parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
+    labels = inputs.get("labels")  # taken now: scripts take out of a batch what they have read
     if engine is None:
-        return _weighted(self, model, inputs, call(inputs))
+        return _weighted(self, model, labels, call(inputs))
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and self._rows_of_step is None
     plan = self._plans.get(tuple(inputs)) if trains else None
-    loss_of, quietly = lambda part: call(part)["loss"], functools.partial(_undone, self)
+    logged: list[dict] = []
+    quietly = functools.partial(_undone, self)
+
+    def loss_of(part: dict) -> torch.Tensor:
+        result = call(part)
+        logged.extend(result["logged"])
+        return result["loss"]
+
     if plan is not None and takes(plan, inputs, engine.config):
         self._per_token, self._targets = True, None
-        return run_plan(engine, plan, dict(inputs), loss_of, quietly)
+        loss = run_plan(engine, plan, dict(inputs), loss_of, quietly)
+        if plan.logs:
+            self.log(_told_mean(engine, logged))
+        return loss
     result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+    for logs in result["logged"]:
+        self.log(logs)
     if trains and tuple(inputs) not in self._plans:
         plan = self._plans[tuple(inputs)] = find_plan(engine, dict(inputs), made, loss_of, quietly)
+        if plan is not None:
+            plan.logs = bool(result["logged"])
         report.say(_verdict(plan, engine.config.pipeline_schedule))
-    return _weighted(self, model, inputs, result)
+    return _weighted(self, model, labels, result)
 
 
 def _verdict(plan: Plan | None, schedule: str) -> str:
@@ -65,7 +80,7 @@ def _verdict(plan: Plan | None, schedule: str) -> str:
 
 def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
     """What the script makes of a batch: its loss, the outputs beside it, and whether the loss is the model's own."""
-    former = self.args.average_tokens_across_devices
+    self._logged, former = [], self.args.average_tokens_across_devices
     self.args.average_tokens_across_devices = False  # our share of tokens holds that factor already
     try:
         result = own(model, inputs, *args, **kwargs)
@@ -74,14 +89,25 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
-    return {"loss": loss, "outputs": outputs, "models": state is not None and loss is state.model_loss}
+    models = state is not None and loss is state.model_loss
+    return {"loss": loss, "outputs": outputs, "models": models, "logged": self._logged}
 
 
-def _weighted(self: Any, model: Any, inputs: dict, result: dict) -> Any:
+def _told_mean(engine: Any, logged: list[dict]) -> dict:
+    """What the last stage logged for each micro-batch as one entry for the batch, on every stage."""
+    merged: dict[str, Any] = {}
+    for key in {key: None for logs in logged for key in logs}:
+        values = [logs[key] for logs in logged if key in logs]
+        merged[key] = sum(values) / len(values) if isinstance(values[0], int | float) else values[-1]
+    engine.tell(merged)
+    return merged
+
+
+def _weighted(self: Any, model: Any, labels: Any, result: dict) -> Any:
     """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
     loss, outputs = result["loss"], result["outputs"]
     real = self._rows_of_step if torch.is_grad_enabled() else None
-    averages, labels = self.args.average_tokens_across_devices, inputs.get("labels")
+    averages = self.args.average_tokens_across_devices
     self._per_token = labels is not None and averages and _is_per_token(self, model, result["models"])
     self._targets = None if self._per_token else _targets_of_own_mean(model, labels, result["models"])
     weight = real if self._targets is None else self._targets
@@ -128,6 +154,9 @@ def log(original: Callable) -> Callable:
 
     def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self.model)
+        if state is not None and state.mesh.session is not None:
+            self._logged.append(dict(logs))  # compute_loss runs on the last stage alone: the others log with it later
+            return
         if state is not None and state.pipeline is not None and is_own(self):
             state.pipeline.tell(logs)
         original(self, logs, *args, **kwargs)

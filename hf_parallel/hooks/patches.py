@@ -9,11 +9,16 @@ from hf_parallel.hooks import (
     accelerator,
     checkpoints,
     data,
+    four_bit,
     from_pretrained,
     loading,
     losses,
+    merging,
     peft,
+    peft_settings,
     resuming,
+    scaler,
+    states,
     trainer,
     trl,
 )
@@ -55,14 +60,15 @@ def all_patches() -> list[Patch]:
         Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
         Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
         # Accelerator: it must neither wrap nor move what is parallel already.
+        Patch("accelerate.accelerator:get_grad_scaler", scaler.get_grad_scaler, "ranks would skip steps apart"),
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
         Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
         Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),
         Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),
         Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
-        Patch(f"{_ACCELERATOR}.save_state", accelerator.refuse_state("save_state"), "writes shards over one another"),
-        Patch(f"{_ACCELERATOR}.load_state", accelerator.refuse_state("load_state"), "reads whole weights"),
+        Patch(f"{_ACCELERATOR}.save_state", states.save_state, "writes shards over one another"),
+        Patch(f"{_ACCELERATOR}.load_state", states.load_state, "reads whole weights"),
         # Trainer.
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
@@ -75,10 +81,13 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
         # Checkpoints.
+        Patch(f"{_TRAINER}.save_model", checkpoints.save_model, "before 5.23 saves adapters on rank 0 alone"),
         Patch(f"{_TRAINER}._save", checkpoints.save, "a plain module's shards are not a checkpoint"),
         Patch(f"{_TRAINER}._save_checkpoint", checkpoints.save_checkpoint, "writes where a crash leaves half of it"),
+        Patch(f"{_TRAINER}._finalize_training", checkpoints.finalize_training, "counts saves that go on"),
         Patch(f"{_TRAINER}._save_optimizer_and_scheduler", checkpoints.save_optimizer, "optimizer state is sharded"),
         Patch(f"{_TRAINER}._save_rng_state", checkpoints.save_rng_state, "ranks of one data rank write one file"),
+        Patch(f"{_TRAINER}._init_training_state", resuming.init_training_state, "repeats rows of a stream that ended"),
         Patch(f"{_TRAINER}._load_from_checkpoint", resuming.load_from_checkpoint, "reads whole weights"),
         Patch(f"{_TRAINER}._load_optimizer_and_scheduler", resuming.load_optimizer, "optimizer state is sharded"),
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
@@ -87,10 +96,23 @@ def all_patches() -> list[Patch]:
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
+        Patch("peft:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.utils.other:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", peft.first_magnitudes, "reads norms off shards"),
+        Patch("peft.utils.other:ModulesToSaveWrapper.update", peft.copy_module, "copies process groups and shards"),
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
-        Patch(f"{_TUNER}.merge_adapter", peft.refuse_merge("merge_adapter"), "adds whole to local weights"),
-        Patch(f"{_TUNER}._unload_and_optionally_merge", peft.refuse_merge("unload"), "leaves the base half changed"),
-        Patch(f"{_TUNER}.delete_adapter", peft.refuse_merge("delete_adapter"), "FSDP2 would keep what is deleted"),
+        Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
+        Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
+        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
+        Patch(
+            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        ),
+        Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
+        Patch(
+            f"{_TUNER}.delete_adapter",
+            peft_settings.refuse_deleting,
+            "FSDP2 would keep what is deleted",
+        ),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
         Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
         Patch(
@@ -102,6 +124,12 @@ def all_patches() -> list[Patch]:
             trl.torch_call,
             "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
             late=True,
+        ),
+        Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", late=True),
+        Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
+        *(
+            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
+            for kind in ("sft", "dpo", "kto", "reward")
         ),
         Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
@@ -125,4 +153,8 @@ def all_patches() -> list[Patch]:
 def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
     load = resuming.load_optimizer_without_layout
-    return [Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only")]
+    return [
+        Patch(f"{_TRAINER}.train", resuming.train_without_layout, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only"),
+        Patch(f"{_ACCELERATOR}.load_state", states.load_state_without_layout, "knows optimizer.bin only"),
+    ]

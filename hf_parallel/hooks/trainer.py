@@ -31,6 +31,7 @@ def init(original: Callable) -> Callable:
 
             args = TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
+        trl.check(self)
         if model is not None:
             bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
             _make_ready(model, bound.arguments.get("optimizers"))
@@ -80,7 +81,7 @@ def check_arguments(args: Any) -> None:
     config = runtime.mesh().config
     block = config.world_size // config.data_parallel_size
     refusals = [
-        (args.fp16, "fp16=True", "loss scaling over shards", "bf16=True"),
+        (args.fp16 and runtime.mesh().device.type == "cpu", "fp16=True", "loss scaling on CPUs", "bf16=True"),
         (bool(args.fsdp), f"fsdp={args.fsdp}", "a second sharding beside --parallel", "dp_shard in the spec"),
         (bool(args.deepspeed), "deepspeed", "a second engine beside --parallel", "dp_shard in the spec"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),

@@ -14,9 +14,13 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.pipeline.serving import served
+from hf_parallel.rewrite.layers import local
+from hf_parallel.rewrite.log_probs import Scaling, log_probs
+from hf_parallel.rewrite.vocab_parallel import first_row
 
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
@@ -26,6 +30,17 @@ _EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
 
 def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
+
+
+def check(trainer: Any) -> None:
+    """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
+    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    if kind is None or _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)):
+        return
+    why = "is not known to this version"
+    if hasattr(kind, "_generate"):
+        why = "generates while it trains: ranks of one model would draw other tokens and take other prompts"
+    raise SpecError(f"{kind.__name__} {why}; the trainers of `trl sft`, `trl dpo`, `trl kto` and `trl reward` work")
 
 
 def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
@@ -46,6 +61,68 @@ def reference_log_probs(original: Callable) -> Callable:
             return served(state.pipeline, dict(inputs), lambda: original(self, model, inputs))[0]
 
     return replacement
+
+
+def get_peft_model(original: Callable) -> Callable:
+    """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
+
+    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
+            model._hf_parallel_adapter_dtype = torch.bfloat16
+        return original(model, *args, **kwargs)
+
+    return replacement
+
+
+# ---- the head ------------------------------------------------------------------------------------------------------
+
+
+class NoTensor:
+    """Nothing is one. TRL gathers a head that is a DTensor; what it looks for is hidden from it."""
+
+
+def no_tensor(original: Any) -> type:
+    """For the name DTensor in TRL's module."""
+    return NoTensor
+
+
+def chunked_log_probs(original: Any) -> type:
+    """TRL's product of hidden states and head; over a head that is cut over tp, each rank takes its rows."""
+
+    class LogProbs:
+        """Stands in the place of TRL's autograd function."""
+
+        @staticmethod
+        def apply(
+            hidden: Any,
+            weight: Any,
+            bias: Any,
+            targets: Any,
+            temperature: float,
+            chunk_size: int,
+            softcap: float | None = None,
+            scale: float = 1.0,
+            wanted: tuple[str, ...] = (),
+        ) -> tuple:
+            """As TRL's `apply`."""
+            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+            if mesh is None or mesh.mesh_dim_names != ("tp",) or not _all_have_rows(weight):
+                weight, bias = (w.full_tensor() if isinstance(w, DTensor) else w for w in (weight, bias))
+                return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, wanted)
+            group, vocabulary = mesh.get_group(), weight.shape[0]
+            scaling = Scaling(temperature, softcap, scale)
+            parts = local(weight), local(bias), targets, group, first_row(vocabulary, group), vocabulary, scaling
+            scores = log_probs(hidden, *parts)
+            others = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+            return scores.log_probs, *(getattr(scores, name) if name in wanted else None for name in others)
+
+    return LogProbs
+
+
+def _all_have_rows(weight: DTensor) -> bool:
+    """A small vocabulary may leave the last ranks without any."""
+    ranks = weight.device_mesh.size()
+    return (ranks - 1) * -(-weight.shape[0] // ranks) < weight.shape[0]
 
 
 # ---- batches without padding ---------------------------------------------------------------------------------------

@@ -29,11 +29,12 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.anatomy import text_config
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import serving
-from hf_parallel.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
+from hf_parallel.pipeline.batches import Batch, count_targets, split_rows, tokens_of
 from hf_parallel.pipeline.elsewhere import Elsewhere
-from hf_parallel.pipeline.outputs import PipelineLoss, detached_node
+from hf_parallel.pipeline.outputs import PipelineLoss
 from hf_parallel.pipeline.recorder import Recorder
-from hf_parallel.pipeline.schedules import build_schedule, can_be_cut, micro_batch_count, predicted_bubble
+from hf_parallel.pipeline.scheduled import scheduled
+from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count, predicted_bubble
 from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype
 
 Handler = Callable[[Batch], Any]
@@ -82,10 +83,11 @@ class PipelineEngine:
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.adapters: Any = None  # reads and sets which adapters are on
+        self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.number = len(mesh.pipelines)
         mesh.pipelines.append(weakref.ref(self))
         self._width = text_config(model).hidden_size
-        self._schedules: dict[tuple, Any] = {}
+        self.schedules: dict[tuple, Any] = {}  # by number and shape of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -141,7 +143,7 @@ class PipelineEngine:
             batch = {"num_items_in_batch": count_targets(batch), **batch}
             parts = split_rows(batch, micro_batch_count(rows, self.config))
             run = functools.partial(self._own_loss, parts)
-            return PipelineLoss(loss=self.scheduled(len(parts), tokens_of(parts[0]), run))
+            return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
         return serving.served(self, batch, lambda: self._outputs(batch))[0]
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
@@ -165,15 +167,13 @@ class PipelineEngine:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
         self.recorder.start(self.group)
         yield
-        micro_batches = max((key[0] for key in self._schedules), default=1)
+        micro_batches = max((key[0] for key in self.schedules), default=1)
         layers = tuple(self.layers_per_stage)
-        predicted = predicted_bubble(self.config, layers, micro_batches) if self._schedules else None
+        predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, Any]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
-        if self._view is not None:
-            raise NotImplementedError("hf_parallel: log from outside compute_loss, which the last stage runs alone")
         told: list[Any] = [values]
         dist.broadcast_object_list(told, group=self.group, group_src=self.last_rank)
         values.update(told[0])
@@ -266,58 +266,6 @@ class PipelineEngine:
         switched = contextlib.nullcontext() if self.adapters is None else self.adapters.as_in(call.adapters)
         with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False), switched:
             yield
-
-    # ---- scheduled ---------------------------------------------------------------------------------------------
-
-    def scheduled(
-        self, count: int, tokens: torch.Tensor, run: Callable[[StageView, torch.Tensor | None, int], Any]
-    ) -> torch.Tensor:
-        """Run all forward and backward passes now; the returned loss hands the gradients over in its backward.
-
-        Args:
-            count: of micro-batches.
-            tokens: of one of them.
-            run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
-        """
-        schedule = self._schedule_for(count, tokens)
-        losses: list[torch.Tensor] = []
-        index = torch.arange(count)
-        with self._autocast_per_stage() as autocast, fresh_gradients(self.trainable()) as fresh:
-
-            def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
-                with autocast():
-                    return run(view, hidden, i)
-
-            try:
-                for view, stage in zip(self.views, self.stages, strict=True):
-                    stage.work = functools.partial(work, view)
-                schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
-            finally:
-                for stage in self.stages:
-                    stage.work = None
-        loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
-        loss = loss.to(self.mesh.device)
-        dist.broadcast(loss, group=self.group, group_src=self.last_rank)
-        return detached_node([loss], lambda gradients: self.accumulate(fresh, gradients[0]))[0]
-
-    def _schedule_for(self, micro_batches: int, tokens: torch.Tensor) -> Any:
-        boundary = self.boundary(tokens, "meta").requires_grad_()
-        key = (micro_batches, *boundary.shape, boundary.dtype)
-        if key not in self._schedules:
-            modules: dict[int, nn.Module] = {v.index: s for v, s in zip(self.views, self.stages, strict=True)}
-            self._schedules[key] = build_schedule(
-                modules, self.config, self.group, self.mesh.device, micro_batches, boundary, self.recorder
-            )
-        return self._schedules[key]
-
-    @contextlib.contextmanager
-    def _autocast_per_stage(self) -> Iterator[Callable[[], Any]]:
-        """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
-        kind = self.mesh.device.type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False):
-            # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
-            yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 

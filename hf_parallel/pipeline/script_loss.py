@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.pipeline.batches import Batch, count_targets, row_count, split_examples, tokens_of
+from hf_parallel.pipeline.scheduled import scheduled
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count
-from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe
+from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe, free
 from hf_parallel.pipeline.stages import LeaveAtExit
 
 _OTHERWISE = (
@@ -53,6 +54,7 @@ class Plan:
 
     calls: list[Call]
     cut: Cut
+    logs: bool = False  # does it log, too?
 
     @property
     def main(self) -> int:
@@ -82,7 +84,7 @@ def find_plan(engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietl
     if not engine.last:
         verdicts.fill_(1)
     elif suits:
-        with quietly(), torch.random.fork_rng(), counted(engine, batch):
+        with quietly(), engine.mesh.fork_random_state(), counted(engine, batch):
             Session(engine).run(lambda: verdicts.copy_(_verdicts(engine, batch, made, loss_of)))
     dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
@@ -211,7 +213,7 @@ def run_plan(engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quie
             session.check_end()
             return loss / count if cut.mean else loss
 
-        return engine.scheduled(count, tokens_of(calls[0].arguments(parts[0], device)), run)
+        return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
 def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> list[Any]:
@@ -219,12 +221,14 @@ def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> li
     if call.grad or plan.is_repeated(call):
         return [None] * count
     session, other = Serving(engine, batch), engine.mesh.pipelines[call.model]()
-    if not engine.last:
-        session.forward(call, batch)
-        return [None] * count
-    with session.active():
-        output = session.within(other, lambda: session.forward(call, batch))
-    return _picked(output, count, plan.cut.rows, row_count(batch))
+    if engine.last:
+        with session.active():
+            output = session.within(other, lambda: session.forward(call, batch))
+    else:
+        output = session.forward(call, batch)
+    if other is not engine:
+        free(other)
+    return _picked(output, count, plan.cut.rows, row_count(batch)) if engine.last else [None] * count
 
 
 def _main_calls(

@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
 from hf_parallel.pipeline.outputs import detached_node, share
@@ -50,7 +50,7 @@ class Call:
     @property
     def has_tensors(self) -> bool:
         """Did the script make tensors of its own for it?"""
-        return any(torch.is_tensor(value) for value in self.kwargs.values())
+        return any(torch.is_tensor(value) for value in tree_leaves(self.kwargs))
 
     def arguments(self, batch: Batch, device: torch.device) -> Batch:
         """The arguments on a stage that has this batch."""
@@ -64,7 +64,7 @@ class Call:
 
 
 def _without_tensors(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.Tensor if torch.is_tensor(value) else value for key, value in kwargs.items()}
+    return tree_map(lambda value: torch.Tensor if torch.is_tensor(value) else value, kwargs)
 
 
 @dataclass
@@ -189,9 +189,24 @@ def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, l
     result = session.drive(script) if engine.last else session.serve()
     rebuilt, tensors = share(result, engine.group, engine.last_rank, engine.mesh.device)
     values = [tensor.detach() for tensor in tensors]
+    for other in {id(made.engine): made.engine for made in session.made}.values():
+        if other is not engine:
+            free(other)
     if grad:
         values = detached_node(values, lambda gradients: session.backward(parameters, tensors, gradients))
+    else:
+        free(engine)
     return rebuilt(values), session.made
+
+
+def free(engine: Any) -> None:
+    """Without a backward pass nothing else frees gathered weights, and `parameters()` would show plain tensors.
+
+    After all that was asked, not after each pass through a stage: data ranks with fewer rows make fewer passes.
+    """
+    for module in engine.stages.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def describe(engine: Any, kwargs: Batch, batch: Batch) -> Call:

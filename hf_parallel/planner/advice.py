@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hf_parallel.planner.memory import GIB
+
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
 LARGE_BATCH = 16e6
@@ -41,8 +43,9 @@ def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
     if prediction.job.micro_batch * goal.seq < 1024:
         yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
-    if prediction.memory_gib > 0.92 * cluster.gpu.memory_gib:
-        yield f"{prediction.memory_gib:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
+    needed = max(rank.needed for rank in prediction.breakdown.ranks) / GIB
+    if needed > 0.92 * cluster.gpu.memory_gib:
+        yield f"needs {needed:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
 
 
 def _share(prediction: Any, kind: str) -> float:

@@ -83,7 +83,10 @@ class TooLarge:
 
 
 def variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choice | TooLarge]:
-    """Growing micro-batches up to the first that is too large; with checkpointing only if none fits without."""
+    """Growing micro-batches; with checkpointing only if none fits without.
+
+    A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
+    """
     share = goal.share(config)
     for recompute in ("none", "full"):
         fitted = False
@@ -92,9 +95,7 @@ def variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choic
             if choice is None:
                 continue
             yield choice
-            if isinstance(choice, TooLarge):
-                break
-            fitted = True
+            fitted = fitted or isinstance(choice, Choice)
         if fitted:
             return
 

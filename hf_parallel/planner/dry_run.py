@@ -35,6 +35,7 @@ from hf_parallel.anatomy import backbone_plan
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.parallelize import parallelize, state_of, transformer_blocks, with_schedule
+from hf_parallel.pipeline.schedules import micro_batch_count
 from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
 from hf_parallel.planner.ledger import Traffic
 from hf_parallel.planner.observe import Communication, Observed, observe
@@ -100,7 +101,7 @@ def dry_run(
         rows: of one call of the model on one data rank; a pipeline cuts them into micro-batches.
         accumulation: calls per optimizer step.
         precision: "bf16" and "fp32": of the weights and all else; "mixed": fp32 weights under autocast to bf16.
-        whole: run all layers, even if they are equal.
+        whole: run all layers and micro-batches, even if they are equal.
         layers: as if the model had only so many.
 
     Raises:
@@ -120,12 +121,7 @@ def dry_run(
     shorten = not whole and stack is not None and _alike(stack)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
     run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision)
-    base = run.observe(fewest)
-    total = copy.deepcopy(base)
-    for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
-        if want > have:
-            more = run.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
-            _extend(total, base, more, want - have)
+    total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
     return DryRun(
         rank,
         coordinates(config, rank),
@@ -189,6 +185,16 @@ class _Run:
     accumulation: int
     optimizer: str
     precision: str
+
+    def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
+        """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
+        base = self.observe(fewest)
+        total = copy.deepcopy(base)
+        for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
+            if want > have:
+                more = self.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
+                _extend(total, base, more, want - have)
+        return total
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
         """With so many layers on each of this rank's stages; other ranks' stages get one each."""
@@ -275,11 +281,35 @@ def _taken_for_real() -> Iterator[None]:
         import_utils.is_fake_tensor = original
 
 
-# ---- more layers ---------------------------------------------------------------------------------------------------
+# ---- more layers, more micro-batches -----------------------------------------------------------------------------
+
+
+def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
+    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same."""
+    ranks = run.config.pp_size
+    asked = micro_batch_count(run.rows, run.config) if ranks > 1 else 1
+    few = 2 * ranks + asked % ranks
+    if ranks == 1 or asked <= few + ranks:
+        return run.continued(fewest, counts)
+    one, two = (
+        dataclasses.replace(
+            run,
+            config=dataclasses.replace(run.config, pipeline_microbatches=count),
+            rows=run.rows // asked * count,
+        ).continued(fewest, counts)
+        for count in (few, few + ranks)
+    )
+    total = Observed([Counter(one.peak)], Counter(one.kept), copy.deepcopy(one.communication))
+    _extend(total, _fullest(one), _fullest(two), (asked - few) // ranks)
+    return total
+
+
+def _fullest(seen: Observed) -> Observed:
+    return dataclasses.replace(seen, peaks=[seen.peak])
 
 
 def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
-    """Add what one further layer adds, `times` times."""
+    """Add what one further layer, or round of micro-batches, adds: `times` times."""
     for whole, one, two in zip(total.peaks, base.peaks, more.peaks, strict=True):
         _add(whole, one, two, times)
     _add(total.kept, base.kept, more.kept, times)

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_parallel.planner.communication import ring_factor
-from hf_parallel.planner.memory import HABITS, activation_terms, fullest, kept_bytes, state_bytes
+from hf_parallel.planner.memory import HABITS, StateBytes, activation_terms, fullest, kept_bytes, state_bytes
 from hf_parallel.planner.model_shape import distinct
+from hf_parallel.planner.own_engine import own_moments
 from hf_parallel.planner.stages import make_stages, stages_of_rank
 
 if TYPE_CHECKING:
@@ -52,6 +53,9 @@ def _hardware(p: Prediction) -> Iterable[str]:
 
 def _states(p: Prediction) -> Iterable[str]:
     per, stage = state_bytes(p.job, p.layout.zero_stage), p.layout.zero_stage
+    own = p.job.engine == "hf_parallel"
+    if own:  # all states have the weights' dtype, gradients are reduced once
+        per = StateBytes(p.job.width, p.job.width, own_moments(p.job))
     peak = p.breakdown.memory
     yield _title(
         f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB"
@@ -60,6 +64,8 @@ def _states(p: Prediction) -> Iterable[str]:
         f"bytes per parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer {per.optimizer:g}; "
         f"ZeRO-{stage} over {p.layout.shards} ranks divides {_divided(stage)} [arXiv:1910.02054, table 1]"
     )
+    if own:
+        yield "gathered: weights that FSDP2 holds whole, and gradients between micro-batches [docs/dry_run.md]"
     for kind, size in peak.items():
         if size >= 0.005:
             yield f"  {kind:<24}{size:8.2f} GiB"

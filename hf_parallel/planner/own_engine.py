@@ -58,9 +58,8 @@ class _Rank:
     # ---- states --------------------------------------------------------------------------------------------------
 
     def _states(self) -> dict[str, float]:
-        per_moment = {"adamw": 2.0 * self.width, "adamw_8bit": 2.0, "sgd": 0.0, "sgd_momentum": 1.0 * self.width}
         mine = self.parameters / self.shards
-        moments = mine * self.trained * per_moment[self.job.optimizer]
+        moments = mine * self.trained * own_moments(self.job)
         return {"weights": mine * self.width, "optimizer": moments if self.job.offload == "none" else 0.0}
 
     @property
@@ -131,6 +130,11 @@ class _Rank:
         block = max((block for stage in self.stages for block, _ in stage.counts), key=lambda block: block.inner)
         kept = kept_of(block, self.shape, self.layout, whole)
         return self.tokens * (kept + 2 * self.width * block.inner / self.layout.tp)
+
+
+def own_moments(job: Job) -> float:
+    """Bytes per parameter of the optimizer's state, which has the weights' dtype unless it is an 8-bit one."""
+    return {"adamw": 2.0 * job.width, "adamw_8bit": 2.0, "sgd": 0.0, "sgd_momentum": 1.0 * job.width}[job.optimizer]
 
 
 def parameters_of(block: Block, shape: ModelShape, layout: Layout) -> float:

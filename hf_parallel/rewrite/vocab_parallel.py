@@ -174,6 +174,10 @@ class GatheredWhenRead:
         value = super().__getattribute__(name)
         return self._whole(name, value) if isinstance(value, DTensor) else value
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Elsewhere a plain output."""
+        return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
+
     def _whole(self, key: str, value: DTensor) -> torch.Tensor:
         whole = value.full_tensor()
         self[key] = whole  # type: ignore[index]

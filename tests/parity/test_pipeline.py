@@ -36,6 +36,11 @@ def test_several_stages_per_rank(runs, spec, schedule):
     runs.check(Script().with_accumulation(2), f"{spec},pipeline_schedule={schedule}")
 
 
+@on(["1f1b", "zbv_zero_bubble"], "pp=2")
+def test_four_batches_per_step(runs, spec, schedule):
+    runs.check(Script().with_accumulation(4), f"{spec},pipeline_schedule={schedule}")
+
+
 @on(SCHEDULES, "pp=4")
 def test_uneven_stages(runs, spec, schedule):
     """Ten layers on four ranks; a batch of eight rows, then six that some schedules cannot cut."""
@@ -162,6 +167,8 @@ def test_profiled_step_is_drawn(runs):
     picture = drawn.read_text()
     assert "1f1b" in picture
     assert "measured" in picture
+    for kind in ("forward", "backward", "communication"):
+        assert f'class="box {kind}"' in picture
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests import models
 from tests.distributed import run, run_alone
@@ -62,7 +62,7 @@ class MonitoredLoss(Trainer):
         labels = inputs["labels"][:, 1:].flatten()
         loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
         with torch.no_grad():
-            self.entropy = model(input_ids=inputs["input_ids"]).logits.softmax(-1).std().item()
+            self.log({"spread": model(input_ids=inputs["input_ids"]).logits.std(-1).mean().item()})
         loss = loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
@@ -81,6 +81,17 @@ TRAINERS = {
     "monitored": MonitoredLoss,
     "gpt2": Trainer,
 }
+
+
+class Spreads(TrainerCallback):
+    """Keeps what MonitoredLoss logs, as further entries."""
+
+    def __init__(self, logs):
+        self.logs = logs
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "spread" in logs:
+            self.logs.append({"loss": logs["spread"], "grad_norm": logs["spread"]})
 
 
 def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
@@ -104,6 +115,8 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
     else:
         trainer = TRAINERS[kind]
         trainer = trainer(model, arguments, train_dataset=data, eval_dataset=Rows(5, 12), callbacks=[recorder])
+        if kind == "monitored":
+            trainer.add_callback(Spreads(recorder.logs))
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
         recorder.logs.append({"loss": evaluated, "grad_norm": evaluated})
@@ -126,7 +139,7 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
 def test_same_numbers_as_one_process(kind, spec, tmp_path, capfd):
     reference = run_alone(train, None, kind, str(tmp_path / "one"))
     for logs in run(train, axes(spec)["world"], spec, kind, str(tmp_path / "many"), init=False):
-        assert len(logs) == len(reference) == (3 if kind == "optimizer" else 4)  # the last one is an evaluation
+        assert len(logs) == len(reference) == {"optimizer": 3, "monitored": 8}.get(kind, 4)  # the last: an evaluation
         for ours, theirs in zip(logs, reference, strict=True):
             none([line for key in ("loss", "grad_norm") for line in close(key, ours[key], theirs[key], 1e-5)])
     if "pp=" in spec and kind not in ("gpt2", "optimizer"):

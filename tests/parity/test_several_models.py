@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
@@ -105,6 +106,9 @@ def prefer(spec, folder, out, kind, rows=22):
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
     recorder.logs.append({"loss": evaluated, "grad_norm": evaluated})
+    if spec and "dp_shard" in spec:  # nobody may find gathered weights after an evaluation
+        every = [*model.parameters(), *(reference.parameters() if reference is not None else ())]
+        assert all(isinstance(parameter, DTensor) for parameter in every)
     return recorder.logs, recorder.gradient_keys
 
 

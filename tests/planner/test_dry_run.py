@@ -36,8 +36,7 @@ def planned(name, spec, rank, accumulation=1, **options):
 CASES = [
     ("llama", "dp_shard=4", 1),
     ("llama", "dp_replicate=2,dp_shard=2", 2),
-    ("llama", "tp=2,dp_shard=2,activation_checkpointing=full", 1),
-    ("gpt2", "tp=4,sequence_parallel=false", 1),
+    ("gpt2", "tp=2,dp_shard=2,activation_checkpointing=full", 1),
     ("qwen3", "pp=2,tp=2,pipeline_microbatches=4", 1),
     ("llama", "pp=2,dp_shard=2,pipeline_microbatches=4,pipeline_schedule=interleaved_zero_bubble", 1),
 ]
@@ -81,9 +80,15 @@ def test_fullest_moment_is_what_the_allocator_reports():
     "spec", ["dp_shard=4,activation_checkpointing=full", "pp=2,dp_shard=2,pipeline_microbatches=2"]
 )
 def test_more_layers_are_a_straight_line(spec):
-    """Three and four layers tell what sixteen do."""
-    sizes = {"num_hidden_layers": 16}
+    """Three and four layers tell what ten do."""
+    sizes = {"num_hidden_layers": 10}
     few, all_ = (run_alone(planned, "llama", spec, 1, sizes=sizes, whole=whole) for whole in (False, True))
+    assert few == all_
+
+
+def test_more_micro_batches_are_a_straight_line():
+    spec = "pp=2,dp_shard=2,pipeline_microbatches=12,pipeline_schedule=interleaved_1f1b"
+    few, all_ = (run_alone(planned, "llama", spec, 1, rows=12, seq=8, whole=whole) for whole in (False, True))
     assert few == all_
 
 

@@ -70,7 +70,7 @@ def test_nothing_fits():
 def test_why_not():
     found = searched(LLAMA_70B, gpus=64, network="ethernet-25g", gpu="h100-80gb", global_batch=256)
     reasons = dict(found.why_not)
-    assert "ethernet-25g" in reasons["ZeRO-3 over all GPUs (dp_shard=64)"]
+    assert "ethernet-25g" in reasons["ZeRO-3 over all GPUs (dp_shard=64)"], reasons
     assert "needs" in reasons["plain data parallelism (dp_replicate=64,dp_shard=1)"]
     assert found.choices[0].config.pp_size > 1
 

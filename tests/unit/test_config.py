@@ -22,6 +22,7 @@ VALUES = {
     "quantize_weights": ("false", False),
     "quantize_gradients": ("false", False),
     "attention": ("eager", "eager"),
+    "async_save": ("true", True),
 }
 
 
