@@ -254,7 +254,7 @@ def pipeline_seconds(
 
 
 def pace_of_1f1b(busy: list[float], sending: float) -> float:
-    """Seconds per micro-batch in the long run: ranks r to q hold q - r + 1 of them, each on its way through them all."""
+    """Seconds per micro-batch in the long run: ranks r to q hold q - r + 1 of them, each on its way through them."""
     sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
     return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
 
