@@ -188,8 +188,8 @@ def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
 
     def accept(layout: ParallelConfig) -> bool:
         # How many data ranks there are beyond one makes no difference to a model.
-        sizes = {"dp_replicate_size": 1, "dp_shard_size": min(2, layout.data_parallel_size)}
-        small = dataclasses.replace(layout, **sizes)
+        data = min(2, layout.data_parallel_size)
+        small = dataclasses.replace(layout, dp_replicate_size=1, dp_shard_size=data)
         if small not in known:
             known[small] = not examine(model, small, small.world_size).problems
         return known[small]
