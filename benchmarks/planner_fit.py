@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import random
 import statistics
@@ -103,14 +102,8 @@ def _as_1f1b(layout: Layout, job: Job, stages: list[tuple[float, float]], sendin
     if layout.pp == 1:
         return job.micro_batches * busy[0], 0.0
     one_way = sum(busy) / layout.virtual_stages + 2 * (layout.pp - 1) * sending
-    pace = _pace(busy, sending) if layout.virtual_stages == 1 else max(busy)
+    pace = step_time.pace_of_1f1b(busy, sending) if layout.virtual_stages == 1 else max(busy)
     return one_way + (job.micro_batches - 1 / layout.virtual_stages) * pace, 0.0
-
-
-def _pace(busy: list[float], sending: float) -> float:
-    """Seconds per micro-batch of 1F1B: ranks r to q hold q - r + 1 of them, each on its way through those ranks."""
-    sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
-    return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
 
 
 def _weights(rows: list[published.Row]) -> list[float]:

@@ -11,6 +11,7 @@ docs/planner.md has the numbers, their sources and the measured accuracy.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -235,18 +236,27 @@ def pipeline_seconds(
     """Duration of all micro-batches, and which part of it is bubble.
 
     The schedule is simulated with the real times of its stages and of what they send. Long runs are continued at the
-    pace between two short ones: under 1F1B a round trip to the next stage is part of every micro-batch's time.
+    pace that they come to: under 1F1B a round trip to the next stage is part of every micro-batch's time.
     """
     count, p = job.micro_batches, layout.pp
     busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
     if p == 1:
         return count * busy[0], 0.0
-    simulated = simulated_batches(layout, job)
+    simulated = min(count, p) if layout.schedule == "1f1b" else simulated_batches(layout, job)
     duration = _simulated(layout, stages, sending, simulated)
     if count > simulated:
-        pace = (duration - _simulated(layout, stages, sending, simulated - p)) / p
+        if layout.schedule == "1f1b":
+            pace = pace_of_1f1b(busy, sending)
+        else:
+            pace = (duration - _simulated(layout, stages, sending, simulated - p)) / p
         duration += (count - simulated) * max(pace, *busy)
     return duration, 1 - count * sum(busy) / (p * duration)
+
+
+def pace_of_1f1b(busy: list[float], sending: float) -> float:
+    """Seconds per micro-batch in the long run: ranks r to q hold q - r + 1 of them, each on its way through them."""
+    sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
+    return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
 
 
 def _simulated(layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int) -> float:
