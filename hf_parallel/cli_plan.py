@@ -71,6 +71,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def _plan_model(args: argparse.Namespace) -> int:
+    from hf_parallel.hooks.auto import accepted
     from hf_parallel.planner.report import show, write_specs
     from hf_parallel.planner.search import search
 
@@ -86,6 +87,7 @@ def _plan_model(args: argparse.Namespace) -> int:
         rows=args.rows,
         memory_gib=args.memory,
         top=_positive("--top", args.top),
+        accept=None if isinstance(model, dict) else accepted(model),
         expected=args.parallel,
     )
     if args.json:

@@ -8,6 +8,7 @@ else from the script's command line. Which of several models comes first decides
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -161,7 +162,7 @@ def _best(config: Any) -> tuple[str, list[str]]:
         precision=batch["precision"],
         optimizer=batch["optimizer"],
         top=3,
-        accept=_accepted(config),
+        accept=accepted(config),
     )
     if not found.choices:
         raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
@@ -177,13 +178,23 @@ def _best(config: Any) -> tuple[str, list[str]]:
     return found.choices[0].config.to_spec(), lines
 
 
-def _accepted(config: Any) -> Callable[[ParallelConfig], bool]:
+def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
     """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
     from hf_parallel.doctor import examine
     from hf_parallel.planner.model_count import build_on_meta
 
     model = build_on_meta(config)
-    return lambda layout: not examine(model, layout, layout.world_size).problems
+    known: dict[ParallelConfig, bool] = {}
+
+    def accept(layout: ParallelConfig) -> bool:
+        # How many data ranks there are beyond one makes no difference to a model.
+        data = min(2, layout.data_parallel_size)
+        small = dataclasses.replace(layout, dp_replicate_size=1, dp_shard_size=data)
+        if small not in known:
+            known[small] = not examine(model, small, small.world_size).problems
+        return known[small]
+
+    return accept
 
 
 def local_world_size() -> int:

@@ -22,7 +22,7 @@ from hf_parallel.planner.memory import GIB, HABITS, RankMemory, activation_terms
 from hf_parallel.planner.model_shape import Block, ModelShape
 from hf_parallel.planner.stages import Stage
 
-_MANY = 256  # rows
+_MANY = 65536  # tokens
 _LOGIT_BYTES, _SPLIT_LOGIT_BYTES = 12.0, 10.0
 
 
@@ -164,7 +164,7 @@ def _copies_of_shared_heads(block: Block, layout: Layout, job: Job) -> float:
     return 4 * job.width * sum(more) / layout.tp
 
 
-def count_activations(shape: ModelShape, model: Any, precision: str, seq: int = 256) -> ModelShape:
+def count_activations(shape: ModelShape, model: Any, precision: str) -> ModelShape:
     """The shape with what its blocks really keep for their backward, from two dry runs of one process.
 
     Models whose layers differ stay as they are: for them the formula holds.
@@ -174,8 +174,9 @@ def count_activations(shape: ModelShape, model: Any, precision: str, seq: int = 
     if len(set(shape.blocks)) != 1 or shape.layers < 2 or precision not in ("bf16", "fp32"):
         return shape
     # So many tokens that nothing but activations decides when memory is fullest; fake ones cost nothing.
-    given: dict[str, Any] = {"rows": _MANY, "seq": seq, "precision": precision, "optimizer": "sgd"}
+    seq = 256 if shape.blocks[0].attentions else 8  # a recurrence may go token by token
+    given: dict[str, Any] = {"rows": _MANY // seq, "seq": seq, "precision": precision, "optimizer": "sgd"}
     runs = [dry_run(model, "dp_shard=1", layers=layers, **given) for layers in (2, 3)]
-    kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / (_MANY * seq)
+    kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / _MANY
     block = dataclasses.replace(shape.blocks[0], kept=((precision, kept),))
     return dataclasses.replace(shape, blocks=(block,) * shape.layers)
