@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import ParallelConfig
+from hf_parallel.hooks import rendezvous
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import ParallelState, default_device, state_of
 
@@ -47,7 +48,7 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
     from accelerate import PartialState
 
-    PartialState(cpu=not torch.accelerator.is_available())
+    PartialState(cpu=not torch.accelerator.is_available(), **rendezvous.own_store())
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), owns, environment)
     _quiet_other_ranks()
     return _current
