@@ -9,7 +9,7 @@
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
-EXTRAS      ?= dev,data,lora
+EXTRAS      ?= dev,data,lora,qlora,trl
 PYTEST_ARGS ?=
 VENV        := .venv
 BIN         := $(VENV)/bin

@@ -2,9 +2,9 @@
 
     python benchmarks/pipeline.py [--ranks 4] [--micro-batches 8] [--milliseconds 100] [--pictures FOLDER]
 
-Every stage sleeps for a known time in its forward, for the gradient of its input and for that of its weights, so the
-result does not depend on how many cores there are (but a machine with other work to do wakes sleepers late: give it
-more milliseconds). Fails if a measured bubble is more than 10 % off its formula:
+Every layer of a model sleeps for a known time in its forward, for the gradient of its input and for that of its
+weights, so the result does not depend on how many cores there are (but a machine with other work to do wakes sleepers
+late: give it more milliseconds). Fails if a measured bubble is more than 10 % off its formula:
 (p - 1) / (m + p - 1) of the duration for GPipe and 1F1B, (p - 1) / (v m + p - 1) for v stages on each rank; the
 zero-bubble schedules must stay below the latter.
 """
@@ -16,7 +16,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import get_schedule_class
 
-from hf_parallel.pipeline.orders import SIMPLEST_FIRST, flat, order, virtual_stages
+from hf_parallel import parallelize
+from hf_parallel.config import LOOPED_SCHEDULES
+from hf_parallel.pipeline.orders import SIMPLEST_FIRST, order, virtual_stages
 from hf_parallel.pipeline.picture import write
-from hf_parallel.pipeline.recorder import Recorder
 from hf_parallel.pipeline.timeline import Timeline, layer_costs, simulate
 from tests.distributed import run
 
@@ -51,7 +50,7 @@ class Setting:
 
     def costs(self, stages: int) -> list[list[float]]:
         """Seconds of forward, input gradient and weight gradient per stage."""
-        return [[self.seconds * cost for cost in costs] for costs in layer_costs([1] * stages)]
+        return [[self.seconds * cost for cost in costs] for costs in zip(*layer_costs([1] * stages), strict=True)]
 
     def formula(self, virtual: int) -> float:
         """The bubble as a part of the duration, where every backward is whole."""
@@ -69,7 +68,7 @@ class Sleeper(nn.Module):
         self.weight = nn.Parameter(torch.zeros(1))
         self.seconds = seconds
 
-    def forward(self, arriving: torch.Tensor) -> torch.Tensor:
+    def forward(self, arriving: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sleep, and hand on what arrived."""
         forward, by_input, by_weight = self.seconds
         time.sleep(forward)
@@ -107,43 +106,34 @@ def awake(stages: Collection[Sleeper]) -> Iterator[None]:
 # ---- running a schedule ------------------------------------------------------------------------------------------
 
 
-def torch_pipeline(
-    name: str, modules: dict[int, Sleeper], stages: int, micro_batches: int, recorder: Recorder
-) -> Callable[[], None]:
-    """One step of this rank under torch's own schedule. The one function to replace to measure another engine."""
-    group, single = dist.group.WORLD, len(modules) == 1
-    local = [PipelineStage(m, i, stages, torch.device("cpu"), *_boundary(i), group=group) for i, m in modules.items()]
-    for stage in local:
-        recorder.watch(stage)
-    make = get_schedule_class(name.replace("_", ""))
-    schedule = make(
-        local[0] if single else local, micro_batches, loss_fn=lambda output, target: output.sum(), scale_grads=False
+def sleeping_model(name: str, setting: Setting) -> Any:
+    """A Llama whose layers sleep, one for each stage, made parallel as a user's model is."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    stages = setting.ranks * virtual_stages(name)
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1, "vocab_size": 8, "use_cache": False}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=stages, **small)).train()
+    for stage, costs in enumerate(setting.costs(stages)):
+        model.model.layers[stage] = Sleeper(list(costs))
+    several = f",pipeline_virtual_stages={virtual_stages(name)}" if name in LOOPED_SCHEDULES else ""
+    ones = ",".join("1" * stages)
+    return parallelize(
+        model,
+        f"pp={setting.ranks},pipeline_schedule={name},pipeline_microbatches={setting.micro_batches}{several},"
+        f"pipeline_split=[{ones}]",
     )
-    rows = torch.arange(micro_batches, dtype=torch.float32).view(-1, 1)
-    inputs = (rows,) if 0 in modules else ()
-    return lambda: schedule.step(*inputs, target=rows, losses=[], return_outputs=False)
-
-
-def _boundary(stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Meta tensors of what enters and leaves a stage: with them torch runs no inference of its own."""
-    row = torch.empty(1, 1, device="meta", requires_grad=True)
-    return (row.detach() if stage == 0 else row), row
 
 
 def measure(name: str, setting: Setting) -> Timeline:
     """The fastest step of one schedule: whatever disturbs a step makes it longer."""
-    virtual = virtual_stages(name)
-    stages = setting.ranks * virtual
-    recorder = Recorder(torch.device("cpu"))
-    own = {a.stage for a in flat(order(name, setting.ranks, virtual, setting.micro_batches)[dist.get_rank()])}
-    modules = {stage: Sleeper([costs[stage] for costs in setting.costs(stages)]) for stage in sorted(own)}
-    step = torch_pipeline(name, modules, stages, setting.micro_batches, recorder)
-    with awake(modules.values()):
-        step()  # opens the connections
+    model = sleeping_model(name, setting)
+    recorder, tokens = model._hf_parallel.pipeline.recorder, torch.zeros(setting.micro_batches, 4, dtype=torch.long)
+    with awake([layer for layer in model.modules() if isinstance(layer, Sleeper)]):
+        model(input_ids=tokens, labels=tokens)  # opens the connections
     timelines = []
     for _ in range(setting.steps):
         recorder.start(dist.group.WORLD)
-        step()
+        model(input_ids=tokens, labels=tokens)
         timelines.append(recorder.gather(dist.group.WORLD))
     return min(timelines, key=lambda timeline: timeline.duration)
 
@@ -152,7 +142,7 @@ def compare(name: str, setting: Setting, pictures: Path | None) -> bool:
     """Print one row of the table; is the measured bubble what it should be?"""
     virtual = virtual_stages(name)
     actions = order(name, setting.ranks, virtual, setting.micro_batches)
-    simulated = simulate(actions, *setting.costs(setting.ranks * virtual)).bubble
+    simulated = simulate(actions, *zip(*setting.costs(setting.ranks * virtual), strict=True)).bubble
     timeline = run(measure, setting.ranks, name, setting)[0]
     formula, measured = setting.formula(virtual), timeline.bubble
     exact = name in BY_FORMULA

@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,6 +68,10 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     rank: int
     data_group: dist.ProcessGroup | None = field(repr=False)
+    #: Weak references to the engines of pipelined models, in the same order on all ranks.
+    pipelines: list[Any] = field(default_factory=list, repr=False)
+    #: While a script runs on the last stage alone: who answers its calls of those models.
+    session: Any = field(default=None, repr=False)
 
     @classmethod
     def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +26,7 @@ from hf_parallel.rewrite.region import Switch
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
 from hf_parallel.rewrite.styles import resolve_styles
 from hf_parallel.rewrite.tensor_parallel import tensor_parallel
-from hf_parallel.rewrite.vocab_parallel import vocab_parallel
+from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel
 
@@ -50,7 +50,12 @@ class ParallelState:
     model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
 
 
-def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: ParallelMesh | None = None) -> Any:
+def parallelize(
+    model: Any,
+    config: ParallelConfig | str | None = None,
+    mesh: ParallelMesh | None = None,
+    pack: Callable[[Any], None] | None = None,
+) -> Any:
     """Make `model` parallel in place over all processes and return the same object.
 
     Afterwards `model(**batch)` and `loss.backward()` work as before, on this rank's share of the data; gradients are
@@ -60,6 +65,7 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         model: with weights, which need not be equal on all ranks (rank 0's win), or on the meta device.
         config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
         mesh: reuse an existing mesh.
+        pack: called on the split model before it is sharded, to give it weights of another kind.
 
     Raises:
         SpecError: the layout cannot hold for this model or number of processes.
@@ -104,12 +110,16 @@ def parallelize(model: Any, config: ParallelConfig | str | None = None, mesh: Pa
         roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:
         model.to(mesh.device)
+    if pack is not None:
+        pack(model)
     for root, layers in roots:
         shard_data_parallel(model, root, layers, mesh)
-    if state.pipeline is not None:
-        state.pipeline.attach()
+    if config.tp_size > 1:
+        gather_when_read(model)
     if state.sequence_parallel:
         pad_sequences(model, config.tp_size, switch, caches=state.pipeline is None)
+    if state.pipeline is not None:
+        state.pipeline.attach()
 
     _mark(model, state)
     return model

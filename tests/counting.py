@@ -14,6 +14,7 @@ class CountCollectives(TorchDispatchMode):
     """`counts`: how often each kind of collective ran inside, whichever way it was called.
 
     `sent`: the bytes this rank sends if all of them run over rings among all ranks.
+    `whole`: the bytes of what is gathered or reduced, by kind.
     """
 
     KINDS = {"all_reduce": "reduce", "allreduce": "reduce", "all_gather": "gather", "allgather": "gather"}
@@ -23,6 +24,7 @@ class CountCollectives(TorchDispatchMode):
         super().__init__()
         self.counts: Counter[str] = Counter()
         self.sent = 0.0
+        self.whole: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if DTensor in types:
@@ -34,11 +36,15 @@ class CountCollectives(TorchDispatchMode):
             if kind is not None:
                 self.counts[kind] += 1
                 self.sent += _sent(kind, (args, result))
+                self.whole[kind] += _largest((args, result))
         return result
 
 
 def _sent(kind: str, tensors: Any) -> float:
     """A ring passes the whole tensor, the largest of arguments and results, once; an all-reduce twice."""
-    whole = max(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))
     ranks = dist.get_world_size()
-    return (2 if kind == "reduce" else 1) * whole * (ranks - 1) / ranks
+    return (2 if kind == "reduce" else 1) * _largest(tensors) * (ranks - 1) / ranks
+
+
+def _largest(tensors: Any) -> int:
+    return max(leaf.nbytes for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor))

@@ -23,11 +23,12 @@ def prepare(original: Callable) -> Callable:
     """Make models parallel and point optimizers that were made before at their new parameters."""
 
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse_fp16(self.mixed_precision)
+        _check_fp16(self.mixed_precision)
         for model in (arg for arg in args if isinstance(arg, nn.Module)):
             if runtime.parallel_state(model) is None:
                 make_parallel(model)
             normalise_over_data_ranks(model)
+            _scale_in_pipeline(model, self.scaler)
         for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
             follow_parameters(optimizer)
         return original(self, *args, **kwargs)
@@ -71,9 +72,16 @@ def follow_parameters(optimizer: Any) -> None:
         raise SpecError("the optimizer took steps before prepare(); prepare model and optimizer first")
 
 
-def _refuse_fp16(mixed_precision: str | None) -> None:
-    if mixed_precision == "fp16":
-        raise SpecError("mixed_precision=fp16: loss scaling over shards is not part of this version; bf16 works")
+def _check_fp16(mixed_precision: str | None) -> None:
+    if mixed_precision == "fp16" and runtime.mesh().device.type == "cpu":
+        raise SpecError("fp16: accelerate scales losses on accelerators only, not on CPUs; bf16 works")
+
+
+def _scale_in_pipeline(model: nn.Module, scaler: Any) -> None:
+    """A schedule runs its backward passes before the script scales the loss."""
+    state = runtime.parallel_state(model)
+    if scaler is not None and state is not None and state.pipeline is not None:
+        state.pipeline.scale_loss = scaler.scale
 
 
 def normalise_over_data_ranks(model: nn.Module) -> None:

@@ -162,17 +162,43 @@ def _share_random_numbers(dataloader: Any) -> None:
 
 
 def gather(original: Callable) -> Callable:
-    """One entry per data rank, in their order."""
+    """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
+    from accelerate.state import GradientState
     from accelerate.utils.operations import recursively_apply
 
     def gather_one(tensor: torch.Tensor) -> torch.Tensor:
-        mesh = runtime.mesh()
+        mesh, state = runtime.mesh(), GradientState()
         tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
-        gathered = [torch.empty_like(tensor) for _ in range(mesh.data_size)]
-        dist.all_gather(gathered, tensor, group=mesh.data_group)
-        return torch.cat(gathered)
+        sizes = [tensor.shape[0]] * mesh.data_size
+        if state.end_of_dataloader and state.remainder > 0 and mesh.data_size > 1:
+            sizes = _sizes(tensor)
+        padded = tensor
+        if tensor.shape[0] < max(sizes):
+            padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
+        gathered = [torch.empty_like(padded) for _ in range(mesh.data_size)]
+        dist.all_gather(gathered, padded, group=mesh.data_group)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
     return lambda tensor: recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+
+def _sizes(tensor: torch.Tensor) -> list[int]:
+    mesh = runtime.mesh()
+    own = torch.tensor([tensor.shape[0]], device=tensor.device)
+    sizes = [torch.empty_like(own) for _ in range(mesh.data_size)]
+    dist.all_gather(sizes, own, group=mesh.data_group)
+    return [int(size) for size in sizes]
+
+
+def gather_for_metrics(original: Callable) -> Callable:
+    """A number per data rank is no row: none of them is a repeat to be dropped."""
+
+    def replacement(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
+            return self.gather(input_data)
+        return original(self, input_data, use_gather_object)
+
+    return replacement
 
 
 def gather_object(original: Callable) -> Callable:
@@ -220,6 +246,6 @@ def real_rows(gradient_state: Any, rows: int) -> int:
 
     Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
     """
-    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0:
+    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return rows
     return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))

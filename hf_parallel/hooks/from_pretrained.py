@@ -6,18 +6,22 @@ fills it tensor by tensor (`loading.py`). We stand in for that one function. Eac
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import four_bit, runtime
 from hf_parallel.parallelize import parallelize
 from hf_parallel.pipeline.stages import PassThrough
 
 
 class Requested:
     """Stands for the layout in `from_pretrained(distributed_config=…)`; the mesh itself must not be copied around."""
+
+    def __init__(self, quantization: Any = None) -> None:
+        self.quantization = quantization
 
     def __deepcopy__(self, memo: dict) -> Requested:
         return self
@@ -29,9 +33,12 @@ def from_pretrained(original: Callable) -> Callable:
     def replacement(cls: type, *args: Any, **kwargs: Any) -> Any:
         if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
             raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
-        if kwargs.get("quantization_config") is not None:
-            raise SpecError("quantization_config: quantised models are not part of this version; load in bf16")
-        result = original(cls, *args, distributed_config=Requested(), **kwargs)
+        quantization = kwargs.pop("quantization_config", None)
+        if quantization is not None:
+            four_bit.check(quantization)
+        result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
+        if quantization is not None:
+            four_bit.mark(result[0] if isinstance(result, tuple) else result, quantization)
         runtime.equalise_random_state("tp")
         return result
 
@@ -61,9 +68,11 @@ def distribute(original: Callable) -> Callable:
             return original(cls, model, distributed_config, mesh_manager)
         del model.config.distributed_config
         if getattr(model.config, "quantization_config", None) is not None:
-            raise SpecError("quantised checkpoints are not part of this version; load in bf16")
+            raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
         before = set(model.state_dict())
-        parallelize(model, mesh=runtime.mesh())
+        quantization = distributed_config.quantization
+        pack = functools.partial(four_bit.pack, quantization) if quantization is not None else None
+        parallelize(model, mesh=runtime.mesh(), pack=pack)
         local = set(model.state_dict())
         _ignore_foreign(model, before - local, local)
         return model

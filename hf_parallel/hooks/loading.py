@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread, values
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.four_bit import is_packed, read_packed
 from hf_parallel.packed import stored_order
 from hf_parallel.rewrite.layers import local
 
@@ -34,7 +35,8 @@ def materialize(original: Callable) -> Callable:
     """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
 
     def replacement(pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return lambda: unread(tensor, dtype, device)
+        wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
+        return lambda: unread(tensor, wanted, device)
 
     return replacement
 
@@ -44,13 +46,16 @@ def set_parameter(original: Callable) -> Callable:
 
     def replacement(model: Any, name: str, value: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> None:
         owner, _, leaf = name.rpartition(".")
-        own = getattr(model.get_submodule(owner), leaf, None)
+        module: Any = model.get_submodule(owner)
+        own = getattr(module, leaf, None)
         if not isinstance(own, torch.Tensor):
             value = value.whole() if isinstance(value, Unread) else value
-        elif own.shape != value.shape:
+        elif (module.packing.source if is_packed(module, leaf) else own).shape != value.shape:
             info.missing_keys.discard(name)
             info.mismatched_keys.add((name, value.shape, own.shape))
             return
+        elif is_packed(module, leaf):
+            value = read_packed(module, value, own)
         else:
             value = values(value, local_part(own, stored_order(model, name)))
         original(model, name, value, info, *args, **kwargs)

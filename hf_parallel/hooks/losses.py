@@ -2,161 +2,151 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import copy
 import dis
 import functools
 import inspect
-import itertools
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, runtime
-from hf_parallel.pipeline.batches import row_count
-from hf_parallel.pipeline.engine import BackboneCalledError
-from hf_parallel.pipeline.own_loss import adds_up, watched
-from hf_parallel.pipeline.schedules import micro_batch_count
+from hf_parallel.pipeline.script_loss import Plan, find_plan, run_plan, takes
+from hf_parallel.pipeline.serving import served
 
 
 def prepare(trainer: Any) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
-    trainer._loss_adds_up, trainer._calls_backbone = None, False
+    trainer._plans = {}  # the entries of a batch -> how its loss is scheduled, None if it needs whole batches
     state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None:
-        return
-    state.pipeline.keep_outputs = _overrides(trainer)
-    if _is_own(trainer):
+    if state is not None and state.pipeline is not None and is_own(trainer):
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
 
 
-def _overrides(trainer: Any) -> bool:
+def is_own(trainer: Any) -> bool:
+    """Does the script compute the loss, rather than the model?"""
     from transformers import Trainer
 
-    return type(trainer).compute_loss is not Trainer.compute_loss
-
-
-def _is_own(trainer: Any) -> bool:
-    return _overrides(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    overrides = type(trainer).compute_loss is not Trainer.compute_loss
+    return overrides or trainer.compute_loss_func is not None or trainer.label_smoother is not None
 
 
 def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
-    engine = _pipeline_of_own_loss(self, model)
-    if engine is not None:
-        return _own_loss(self, engine, own, model, inputs, args, kwargs)
+    state = runtime.parallel_state(model)
+    engine = state.pipeline if state is not None and is_own(self) else None
+    call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
+    labels = inputs.get("labels")  # taken now: scripts take out of a batch what they have read
+    if engine is None:
+        return _weighted(self, model, labels, call(inputs))
+    # Data ranks may differ in rows of the last batch: there, all go the same way.
+    trains = torch.is_grad_enabled() and self._rows_of_step is None
+    plan = self._plans.get(tuple(inputs)) if trains else None
+    logged: list[dict] = []
+    quietly = functools.partial(_undone, self)
+
+    def loss_of(part: dict) -> torch.Tensor:
+        result = call(part)
+        logged.extend(result["logged"])
+        return result["loss"]
+
+    if plan is not None and takes(plan, inputs, engine.config):
+        self._per_token, self._targets = True, None
+        loss = run_plan(engine, plan, dict(inputs), loss_of, quietly)
+        if plan.logs:
+            self.log(_told_mean(engine, logged))
+        return loss
+    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+    for logs in result["logged"]:
+        self.log(logs)
+    if trains and tuple(inputs) not in self._plans:
+        plan = self._plans[tuple(inputs)] = find_plan(engine, dict(inputs), made, loss_of, quietly)
+        if plan is not None:
+            plan.logs = bool(result["logged"])
+        report.say(_verdict(plan, engine.config.pipeline_schedule))
+    return _weighted(self, model, labels, result)
+
+
+def _verdict(plan: Plan | None, schedule: str) -> str:
+    if plan is None:
+        return "the script's loss needs whole batches: the pipeline keeps all activations of a batch"
+    how = "is a mean" if plan.cut.mean else "adds up"
+    return f"the script's loss {how} over micro-batches: {schedule} from now on"
+
+
+def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
+    """What the script makes of a batch: its loss, the outputs beside it, and whether the loss is the model's own."""
+    self._logged, former = [], self.args.average_tokens_across_devices
+    self.args.average_tokens_across_devices = False  # our share of tokens holds that factor already
     try:
-        if not self._calls_backbone:
-            return _weighted(self, own, model, inputs, args, kwargs)
-    except BackboneCalledError:
-        if torch.is_grad_enabled():
-            raise
-        self._calls_backbone = True
-    return _loss_on_last_stage(self, own, model, inputs, args, kwargs)
-
-
-def _weighted(self: Any, own: Callable, model: Any, inputs: dict, args: tuple, kwargs: dict) -> Any:
-    real = self._rows_of_step if torch.is_grad_enabled() else None
-    averages, labels = self.args.average_tokens_across_devices, inputs.get("labels")
-    result = _call(self, own, model, inputs, args, kwargs)
+        result = own(model, inputs, *args, **kwargs)
+    finally:
+        self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
-    self._per_token = labels is not None and averages and _is_per_token(self, model, loss)
-    self._targets = None if self._per_token else _targets_of_own_mean(model, labels, loss)
+    if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
+        outputs = [{}]
+    models = state is not None and loss is state.model_loss
+    return {"loss": loss, "outputs": outputs, "models": models, "logged": self._logged}
+
+
+def _told_mean(engine: Any, logged: list[dict]) -> dict:
+    """What the last stage logged for each micro-batch as one entry for the batch, on every stage."""
+    merged: dict[str, Any] = {}
+    for key in {key: None for logs in logged for key in logs}:
+        values = [logs[key] for logs in logged if key in logs]
+        merged[key] = sum(values) / len(values) if isinstance(values[0], int | float) else values[-1]
+    engine.tell(merged)
+    return merged
+
+
+def _weighted(self: Any, model: Any, labels: Any, result: dict) -> Any:
+    """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
+    loss, outputs = result["loss"], result["outputs"]
+    real = self._rows_of_step if torch.is_grad_enabled() else None
+    averages = self.args.average_tokens_across_devices
+    self._per_token = labels is not None and averages and _is_per_token(self, model, result["models"])
+    self._targets = None if self._per_token else _targets_of_own_mean(model, labels, result["models"])
     weight = real if self._targets is None else self._targets
-    if weight is None or self._per_token or not torch.is_grad_enabled():
-        return result
-    # A mean over no target is not a number, and stays so times zero.
-    loss = (loss if weight else torch.nan_to_num(loss)) * _share(weight)
+    if weight is not None and not self._per_token and torch.is_grad_enabled():
+        # A mean over no target is not a number, and stays so times zero.
+        loss = (loss if weight else torch.nan_to_num(loss)) * _share(weight)
     return (loss, *outputs) if outputs else loss
 
 
-def _call(self: Any, own: Callable, model: Any, inputs: dict, args: tuple, kwargs: dict) -> Any:
-    former = self.args.average_tokens_across_devices
-    self.args.average_tokens_across_devices = False  # our share of tokens holds that factor already
+@contextlib.contextmanager
+def _undone(trainer: Any) -> Iterator[None]:
+    """What a loss counts and collects in its trainer in here is forgotten: the batch is computed once more."""
+    counters = {name: value for name, value in vars(trainer).items() if _collects(value)}
+    before = copy.deepcopy(counters)
     try:
-        return own(model, inputs, *args, **kwargs)
+        yield
     finally:
-        self.args.average_tokens_across_devices = former
+        for name, value in counters.items():
+            setattr(trainer, name, _restored(value, before[name]))
 
 
-def _pipeline_of_own_loss(trainer: Any, model: Any) -> Any:
-    """The pipeline, if this is a training step with a loss of the script's and a batch that can be cut."""
-    state = runtime.parallel_state(model)
-    ragged = trainer._rows_of_step is not None  # data ranks may have other numbers of rows: the same way for all
-    if state is None or state.pipeline is None or ragged or not torch.is_grad_enabled() or not _is_own(trainer):
-        return None
-    return None if trainer._loss_adds_up is False else state.pipeline
-
-
-def _own_loss(self: Any, engine: Any, own: Callable, model: Any, inputs: dict, args: tuple, kwargs: dict) -> Any:
-    """Scheduled if the loss adds up over micro-batches, which the first step finds out on whole outputs."""
-
-    def loss_of(part: dict) -> torch.Tensor:
-        result = _call(self, own, model, dict(part), args, kwargs)
-        return result[0] if isinstance(result, tuple) else result
-
-    if self._loss_adds_up:
-        self._per_token, self._targets = True, None
-        return engine.run_loss(dict(inputs), loss_of)
-    batch = dict(inputs)  # scripts may take out of it what they have read
-    try:
-        with watched(engine) as calls:
-            result = _weighted(self, own, model, inputs, args, kwargs)
-    except BackboneCalledError:
-        if not _reads_item_count(type(self).compute_loss):
-            raise
-        self._loss_adds_up = self._calls_backbone = True
-        report.say("the script's loss calls the backbone and reads num_items_in_batch: taken to add up over rows")
-        return _own_loss(self, engine, own, model, batch, args, kwargs)
-    loss = result[0] if isinstance(result, tuple) else result
-    self._loss_adds_up = _agreed(adds_up(engine, batch, calls, loss, loss_of))
-    if self._loss_adds_up:
-        report.say(f"the script's loss adds up over micro-batches: {engine.config.pipeline_schedule} from now on")
-    else:
-        report.say("the script's loss needs whole batches: the pipeline keeps all activations of a batch")
-    return result
-
-
-def _loss_on_last_stage(self: Any, own: Callable, model: Any, inputs: dict, args: tuple, kwargs: dict) -> Any:
-    """A loss that calls the backbone, whose output no other stage could use: evaluation, and ragged batches."""
-    engine: Any = cast(Any, runtime.parallel_state(model)).pipeline
-    self._per_token, self._targets = True, None
-
-    def call(part: dict) -> Any:
-        return _call(self, own, model, dict(part), args, kwargs)
-
-    if torch.is_grad_enabled():
-        return engine.run_loss(_filled(dict(inputs), engine.config), call)
-    outputs = engine.run_once(dict(inputs), lambda: call(inputs))
-    loss = outputs.pop("loss")
-    return (loss, outputs) if kwargs.get("return_outputs", bool(args and args[0])) else loss
-
-
-def _filled(batch: dict, config: Any) -> dict:
-    """As many rows as the schedule can cut; the repeated ones have no targets."""
-    rows = row_count(batch)
-    wanted = next(n for n in itertools.count(rows) if _can_be_cut(n, config))
-    if wanted == rows:
-        return batch
-    tensors = {key: value for key, value in batch.items() if torch.is_tensor(value) and value.shape[:1] == (rows,)}
-    more = {key: value[-1:].expand(wanted - rows, *value.shape[1:]) for key, value in tensors.items()}
-    more["labels"] = torch.full_like(more["labels"], -100)
-    return {**batch, **{key: torch.cat([value, more[key]]) for key, value in tensors.items()}}
-
-
-def _can_be_cut(rows: int, config: Any) -> bool:
-    try:
-        return micro_batch_count(rows, config) > 0
-    except SpecError:
+def _collects(value: Any, depth: int = 3) -> bool:
+    """A number, or containers of numbers and words."""
+    if value is None or isinstance(value, int | float | str):
+        return True
+    if not depth or not isinstance(value, dict | list | collections.deque) or len(value) > 10_000:
         return False
+    return all(_collects(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _agreed(here: bool) -> bool:
-    """All ranks go the same way."""
-    answer = torch.tensor(float(here), device=runtime.mesh().device)
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN)
-    return bool(answer)
+def _restored(value: Any, before: Any) -> Any:
+    """The same container with its former content: others may hold it too."""
+    if isinstance(value, dict):
+        value.clear()
+        value.update(before)
+    elif isinstance(value, list | collections.deque):
+        value.clear()
+        value.extend(before)
+    return value if isinstance(value, dict | list | collections.deque) else before
 
 
 def log(original: Callable) -> Callable:
@@ -164,17 +154,20 @@ def log(original: Callable) -> Callable:
 
     def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self.model)
-        if state is not None and state.pipeline is not None and self._loss_adds_up:
+        if state is not None and state.mesh.session is not None:
+            self._logged.append(dict(logs))  # compute_loss runs on the last stage alone: the others log with it later
+            return
+        if state is not None and state.pipeline is not None and is_own(self):
             state.pipeline.tell(logs)
         original(self, logs, *args, **kwargs)
 
     return replacement
 
 
-def _is_per_token(trainer: Any, model: Any, loss: Any) -> bool:
+def _is_per_token(trainer: Any, model: Any, models: bool) -> bool:
     """Is the loss a sum over tokens divided by their share? Then rows need no weight: missing ones have no tokens."""
     state = runtime.parallel_state(model)
-    if state is not None and loss is state.model_loss:
+    if state is not None and models:
         return state.reads_item_count
     if trainer.label_smoother is not None and trainer.compute_loss_func is None:
         return True
@@ -197,10 +190,10 @@ def _reads_item_count(function: Any) -> bool:
     return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
 
 
-def _targets_of_own_mean(model: Any, labels: Any, loss: Any) -> int | None:
+def _targets_of_own_mean(model: Any, labels: Any, models: bool) -> int | None:
     """Over how many targets the model's own mean runs (token classification, masked tokens), if rows do not tell."""
     state = runtime.parallel_state(model)
-    if state is None or state.mesh.data_size == 1 or loss is not state.model_loss or state.reads_item_count:
+    if state is None or state.mesh.data_size == 1 or not models or state.reads_item_count:
         return None
     if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
         return None

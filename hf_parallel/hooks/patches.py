@@ -9,13 +9,18 @@ from hf_parallel.hooks import (
     accelerator,
     checkpoints,
     data,
+    four_bit,
     from_pretrained,
     loading,
     losses,
+    merging,
     peft,
+    peft_settings,
     resuming,
+    scaler,
     states,
     trainer,
+    trl,
 )
 from hf_parallel.hooks.patching import Patch
 
@@ -26,6 +31,7 @@ _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _OPERATIONS = "accelerate.utils.operations"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 _PEFT = "peft.peft_model:PeftModel"
+_TRL = "trl.trainer"
 
 
 def all_patches() -> list[Patch]:
@@ -54,9 +60,11 @@ def all_patches() -> list[Patch]:
         Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
         Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
         # Accelerator: it must neither wrap nor move what is parallel already.
+        Patch("accelerate.accelerator:get_grad_scaler", scaler.get_grad_scaler, "ranks would skip steps apart"),
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
         Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
         Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),
+        Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),
         Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
         Patch(f"{_ACCELERATOR}.save_state", states.save_state, "writes shards over one another"),
@@ -69,7 +77,6 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
         Patch(f"{_TRAINER}.log", losses.log, "metrics of a pipelined loss are known on the last stage"),
         Patch(f"{_TRAINER}.training_step", trainer.training_step, "does not know which rows are repeated"),
-        Patch(f"{_TRAINER}.prediction_step", trainer.prediction_step, "counts repeated rows of the last batch"),
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
@@ -89,15 +96,57 @@ def all_patches() -> list[Patch]:
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
+        Patch("peft:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.utils.other:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", peft.first_magnitudes, "reads norms off shards"),
+        Patch("peft.utils.other:ModulesToSaveWrapper.update", peft.copy_module, "copies process groups and shards"),
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
-        Patch(f"{_TUNER}.merge_adapter", peft.refuse_merge("merge_adapter"), "adds whole to local weights"),
-        Patch(f"{_TUNER}._unload_and_optionally_merge", peft.refuse_merge("unload"), "leaves the base half changed"),
-        Patch(f"{_TUNER}.delete_adapter", peft.refuse_merge("delete_adapter"), "FSDP2 would keep what is deleted"),
+        Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
+        Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
+        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
+        Patch(
+            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        ),
+        Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
+        Patch(
+            f"{_TUNER}.delete_adapter",
+            peft_settings.refuse_deleting,
+            "FSDP2 would keep what is deleted",
+        ),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
         Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
         Patch(
             "peft.utils.save_and_load:_reshard_dtensor_values_for_load", peft.reshard_for_load, "cuts in another order"
         ),
+        # TRL, when a script imports it.
+        Patch(
+            f"{_TRL}.sft_trainer:DataCollatorForLanguageModeling.torch_call",
+            trl.torch_call,
+            "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
+            late=True,
+        ),
+        Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", late=True),
+        Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
+        *(
+            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
+            for kind in ("sft", "dpo", "kto", "reward")
+        ),
+        Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
+        Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
+        Patch(
+            f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
+            trl.reference_log_probs,
+            "asks one stage",
+            late=True,
+        ),
+        Patch(
+            f"{_TRL}.kto_trainer:KTOTrainer.compute_ref_log_probs",
+            trl.reference_log_probs,
+            "asks one stage",
+            late=True,
+        ),
+        Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
+        Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
     ]
 
 

@@ -11,39 +11,28 @@ Each patch takes the original. Without a parallel base they do what peft does.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import peft_settings, runtime
 from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.hooks.adapter_state import AdapterState
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.pipeline.elsewhere import follow_wrappers
 from hf_parallel.rewrite import lora
-from hf_parallel.rewrite.layers import TensorParallelLayer, local
+from hf_parallel.rewrite.layers import TensorParallelLayer, holding, local
+from hf_parallel.rewrite.tensor_parallel import shard_parameter
 from hf_parallel.sharding import adopt_parameters
 
-#: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
-_KEPT = {
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-}
-#: What works instead of some of the others.
-_WORKS = {
-    "use_dora": "use_rslora",
-    "init_lora_weights": 'True, False or "gaussian"',
-    "modules_to_save": "naming the modules in target_modules",
-    "bias": 'bias="none"',
-    "target_parameters": "target_modules",
-}
+_WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
 # ---- putting adapters in -----------------------------------------------------------------------------------------
 
@@ -52,13 +41,15 @@ def inject_adapter(original: Callable) -> Callable:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
 
     def replacement(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        _check(self, model, self.peft_config[adapter_name], kwargs.get("low_cpu_mem_usage", False))
+        config = self.peft_config[adapter_name]
+        peft_settings.check(self, model, config, kwargs.get("low_cpu_mem_usage", False))
         if runtime.parallel_state(model) is None:
             make_parallel(model)
         state: Any = runtime.parallel_state(model)
         for axis in ("dp_replicate", "dp_shard", "pp", "tp"):
             runtime.equalise_random_state(axis, 0)
         with whole(model, state):
+            peft_settings.check_copies(model, config.modules_to_save or ())
             original(self, model, adapter_name, *args, **kwargs)
         if not hasattr(model, "_hf_parallel_unplaced"):
             model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
@@ -88,6 +79,23 @@ def in_out_features(original: Callable) -> Callable:
     return replacement
 
 
+def first_magnitudes(original: Callable) -> Callable:
+    """DoRA starts from the norms of the base's rows: of whole ones."""
+
+    def replacement(self: Any, *, base_layer: Any, **kwargs: Any) -> None:
+        weight = base_layer.weight
+        if not isinstance(weight, DTensor):
+            original(self, base_layer=base_layer, **kwargs)
+            return
+        order = getattr(base_layer, "stored_orders", {}).get("weight")
+        value = weight.full_tensor().detach()
+        value = value if order is None else order.to_own(value)
+        with holding(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
+            original(self, base_layer=base_layer, **kwargs)
+
+    return replacement
+
+
 def add_adapter(original: Callable) -> Callable:
     """Prompt learning adds no layers, so nothing else would notice it."""
 
@@ -111,17 +119,72 @@ def whole(model: Any, state: ParallelState) -> Iterator[None]:
 
 def place(model: Any, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
+    place_copies(model, state)
+    if hasattr(model, "_hf_parallel_adapter_dtype"):
+        _cast_trainable(model, model._hf_parallel_adapter_dtype)
     if state.mesh.size("tp") > 1:
         for name, module in list(model.named_modules()):
             if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
                 _split(name, module, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
+        state.pipeline.adapters = AdapterState(model)
     if state.mesh.data_size > 1:
         adopt_parameters(state.root)
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)
     if waiting is not None:
         waiting.remove()
+
+
+def copy_module(original: Callable) -> Callable:
+    """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
+
+    def replacement(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> None:
+        if adapter_name not in self.modules_to_save and tied_module is None:
+            self.modules_to_save[adapter_name] = lora.copied(self.original_module)
+        original(self, adapter_name, tied_module=tied_module, **kwargs)
+
+    return replacement
+
+
+def place_copies(model: Any, state: ParallelState) -> None:
+    """Give copies of sharded modules parameters of their own, and show them to the stages."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
+        if state.mesh.data_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
+            for part in copy.modules():
+                _unshard(part, state)
+        copy._hf_parallel_placed = True
+    if state.pipeline is not None:
+        around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
+        for stage in state.pipeline.stages:
+            parts: Any = cast(Any, stage).parts
+            for i, part in enumerate(parts):
+                parts[i] = around.get(id(part), part)
+
+
+def _cast_trainable(model: Any, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
+
+
+def _unshard(module: nn.Module, state: ParallelState) -> None:
+    """Parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            tp = [p for axis, p in zip(_axes(parameter), parameter.placements, strict=True) if axis == "tp"]
+            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole_value
+            if tp and isinstance(tp[0], Shard):
+                shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
+
+
+def _axes(parameter: DTensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ("",)
 
 
 def _split(name: str, wrapper: Any, state: ParallelState) -> None:
@@ -135,7 +198,11 @@ def _split(name: str, wrapper: Any, state: ParallelState) -> None:
         if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
             lora.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
             lora.split_dropout(base, wrapper.lora_dropout[adapter])
+            if adapter in wrapper.lora_magnitude_vector:
+                lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
     for adapter in wrapper.lora_embedding_A:
+        if adapter in wrapper.lora_magnitude_vector:
+            raise SpecError(f"use_dora: magnitudes of a split embedding ({name}) are not known; other targets work")
         if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
             lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)
 
@@ -145,52 +212,6 @@ def _refuse_unplaced(model: Any, args: Any) -> None:
         "hf_parallel: adapters that were not put in by get_peft_model or PeftModel are whole on every rank; "
         "get_peft_model(model, config) works"
     )
-
-
-# ---- what is not part of this version ------------------------------------------------------------------------------
-
-
-def _check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
-    from peft import LoraModel, PeftType
-
-    if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
-        raise SpecError(f"peft_type={config.peft_type.value} is not part of this version; LoRA works")
-    if low_cpu_mem_usage:
-        raise SpecError("low_cpu_mem_usage=True: adapters need values to be split; False works")
-    if not hasattr(model, "base_model_prefix"):
-        raise SpecError(
-            f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
-        )
-    default = type(config)()
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in _KEPT or value == getattr(default, setting.name):
-            continue
-        if setting.name == "init_lora_weights" and value in (False, "gaussian"):
-            continue
-        _refuse(setting.name, value)
-
-
-def _refuse(name: str, value: Any) -> None:
-    works = _WORKS.get(name, "its default")
-    raise SpecError(f"LoraConfig({name}={value!r}) is not part of this version of hf_parallel; {works} works")
-
-
-def refuse_merge(name: str) -> Callable:
-    """Merging writes into the base's weights, which are shards here."""
-
-    def make(original: Callable) -> Callable:
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if runtime.parallel_state(self.model) is None:
-                return original(self, *args, **kwargs)
-            raise NotImplementedError(
-                f"hf_parallel: {name} on a parallel model is not part of this version; save the adapter, "
-                "then load and merge it in one process"
-            )
-
-        return replacement
-
-    return make
 
 
 # ---- saving and loading -------------------------------------------------------------------------------------------
@@ -220,7 +241,9 @@ def _is_saved(model: Any, base: Any, state: ParallelState) -> Callable[[str], bo
     with whole(base, state):
         ends = [base.get_input_embeddings(), base.get_output_embeddings()]
         names = {name for name, module in model.named_modules() if module in ends and hasattr(module, "base_layer")}
-    return lambda name: "lora_" in name or name.startswith(tuple(f"{end}." for end in names))
+    parts = ("lora_", ".modules_to_save.") if all(c.bias == "none" for c in model.peft_config.values()) else _WITH_BIAS
+    ends_of = tuple(f"{end}." for end in names)
+    return lambda name: any(part in name for part in parts) or name.startswith(ends_of)
 
 
 def reshard_for_load(original: Callable) -> Callable:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import losses, report, runtime
+from hf_parallel.hooks import losses, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import real_rows
@@ -31,6 +31,7 @@ def init(original: Callable) -> Callable:
 
             args = TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
+        trl.check(self)
         if model is not None:
             bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
             _make_ready(model, bound.arguments.get("optimizers"))
@@ -40,9 +41,11 @@ def init(original: Callable) -> Callable:
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
+        self._rows_of_example = 1
         self._drawn = set()  # steps of profile_steps
-        # On the object, so that a subclass's own compute_loss is wrapped as well.
+        # On the object, so that a subclass's own methods are wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
+        self.prediction_step = functools.partial(prediction_step, self, self.prediction_step)
         losses.prepare(self)
 
     return replacement
@@ -78,7 +81,7 @@ def check_arguments(args: Any) -> None:
     config = runtime.mesh().config
     block = config.world_size // config.data_parallel_size
     refusals = [
-        (args.fp16, "fp16=True", "loss scaling over shards", "bf16=True"),
+        (args.fp16 and runtime.mesh().device.type == "cpu", "fp16=True", "loss scaling on CPUs", "bf16=True"),
         (bool(args.fsdp), f"fsdp={args.fsdp}", "a second sharding beside --parallel", "dp_shard in the spec"),
         (bool(args.deepspeed), "deepspeed", "a second engine beside --parallel", "dp_shard in the spec"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),
@@ -142,53 +145,29 @@ def get_batch_samples(original: Callable) -> Callable:
 
 def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
     for batch in batches:
-        rows = _rows(batch)
-        if rows is not None and trainer.accelerator.gradient_state.end_of_dataloader:
-            real = real_rows(trainer.accelerator.gradient_state, rows)
+        blocks = _blocks(trainer, batch, trainer._train_batch_size)
+        count = rows.count(batch, blocks)
+        if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
+            real = real_rows(trainer.accelerator.gradient_state, count)
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
             keep = _runs_scheduled(trainer)
-            batch = _without_targets(batch, real) if keep else _trim(batch, real, rows)
+            batch = rows.without_targets(batch, real) if keep else rows.trim(batch, real, count, blocks)
+            batch = rows.opened(batch)
             trainer._real_rows[id(batch)] = real
-        yield batch
+        yield rows.opened(batch)
 
 
 def _runs_scheduled(trainer: Any) -> bool:
     state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None:
-        return False
-    if trainer._calls_backbone:
-        return True
-    if state.pipeline.keep_outputs:
-        return False
-    return state.sums_over_tokens and trainer.label_smoother is None and trainer.compute_loss_func is None
+    return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def _trim(batch: Any, real: int, rows: int) -> dict:
-    """Only the real rows; one row without a target where there are none, so that the rank still takes part."""
-    kept = {key: _first(value, max(1, real), rows) for key, value in batch.items()}
-    return kept if real else _without_targets(kept, 0)
-
-
-def _without_targets(batch: Any, real: int) -> dict:
-    """The same rows, but only the first `real` have targets: the others add nothing to a loss per token."""
-    kept = dict(batch)
-    for key in ("labels", "shift_labels"):
-        if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
-            kept[key] = kept[key].clone()
-            kept[key][real:] = -100
-    return kept
-
-
-def _rows(batch: Any) -> int | None:
-    if not isinstance(batch, dict) and not hasattr(batch, "items"):
-        return None
-    sizes = [value.shape[0] for value in batch.values() if torch.is_tensor(value) and value.ndim > 0]
-    return sizes[0] if sizes else None
-
-
-def _first(value: Any, count: int, rows: int | None) -> Any:
-    cut = torch.is_tensor(value) and value.ndim > 0 and value.shape[0] == rows
-    return value[:count] if cut else value
+def _blocks(trainer: Any, batch: Any, full: int) -> int:
+    """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell."""
+    held = rows.count(batch) or full
+    if held % full == 0:
+        trainer._rows_of_example = held // full
+    return trainer._rows_of_example if held % trainer._rows_of_example == 0 else 1
 
 
 def num_items_in_batch(original: Callable) -> Callable:
@@ -254,22 +233,27 @@ def nothing(original: Callable) -> Callable:
 # ---- evaluation --------------------------------------------------------------------------------------------------
 
 
-def prediction_step(original: Callable) -> Callable:
+def prediction_step(
+    self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
     """Evaluate only real rows of a ragged last batch, then fill up again with rows that `gather_for_metrics` drops."""
+    blocks = _blocks(self, inputs, self.args.eval_batch_size)
+    state, count = runtime.parallel_state(model), rows.count(inputs, blocks)
+    real = 0 if count is None else real_rows(self.accelerator.gradient_state, count)
+    kept = rows.opened(inputs if count is None or real == count else rows.trim(inputs, real, count, blocks))
+    self._rows_of_step = real if count is not None and real != count else None
+    with _loss_only(state, prediction_loss_only), _counting(state):
+        loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
+    weight = None if count is None else trl.evaluation_weight(self, kept, real)
+    if weight is None and (self._targets is not None or count is not None and _at_end(self)):
+        weight = 1 if self._per_token else real if self._targets is None else self._targets
+    if loss is not None and weight is not None:
+        loss = _mean_over_data_ranks(loss, weight)
+    return loss, rows.fill(logits, count), rows.fill(labels, count)
 
-    def replacement(self: Any, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        state, rows = runtime.parallel_state(model), _rows(inputs)
-        real = 0 if rows is None else real_rows(self.accelerator.gradient_state, rows)
-        kept = inputs if rows is None or real == rows else _trim(inputs, real, rows)
-        with _loss_only(state, prediction_loss_only), _counting(state):
-            loss, logits, labels = original(self, model, kept, prediction_loss_only, *args, **kwargs)
-        at_end = self.accelerator.gradient_state.end_of_dataloader and rows is not None
-        if loss is not None and (at_end or self._targets is not None):
-            rows_or_targets = real if self._targets is None else self._targets
-            loss = _mean_over_data_ranks(loss, 1 if self._per_token else rows_or_targets)
-        return loss, _fill(logits, rows), _fill(labels, rows)
 
-    return replacement
+def _at_end(trainer: Any) -> bool:
+    return trainer.accelerator.gradient_state.end_of_dataloader
 
 
 @contextlib.contextmanager
@@ -277,7 +261,7 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
     if state is None or state.pipeline is None:
         yield
         return
-    with _set(state.pipeline, loss_only=wanted and not state.pipeline.keep_outputs):
+    with _set(state.pipeline, loss_only=wanted):
         yield
 
 
@@ -297,15 +281,3 @@ def _mean_over_data_ranks(loss: torch.Tensor, weight: int) -> torch.Tensor:
     totals = torch.stack([own, torch.full_like(own, weight)])
     dist.all_reduce(totals, group=runtime.mesh().data_group)
     return totals[0] / totals[1]
-
-
-def _fill(value: Any, rows: int | None) -> Any:
-    if value is None or rows is None:
-        return value
-    if isinstance(value, (tuple, list)):
-        return type(value)(_fill(item, rows) for item in value)
-    if isinstance(value, dict):
-        return type(value)({key: _fill(item, rows) for key, item in value.items()})
-    if not torch.is_tensor(value) or value.ndim == 0 or value.shape[0] >= rows:
-        return value
-    return torch.cat([value, value[-1:].expand(rows - value.shape[0], *value.shape[1:])])

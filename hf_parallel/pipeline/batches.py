@@ -27,14 +27,25 @@ def fresh_gradients(parameters: list[nn.Parameter]) -> Iterator[list[tuple[nn.Pa
 
 def split_rows(batch: Batch, parts: int) -> list[Batch]:
     """Cut every tensor that has one entry per row into `parts` along dim 0; share everything else."""
-    if parts == 1:
-        return [batch]
-    rows = row_count(batch)
-    cut = {
-        key: value.tensor_split(parts)
-        for key, value in batch.items()
-        if torch.is_tensor(value) and value.dim() > 0 and value.shape[0] == rows
-    }
+    return [batch] if parts == 1 else split_examples(batch, parts, 1, row_count(batch))
+
+
+def split_examples(batch: Batch, parts: int, rows_each: int, rows: int) -> list[Batch]:
+    """Cut a batch into `parts`, keeping together the rows of an example; share what has no entry per example.
+
+    Args:
+        rows_each: rows of an example, which are not neighbours: [chosen 0, chosen 1, …, rejected 0, rejected 1, …].
+        rows: of the batch.
+    """
+    cut: dict[str, list[torch.Tensor]] = {}
+    for key, value in batch.items():
+        if not torch.is_tensor(value) or value.dim() == 0:
+            continue
+        if value.shape[0] == rows:
+            blocks = value.unflatten(0, (rows_each, -1))
+            cut[key] = [block.flatten(0, 1) for block in blocks.tensor_split(parts, dim=1)]
+        elif value.shape[0] * rows_each == rows:
+            cut[key] = list(value.tensor_split(parts))
     return [{key: cut[key][i] if key in cut else value for key, value in batch.items()} for i in range(parts)]
 
 

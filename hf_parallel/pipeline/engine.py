@@ -8,8 +8,8 @@ Two ways through the stages, chosen per call and both exact:
 
     scheduled   training with a loss that adds up over micro-batches, the model's own or the script's: one of torch's
                 schedules; the last stage computes each micro-batch's loss as soon as it arrives
-    whole       everything else (evaluation; losses over whole batches; ragged tails): all forwards, then, where the
-                script's loss has a gradient, all backwards, as GPipe does; outputs appear on every rank
+    served      everything else (evaluation; losses over whole batches; ragged tails): all forwards, then, where the
+                result has a gradient, all backwards, as GPipe does; outputs appear on every rank
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -25,16 +26,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.config import SpecError
+from hf_parallel.anatomy import text_config
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
+from hf_parallel.pipeline import serving
+from hf_parallel.pipeline.batches import Batch, count_targets, split_rows, tokens_of
 from hf_parallel.pipeline.elsewhere import Elsewhere
-from hf_parallel.pipeline.outputs import PipelineLoss, detached_node
-from hf_parallel.pipeline.own_loss import counted
+from hf_parallel.pipeline.outputs import PipelineLoss
 from hf_parallel.pipeline.recorder import Recorder
-from hf_parallel.pipeline.schedules import build_schedule, micro_batch_count, predicted_bubble
-from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype, hidden_size
-from hf_parallel.pipeline.whole import run_once, run_whole
+from hf_parallel.pipeline.scheduled import scheduled
+from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count, predicted_bubble
+from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype
+
+Handler = Callable[[Batch], Any]
 
 
 class Stage(nn.Module):
@@ -50,12 +53,8 @@ class Stage(nn.Module):
         return self.work(hidden, int(micro_batch))
 
 
-class BackboneCalledError(NotImplementedError):
-    """The backbone was called without the model around it, and not by the loss of a micro-batch."""
-
-
 class PipelineEngine:
-    """Runs one pipelined model. `loss_only`, `keep_outputs` and `copies` are for the callers in `hooks/`."""
+    """Runs one pipelined model. `loss_only`, `adapters` and `copies` are for the callers in `hooks/`."""
 
     def __init__(
         self,
@@ -70,8 +69,8 @@ class PipelineEngine:
     ) -> None:
         self.layers_per_stage, self.elsewhere = layers_per_stage, elsewhere
         self.model, self.views, self.mesh, self.config = model, views, mesh, mesh.config
-        self.layers = [layer for view in views for layer in view.layers]
-        self.stages = nn.ModuleList(Stage(view) for view in views)
+        self._layers = [layer for view in views for layer in view.layers]
+        self.stages: Any = nn.ModuleList(Stage(view) for view in views)
         self.group, self.first, self.last = mesh.group("pp"), mesh.is_first_stage, mesh.is_last_stage
         self.last_index = self.config.pipeline_stages - 1
         self.last_rank = self.config.rank_of_stage(self.last_index)
@@ -80,16 +79,17 @@ class PipelineEngine:
         self.sums_over_tokens = sums_over_tokens
         self.sequence_parts = sequence_parts  # under sequence parallelism stages exchange 1/tp of each sequence
         self.loss_only = False  # evaluation that wants no logits need not send them
-        self.keep_outputs = False  # a script that reads more than the loss in training needs all outputs
         self.recorder = Recorder(mesh.device)
-        self._schedules: dict[tuple, Any] = {}
-        self._arriving: Callable[..., torch.Tensor] | torch.Tensor | None = None
-        self._view: StageView | None = None
-        self._calls = 0  # of the model, by the loss of one micro-batch
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
-        self._watch: Callable[[Batch, Any], None] | None = None
-        self._replay: Callable[[Batch], Any] | None = None
-        self._handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
+        self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
+        self.adapters: Any = None  # reads and sets which adapters are on
+        self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
+        self.number = len(mesh.pipelines)
+        mesh.pipelines.append(weakref.ref(self))
+        self._width = text_config(model).hidden_size
+        self.schedules: dict[tuple, Any] = {}  # by number and shape of micro-batches
+        self._view: StageView | None = None
+        self._on_call: Handler | None = None
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 
@@ -101,7 +101,7 @@ class PipelineEngine:
         backbone = backbone_of(self.model)
         self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
         self._signature = inspect.signature(self._model_forward)
-        self._backbone_names = list(inspect.signature(self._backbone_forward).parameters)
+        self._backbone_signature = inspect.signature(self._backbone_forward)
 
         @functools.wraps(self._model_forward)
         def model_forward(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +109,8 @@ class PipelineEngine:
 
         @functools.wraps(self._backbone_forward)
         def backbone_forward(*args: Any, **kwargs: Any) -> Any:
-            return self._cut_backbone(*args, **kwargs)
+            args = args[1:] if args and args[0] is backbone else args
+            return self._cut_backbone(_named(self._backbone_signature, args, kwargs))
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
@@ -127,205 +128,152 @@ class PipelineEngine:
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
-        batch: Batch = {**self._signature.bind_partial(*args).arguments, **kwargs}
-        self._refuse_partial_outputs(batch)
+        batch = _named(self._signature, args, kwargs)
+        _refuse_partial_outputs(self.model.config, batch)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
         if self.items is not None and self.sums_over_tokens and batch.get("labels") is not None:
             batch["num_items_in_batch"] = batch.get("num_items_in_batch", self.items)
-        if self._replay is not None:
-            return self._replay(batch)
-        if self._view is not None:  # a script's loss calls the model for one micro-batch
+        if self._view is not None:  # a script's loss, on the last stage, calls its model
             return self._model_forward(**batch)
+        if self.mesh.session is not None:  # or another one
+            return self.mesh.session.within(self, lambda: self._model_forward(**batch))
         rows = tokens_of(batch).shape[0]
-        try:
-            if self._schedulable(batch, rows):
-                batch = {"num_items_in_batch": count_targets(batch), **batch}
-                parts = split_rows(batch, micro_batch_count(rows, self.config))
-                return PipelineLoss(loss=self._scheduled(parts, lambda part: self._model_forward(**part)["loss"]))
-            outputs = run_whole(self, batch, rows)
-            if self._watch is not None:
-                self._watch(batch, outputs)
-            return outputs
-        finally:
-            for stage in self._stages():
-                stage.work = None  # it holds the batch
+        if self._schedulable(batch, rows):
+            batch = {"num_items_in_batch": count_targets(batch), **batch}
+            parts = split_rows(batch, micro_batch_count(rows, self.config))
+            run = functools.partial(self._own_loss, parts)
+            return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
+        return serving.served(self, batch, lambda: self._outputs(batch))[0]
 
-    def run_loss(self, batch: Batch, loss_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
-        """The script's own loss, one micro-batch at a time: `loss_of(part)` calls this model once.
+    def _schedulable(self, batch: Batch, rows: int) -> bool:
+        training = torch.is_grad_enabled() and self.model.training
+        own_loss = batch.get("labels") is not None and self.sums_over_tokens
+        return training and own_loss and can_be_cut(rows, self.config)
 
-        It runs on every stage as far as the model's layers go; only the last stage sees the end of it.
-        """
-        parts = split_rows(batch, micro_batch_count(tokens_of(batch).shape[0], self.config))
-        try:
-            with counted(self, batch):
-                return self._scheduled(parts, loss_of)
-        finally:
-            for stage in self._stages():
-                stage.work = None
+    def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
+        handler = functools.partial(self.run_backbone, hidden)
+        return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
-    def run_once(self, batch: Batch, call: Callable[[], Any]) -> dict[str, Any]:
-        """`call()`, which calls this model or its backbone once, on the last stage; its outputs on every rank."""
-        try:
-            return run_once(self, batch, call)
-        finally:
-            for stage in self._stages():
-                stage.work = None
+    def _outputs(self, batch: Batch) -> Any:
+        outputs = self._model_forward(**batch)
+        if self.loss_only and outputs.get("loss") is not None:
+            return type(outputs)(loss=outputs["loss"])
+        # What is no tensor, such as a cache, is of this stage only.
+        return type(outputs)(**{key: value for key, value in outputs.items() if torch.is_tensor(value)})
 
     @contextlib.contextmanager
     def recorded(self, path: str) -> Iterator[None]:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
         self.recorder.start(self.group)
         yield
-        micro_batches = max((key[0] for key in self._schedules), default=1)
+        micro_batches = max((key[0] for key in self.schedules), default=1)
         layers = tuple(self.layers_per_stage)
-        predicted = predicted_bubble(self.config, layers, micro_batches) if self._schedules else None
+        predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
     def tell(self, values: dict[str, Any]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
-        if self._view is not None:
-            raise NotImplementedError("hf_parallel: log from outside compute_loss, which runs per micro-batch here")
         told: list[Any] = [values]
         dist.broadcast_object_list(told, group=self.group, group_src=self.last_rank)
         values.update(told[0])
 
-    def _refuse_partial_outputs(self, batch: Batch) -> None:
-        """What each stage would have only a part of."""
-        for key in ("output_hidden_states", "output_attentions"):
-            if batch.get(key) or getattr(self.model.config, key, False):
-                raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
-        if batch.get("past_key_values") is not None:
-            raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
-        if batch.get("return_dict") is False:
-            raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
+    # ---- one stage -----------------------------------------------------------------------------------------------
 
-    def _schedulable(self, batch: Batch, rows: int) -> bool:
-        training = torch.is_grad_enabled() and self.model.training and not self.keep_outputs
-        own_loss = batch.get("labels") is not None and self.sums_over_tokens
-        return training and own_loss and self._divides(rows)
-
-    def _divides(self, rows: int) -> bool:
-        """A short last batch that the schedule cannot cut runs whole: exact, only less overlapped."""
+    def through(self, stage: Any, work: Callable[[torch.Tensor | None, int], Any], hidden: Any = None) -> Any:
+        """`work(hidden, 0)` inside a stage, so that FSDP2 gathers its weights."""
+        stage.work = work
         try:
-            return micro_batch_count(rows, self.config) > 0
-        except SpecError:
-            return False
-
-    def _stages(self) -> list[Stage]:
-        return cast(list[Stage], list(self.stages))
-
-    def _enter(self, view: StageView, arriving: Any, call: Callable[[], Any]) -> Any:
-        """What `call` returns on the last stage; on the others what leaves its one call of the model."""
-        self._arriving, self._view, self._calls = arriving, view, 0
-        try:
-            with view.shown():
-                output = call()
-        except LeaveAtExit as leave:
-            return leave.hidden
+            return stage(hidden)
         finally:
-            self._arriving, self._view = None, None
-        if view.index != self.last_index:
-            raise RuntimeError("hf_parallel: the loss did not call the model in this step, as it did in its first one")
-        return output
+            stage.work = None  # it holds the batch
 
-    def _cut_backbone(self, *args: Any, **kwargs: Any) -> Any:
-        if self._view is None:
-            raise BackboneCalledError(
-                "hf_parallel: under pp_size > 1 the backbone by itself is called in a Trainer's compute_loss only, "
-                "which must read num_items_in_batch; call the whole model"
-            )
-        self._calls += 1
-        if self._calls > 1:
-            raise RuntimeError(
-                "hf_parallel: the loss called the model more than once in a step, as it did not in its first one; "
-                "the stages before have moved on"
-            )
-        if callable(self._arriving):
-            return self._arriving(*args, **kwargs)
-        return self._run_backbone(self._arriving, *args, **kwargs)
+    def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], Any]) -> Any:
+        """What `call` returns, or leaves the stage with, while the model shows one stage.
 
-    def _run_backbone(self, hidden: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        Args:
+            on_call: answers each call of the backbone.
+        """
+        former = self._view, self._on_call
+        self._view, self._on_call = view, on_call
+        try:
+            with view.shown(instead_of=former[0]):
+                return call()
+        except LeaveAtExit as leave:
+            return leave.carried
+        finally:
+            self._view, self._on_call = former
+
+    def layers(self, view: StageView, hidden: torch.Tensor | None, kwargs: Batch) -> torch.Tensor:
+        """One micro-batch through the layers of a stage before the last."""
+        return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
+
+    def _cut_backbone(self, kwargs: Batch) -> Any:
+        _refuse_partial_outputs(self.model.config, kwargs)
+        if "use_cache" in self._backbone_signature.parameters:
+            kwargs["use_cache"] = False
+        if self._on_call is not None:
+            return self._on_call(kwargs)
+        if self.mesh.session is not None:
+            session = self.mesh.session
+            return session.within(self, lambda: session.answer(self, kwargs))
+        return serving.served(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]
+
+    def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> Any:
+        """The layers of the stage that is shown, from what arrived at it.
+
+        Raises:
+            LeaveAtExit: with what leaves, on every stage but the last.
+        """
         assert self._view is not None
         entry = self._view.entry
         if entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
-            kwargs = {**self._named(args, kwargs), "input_ids": None, "inputs_embeds": self._placeholder(hidden)}
-            args, entry.hidden = (), hidden
+            length = tokens_of(kwargs).shape[1]
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _placeholder(hidden, length)}
+            entry.hidden = hidden
         try:
-            return self._backbone_forward(*args, **kwargs)
+            return self._backbone_forward(**kwargs)
         except LeaveAtExit as leave:
-            expected = boundary_dtype(self.layers)
-            if leave.hidden.dtype != expected:  # it would arrive as garbage in the receiver's buffer
+            expected = boundary_dtype(self._layers)
+            if leave.carried.dtype != expected:  # it would arrive as garbage in the receiver's buffer
                 raise RuntimeError(
-                    f"hf_parallel: activations are {leave.hidden.dtype}, weights {expected}: cannot cross stages"
+                    f"hf_parallel: activations are {leave.carried.dtype}, weights {expected}: cannot cross stages"
                 ) from leave
             raise
         finally:
             if entry is not None:
                 entry.hidden = None
 
-    def _placeholder(self, hidden: torch.Tensor) -> torch.Tensor:
-        """A tensor of the whole sequence's shape; with parts of it expanded, which takes no memory."""
-        if self.sequence_parts == 1:
-            return hidden.detach()
-        return hidden.detach()[:, :1].expand(-1, hidden.shape[1] * self.sequence_parts, -1)
-
-    def _boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    def boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """An empty tensor of the shape that travels between stages for a batch of these tokens."""
         rows, length = tokens.shape[:2]
-        shape = rows, -(-length // self.sequence_parts), hidden_size(self.model)
-        return torch.empty(shape, dtype=boundary_dtype(self.layers), device=device)
+        shape = rows, -(-length // self.sequence_parts), self._width
+        return torch.empty(shape, dtype=boundary_dtype(self._layers), device=device)
 
-    def _named(self, args: tuple, kwargs: Batch) -> Batch:
-        return {**dict(zip(self._backbone_names, args, strict=False)), **kwargs}
-
-    # ---- scheduled ---------------------------------------------------------------------------------------------
-
-    def _scheduled(self, parts: list[Batch], loss_of: Callable[[Batch], torch.Tensor]) -> torch.Tensor:
-        """Run all forward and backward passes now; the returned loss hands the gradients over in its backward."""
-        schedule = self._schedule_for(len(parts), tokens_of(parts[0]))
-        losses: list[torch.Tensor] = []
-        index = torch.arange(len(parts))
-        with self._autocast_per_stage() as autocast, fresh_gradients(self._trainable()) as fresh:
-
-            def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
-                with autocast():
-                    return self._enter(view, hidden, lambda: loss_of(parts[i]))
-
-            for view, stage in zip(self.views, self._stages(), strict=True):
-                stage.work = functools.partial(work, view)
-            schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
-        loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
-        loss = loss.to(self.mesh.device)
-        dist.broadcast(loss, group=self.group, group_src=self.last_rank)
-        return detached_node([loss], lambda gradients: self._accumulate(fresh, gradients[0]))[0]
-
-    def _schedule_for(self, micro_batches: int, tokens: torch.Tensor) -> Any:
-        boundary = self._boundary(tokens, "meta").requires_grad_()
-        key = (micro_batches, *boundary.shape, boundary.dtype)
-        if key not in self._schedules:
-            modules: dict[int, nn.Module] = {v.index: s for v, s in zip(self.views, self._stages(), strict=True)}
-            self._schedules[key] = build_schedule(
-                modules, self.config, self.group, self.mesh.device, micro_batches, boundary, self.recorder
-            )
-        return self._schedules[key]
+    def take_over(self) -> torch.Tensor:
+        """What a stage of this rank has left for the next one here."""
+        assert self.handed_over is not None
+        tensor, self.handed_over = self.handed_over, None
+        return tensor
 
     @contextlib.contextmanager
-    def _autocast_per_stage(self) -> Iterator[Callable[[], Any]]:
-        """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
+    def as_described(self, call: serving.Call) -> Iterator[None]:
+        """Autocast and adapters as they were on the last stage when it made this call."""
         kind = self.mesh.device.type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        with torch.autocast(kind, enabled=False):
-            # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
-            yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+        enabled = call.autocast is not None
+        dtype = call.autocast or torch.get_autocast_dtype(kind)
+        switched = contextlib.nullcontext() if self.adapters is None else self.adapters.as_in(call.adapters)
+        with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False), switched:
+            yield
 
     # ---- gradients ---------------------------------------------------------------------------------------------
 
-    def _trainable(self) -> list[nn.Parameter]:
+    def trainable(self) -> list[nn.Parameter]:
+        """This rank's parameters that get gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def _accumulate(self, fresh: list, scale: torch.Tensor | None) -> None:
+    def accumulate(self, fresh: list, scale: torch.Tensor | None) -> None:
         """Add the fresh gradients, times the gradient of the loss, to the accumulated ones."""
         tied = {id(p) for p in self._tied_parameters()}
         for parameter, gradient in fresh:
@@ -337,6 +285,27 @@ class PipelineEngine:
                 dist.all_reduce(_local(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
+
+
+def _named(signature: inspect.Signature, args: tuple, kwargs: Batch) -> Batch:
+    """All arguments by name."""
+    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
+
+
+def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
+    """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
+    return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)
+
+
+def _refuse_partial_outputs(config: Any, batch: Batch) -> None:
+    """What each stage would have only a part of."""
+    for key in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if batch.get(key) or getattr(config, key, False):
+            raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
+    if batch.get("past_key_values") is not None:
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
+    if batch.get("return_dict") is False:
+        raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

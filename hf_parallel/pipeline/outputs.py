@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
 
 Gradients = list[torch.Tensor | None]
@@ -50,34 +51,44 @@ def detached_node(values: list[torch.Tensor], finish: Callable[[Gradients], None
     return list(_Node.apply(anchor, finish, *values))
 
 
-def broadcast_outputs(
-    outputs: Any, group: dist.ProcessGroup, source: int, device: torch.device, loss_only: bool
+@dataclass(frozen=True)
+class _Slot:
+    """Stands for a tensor, which is sent by itself."""
+
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def share(
+    result: Any, group: dist.ProcessGroup, source: int, device: torch.device
 ) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
-    """Send the last stage's outputs to all stages.
+    """Send what the last stage computed to all stages.
 
     Args:
-        outputs: what the model returned on the last stage; ignored elsewhere.
+        result: nested containers of tensors and small objects on the last stage; ignored elsewhere.
         source: which rank of the group holds the last stage.
-        loss_only: send nothing but the loss, if there is one.
 
     Returns:
-        A function that rebuilds the model's output from a list of tensors, and those tensors: on the last stage the
-        ones that carry a graph, elsewhere their received values.
+        A function that rebuilds the result from a list of tensors, and those tensors: on the last stage the ones that
+        carry a graph, elsewhere their received values.
     """
-    last = group.rank() == source
-    entries: list[tuple[str, torch.Tensor]] = []
-    note: list[Any] = [None]
-    if last:
-        entries = [(key, value) for key, value in outputs.items() if torch.is_tensor(value)]
-        if loss_only and any(key == "loss" for key, _ in entries):
-            entries = [(key, value) for key, value in entries if key == "loss"]
+    last, tensors = group.rank() == source, list[torch.Tensor]()
+
+    def take(leaf: Any) -> Any:
+        if not torch.is_tensor(leaf):
+            return leaf
         # Logits that are cut over tp ranks: those of the last stage make them whole together.
-        entries = [(key, value.full_tensor() if isinstance(value, DTensor) else value) for key, value in entries]
-        note = [(type(outputs), [(key, value.shape, value.dtype) for key, value in entries])]
+        tensors.append(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
+        return _Slot(len(tensors) - 1, tensors[-1].shape, tensors[-1].dtype)
+
+    note: list[Any] = [tree_map(take, result) if last else None]
     dist.broadcast_object_list(note, group=group, group_src=source)
-    kind, described = note[0]
-    tensors = [v for _, v in entries] if last else [torch.empty(s, dtype=d, device=device) for _, s, d in described]
+    if not last:
+        slots = sorted((s for s in tree_leaves(note[0]) if isinstance(s, _Slot)), key=lambda slot: slot.index)
+        tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in slots]
     for tensor in tensors:
         dist.broadcast(tensor.detach().contiguous() if last else tensor, group=group, group_src=source)
-    keys = [key for key, _, _ in described]
-    return lambda values: kind(**dict(zip(keys, values, strict=True))), tensors
+    return lambda values: tree_map(
+        lambda leaf: values[leaf.index] if isinstance(leaf, _Slot) else leaf, note[0]
+    ), tensors

@@ -11,9 +11,8 @@ from html import escape
 from pathlib import Path
 
 from hf_parallel.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from hf_parallel.pipeline.timeline import Span, Timeline
+from hf_parallel.pipeline.timeline import COMMUNICATION, Span, Timeline
 
-COMMUNICATION = "communication"
 #: Told apart by hue and by lightness, so that the picture also reads in grey and without red and green.
 COLOURS = {
     FORWARD: ("#2f6fba", "forward"),

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from hf_parallel.pipeline import picture
 from hf_parallel.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
-from hf_parallel.pipeline.timeline import Span, Timeline
+from hf_parallel.pipeline.timeline import Span, Timeline, with_communication
 
 _NOTHING = contextlib.nullcontext()
 
@@ -86,7 +86,7 @@ class Recorder:
         parts: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(parts, own, group=group)
         self._marks = []
-        return Timeline([span for part in parts for span in part], len(parts))
+        return with_communication(Timeline([span for part in parts for span in part], len(parts)))
 
     def draw(self, group: dist.ProcessGroup, path: str | Path, name: str, predicted: float | None = None) -> Timeline:
         """`gather`, and the picture of it, written by the pipeline's first rank."""

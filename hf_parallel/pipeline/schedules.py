@@ -87,6 +87,14 @@ def micro_batch_count(rows: int, config: ParallelConfig) -> int:
     return asked
 
 
+def can_be_cut(rows: int, config: ParallelConfig) -> bool:
+    """Can the schedule run a batch of this many rows? Others run whole: exact, only less overlapped."""
+    try:
+        return micro_batch_count(rows, config) > 0
+    except SpecError:
+        return False
+
+
 def takes(config: ParallelConfig, micro_batches: int) -> bool:
     """Can the schedule run this many micro-batches?"""
     if config.pipeline_schedule == "dualpipe_v":

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -53,11 +53,11 @@ class Entry(PassThrough):
 
 
 class LeaveAtExit(BaseException):  # not an Exception: model code that catches errors must let it pass
-    """Unwinds the model's forward on every stage but the last, carrying the activation for the next stage."""
+    """Unwinds the model's forward on every stage but the last, carrying what leaves for the next stage."""
 
-    def __init__(self, hidden: torch.Tensor) -> None:
+    def __init__(self, carried: Any) -> None:
         super().__init__()
-        self.hidden = hidden
+        self.carried = carried
 
 
 class Exit(PassThrough):
@@ -76,6 +76,9 @@ class AddsNothing(PassThrough):
         )
 
 
+Swap = tuple[nn.Module, str, Any]  # owner, name, what stands there
+
+
 @dataclass
 class StageView:
     """One stage of this rank: what the model must look like while it runs."""
@@ -84,19 +87,27 @@ class StageView:
     layers: list[nn.Module]
     entry: Entry | None  # None on the first stage, which embeds
     modules: list[nn.Module]  # all that hold its parameters
-    swaps: list[tuple[nn.Module, str, nn.Module]]
+    swaps: list[Swap]
+    former: list[Swap] = field(default_factory=list)  # what these replace, while they do
 
     @contextlib.contextmanager
-    def shown(self) -> Iterator[None]:
-        """Let the model be this stage."""
-        before = [(owner, name, owner._modules[name]) for owner, name, _ in self.swaps]
-        for owner, name, module in self.swaps:
-            owner._modules[name] = module
+    def shown(self, instead_of: StageView | None = None) -> Iterator[None]:
+        """Let the model be this stage, and after it again what it was: whole, or another stage of this rank."""
+        outer = [] if instead_of is None else _put(instead_of.former)
+        self.former = _put(self.swaps)
         try:
             yield
         finally:
-            for owner, name, former in before:
-                owner._modules[name] = former
+            _put(self.former)
+            _put(outer)
+
+
+def _put(swaps: list[Swap]) -> list[Swap]:
+    """Put modules in their places; returns what was there."""
+    former = [(owner, name, owner._modules[name]) for owner, name, _ in swaps]
+    for owner, name, module in swaps:
+        owner._modules[name] = module
+    return former
 
 
 def layer_count(model: Any, config: ParallelConfig) -> int:
@@ -196,7 +207,7 @@ def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int
     for module in shown:
         if isinstance(module, PassThrough):
             module.tuples = plan.tuples
-    swaps: list[tuple[nn.Module, str, nn.Module]] = [(backbone, plan.layers, nn.ModuleList(shown))]
+    swaps: list[Swap] = [(backbone, plan.layers, nn.ModuleList(shown))]
     if stage > 0:
         swaps += [(backbone, name, _stand_in(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
     return StageView(stage, own, entry, modules, swaps)
@@ -265,12 +276,6 @@ def _is(parent: nn.Module, name: str) -> bool:
 
 def _present(parent: nn.Module, names: Iterable[str]) -> list[nn.Module]:
     return [getattr(parent, name) for name in names if _is(parent, name)]
-
-
-def hidden_size(model: Any) -> int:
-    """Width of the activations that travel between stages."""
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    return config.hidden_size
 
 
 def boundary_dtype(layers: list[nn.Module]) -> torch.dtype:

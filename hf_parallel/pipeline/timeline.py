@@ -30,6 +30,8 @@ from hf_parallel.pipeline.orders import (
     virtual_stages,
 )
 
+COMMUNICATION = "communication"
+
 
 class Span(NamedTuple):
     """An action and when it ran."""
@@ -148,6 +150,25 @@ def needs(action: Action, stages: int) -> list[tuple[str, int, int]]:
 def _result(action: Action) -> tuple[str, int, int]:
     kind = BACKWARD_INPUT if action.kind == BACKWARD else action.kind
     return kind, action.stage, action.micro_batch
+
+
+def with_communication(timeline: Timeline) -> Timeline:
+    """A recorded timeline with spans for what a rank waits for a result that is ready on another one.
+
+    Before the sender has it, waiting is idle time; after that, and once the receiver is free, it is communication.
+    """
+    compute = [span for span in timeline.spans if span.kind in COMPUTE]
+    stages = 1 + max(span.stage for span in compute)
+    ready = {_result(Action(*span[1:4])): (span.rank, span.end) for span in compute}
+    added, free = [], dict.fromkeys(range(timeline.ranks), timeline.start)
+    for span in sorted(compute, key=lambda span: span.start):
+        sent = [ready[need] for need in needs(Action(*span[1:4]), stages) if need in ready]
+        arrived = max((end for rank, end in sent if rank != span.rank), default=span.start)
+        start = max(free[span.rank], arrived)
+        if start < span.start:
+            added.append(Span(span.rank, COMMUNICATION, span.stage, span.micro_batch, start, span.start))
+        free[span.rank] = span.end
+    return Timeline([*timeline.spans, *added], timeline.ranks)
 
 
 def even_split(layers: int, stages: int) -> list[int]:

@@ -14,6 +14,7 @@ whole, inside    whole                    whole                   A and B
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 from typing import Any
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.collectives import copy_to_group, reduce_from_group
+from hf_parallel.collectives import all_reduce, copy_to_group, reduce_from_group
 from hf_parallel.packed import StoredOrder
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.dropout import look_again, own_numbers, shared_numbers, shared_numbers_of_layer
@@ -36,9 +37,11 @@ from hf_parallel.rewrite.layers import (
     become,
     holding,
     local,
+    local_weight,
 )
+from hf_parallel.rewrite.region import Region
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
-from hf_parallel.rewrite.vocab_parallel import VocabParallel
+from hf_parallel.rewrite.vocab_parallel import VocabParallel, VocabParallelHead
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
 
@@ -158,6 +161,79 @@ def split_embedding(down: Any, name: str, mesh: DeviceMesh, device: torch.device
 def can_split(base: Any) -> bool:
     """Is it known how adapters of this split layer are split?"""
     return isinstance(base, ColumnParallel | RowParallel | SharedHeads | PartialGradient | VocabParallel)
+
+
+# ---- magnitudes ----------------------------------------------------------------------------------------------------
+
+
+class SplitMagnitude(TensorParallelLayer):
+    """Mixin for DoRA's magnitudes m (Liu et al., 2024): adds (m / |W + s B A| - 1) W x + m / |W + s B A| s B A x.
+
+    Norms run along rows, so those of a row layer are summed over ranks; what is added is then a part like W x itself.
+    """
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        lora_A: Any,
+        lora_B: Any,
+        scaling: float,
+        base_layer: Any,
+        base_result: Any = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        weight, bias, rows = local_weight(base_layer), local(base_layer.bias), getattr(base_layer, "rows", None)
+        magnitude, up = local(self.weight), local(lora_B.weight)
+        if not isinstance(base_layer, ColumnParallel):
+            magnitude = copy_to_group(magnitude, self.region.group)
+        if rows is not None:
+            rows = rows.to(x.device)
+            weight, up, magnitude = weight[rows], up[rows], magnitude[rows]
+            bias = None if bias is None else bias[rows]
+        if base_result is None:
+            base_result = F.linear(x, weight)
+        elif bias is not None and not isinstance(base_layer, RowParallel):  # a row's bias is added after the sum
+            base_result = base_result - bias
+        with torch.no_grad():
+            squares = (weight + scaling * (up @ local(lora_A.weight))).float().square().sum(1)
+            if isinstance(base_layer, RowParallel):
+                squares = all_reduce(squares, self.region.group)
+        scale = magnitude / squares.sqrt().to(magnitude.dtype)
+        return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
+
+
+def split_magnitude(base: Any, magnitude: Any, mesh: DeviceMesh, device: torch.device) -> None:
+    """Split the magnitudes [out] of one adapter, whole and equal on all ranks."""
+    if isinstance(base, ColumnParallel):
+        order: Any = getattr(base, "stored_orders", {}).get("weight")
+        if order is not None:
+            stored = StoredOrder(0, order.rows)
+            magnitude.stored_orders = {"weight": stored}
+            magnitude._parameters["weight"].data = stored.to_stored(magnitude._parameters["weight"].data)
+        shard_parameter(magnitude, "weight", mesh, 0, device)
+    become(magnitude, SplitMagnitude, base.region)
+
+
+# ---- copies that are trained whole -------------------------------------------------------------------------------
+
+
+def can_copy(module: Any) -> bool:
+    """Is this split module independent of its neighbours, so that a copy can stand in its place?"""
+    return isinstance(module, VocabParallel | VocabParallelHead)
+
+
+def copied(module: Any) -> Any:
+    """A copy with parameters of its own that communicates in the same group."""
+    shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
+    new = copy.deepcopy(module, shared)
+    for part in new.modules():
+        if isinstance(part, TensorParallelLayer):
+            region = part.region
+            part.region = Region(part, region.group, region.switch, overlap=region.overlap)
+        if isinstance(part, ColumnParallel):
+            part.region.columns[part] = functools.partial(local_weight, part)
+    return new
 
 
 # ---- dropout -------------------------------------------------------------------------------------------------------

@@ -1,7 +1,14 @@
 """The data-parallel axes: who stores which slice, and how gradients are summed and measured."""
 
-from hf_parallel.sharding.adopt import adopt_parameters
+from hf_parallel.sharding.adopt import abandon_parameters, adopt_parameters
 from hf_parallel.sharding.gradients import clip_grad_norm, gradient_norm
 from hf_parallel.sharding.zero import shard_data_parallel, sharded_modules
 
-__all__ = ["adopt_parameters", "clip_grad_norm", "gradient_norm", "shard_data_parallel", "sharded_modules"]
+__all__ = [
+    "abandon_parameters",
+    "adopt_parameters",
+    "clip_grad_norm",
+    "gradient_norm",
+    "shard_data_parallel",
+    "sharded_modules",
+]

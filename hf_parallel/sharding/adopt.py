@@ -31,6 +31,15 @@ def adopt_parameters(root: nn.Module) -> None:
             _add(groups[0], list(new.values()), modules)
 
 
+def abandon_parameters(root: nn.Module) -> None:
+    """Let the units below `root` forget parameters whose modules are no longer in them."""
+    for unit in sharded_modules(root):
+        state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+        here = {id(module) for module in _own_modules(cast(nn.Module, unit))}
+        for group in state._fsdp_param_groups:
+            group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
+
+
 def _places(info: Any) -> Iterator[tuple[int, str]]:
     """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
     yield id(info.module), info.param_name

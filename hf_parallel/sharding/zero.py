@@ -10,7 +10,6 @@ With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,16 +44,14 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     for module in sharded_modules(root):
         # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
-    model.register_forward_hook(functools.partial(_reshard_after_evaluation, root))
+    if root is model:  # a pipeline frees its stages itself
+        model.register_forward_hook(_reshard_after_evaluation)
 
 
-def _reshard_after_evaluation(root: nn.Module, model: nn.Module, args: Any, output: Any) -> None:
-    """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors.
-
-    After the script's call, not after each pass through a stage: data ranks with fewer rows make fewer passes.
-    """
+def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
+    """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors."""
     if not torch.is_grad_enabled():
-        for module in sharded_modules(root):
+        for module in sharded_modules(model):
             module.reshard()
 
 

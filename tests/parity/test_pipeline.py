@@ -1,5 +1,6 @@
 """Every schedule gives the numbers of one process, whatever a stage holds and whatever a batch looks like."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from hf_parallel import parallelize
 from hf_parallel.config import SCHEDULES
 from hf_parallel.pipeline.engine import PipelineEngine
+from hf_parallel.pipeline.script_loss import find_plan, run_plan
+from hf_parallel.pipeline.serving import served
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
@@ -31,6 +34,11 @@ def on(schedules, *specs):
 @on(SEVERAL, "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2")
 def test_several_stages_per_rank(runs, spec, schedule):
     runs.check(Script().with_accumulation(2), f"{spec},pipeline_schedule={schedule}")
+
+
+@on(["1f1b", "zbv_zero_bubble"], "pp=2")
+def test_four_batches_per_step(runs, spec, schedule):
+    runs.check(Script().with_accumulation(4), f"{spec},pipeline_schedule={schedule}")
 
 
 @on(SCHEDULES, "pp=4")
@@ -109,24 +117,30 @@ def most_alive(schedule: str, own_loss: bool = False) -> int:
         nonlocal alive
         alive -= 1
 
-    enter = PipelineEngine._enter
+    enter = PipelineEngine.enter
 
-    def counted(self, view, arriving, call):
+    def counted(self, view, on_call, call):
         nonlocal alive, most
-        output = enter(self, view, arriving, call)
-        output.register_hook(done)
-        alive += 1
-        most = max(most, alive)
+        output = enter(self, view, on_call, call)
+        if torch.is_tensor(output) and output.requires_grad:
+            output.register_hook(done)
+            alive += 1
+            most = max(most, alive)
         return output
 
-    PipelineEngine._enter = counted
+    PipelineEngine.enter = counted
     model = parallelize(models.build("llama").train(), f"pp=4,pipeline_microbatches=8,pipeline_schedule={schedule}")
     tokens = torch.arange(64).view(8, 8)
     if own_loss:
-        batch = {"input_ids": tokens, "labels": tokens}
-        model._hf_parallel.pipeline.run_loss(
-            batch, lambda part: model(part["input_ids"]).logits.pow(2).sum()
-        ).backward()
+        engine, batch = model._hf_parallel.pipeline, {"input_ids": tokens}
+
+        def loss_of(part):
+            return model(part["input_ids"]).logits.pow(2).sum()
+
+        made = served(engine, batch, lambda: {"loss": loss_of(batch)})[1]
+        plan = find_plan(engine, batch, made, loss_of, contextlib.nullcontext)
+        alive = most = 0
+        run_plan(engine, plan, batch, loss_of, contextlib.nullcontext).backward()
     else:
         model(input_ids=tokens, labels=tokens).loss.backward()
     assert alive == 0
@@ -153,6 +167,8 @@ def test_profiled_step_is_drawn(runs):
     picture = drawn.read_text()
     assert "1f1b" in picture
     assert "measured" in picture
+    for kind in ("forward", "backward", "communication"):
+        assert f'class="box {kind}"' in picture
 
 
 @pytest.mark.parametrize(

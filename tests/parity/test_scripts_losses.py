@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from tests import models
 from tests.distributed import run, run_alone
@@ -43,10 +43,55 @@ class ChunkedLoss(Trainer):
         return (loss, {"loss": loss}) if return_outputs else loss
 
 
+class ShiftedLoss(Trainer):
+    """Gives the model tokens it has cut itself, and looks at it once more without gradients."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        tokens, labels = inputs["input_ids"][:, :-1], inputs["labels"][:, 1:]
+        outputs = model(input_ids=tokens, attention_mask=inputs["attention_mask"][:, :-1])
+        loss = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        loss = loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
+class MonitoredLoss(Trainer):
+    """Runs the model a second time for a figure to look at, as TRL does beside a compute_loss_func."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(input_ids=inputs["input_ids"])
+        labels = inputs["labels"][:, 1:].flatten()
+        loss = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), labels, reduction="sum")
+        with torch.no_grad():
+            self.log({"spread": model(input_ids=inputs["input_ids"]).logits.std(-1).mean().item()})
+        loss = loss / ((labels != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+
 def gpt2() -> torch.nn.Module:
     torch.manual_seed(models.SEED)
     still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "initializer_range": 0.1, "use_cache": False}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=64, n_layer=2, n_head=4, **still))
+
+
+TRAINERS = {
+    "mean": MeanLoss,
+    "models": ModelsLoss,
+    "chunked": ChunkedLoss,
+    "shifted": ShiftedLoss,
+    "monitored": MonitoredLoss,
+    "gpt2": Trainer,
+}
+
+
+class Spreads(TrainerCallback):
+    """Keeps what MonitoredLoss logs, as further entries."""
+
+    def __init__(self, logs):
+        self.logs = logs
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "spread" in logs:
+            self.logs.append({"loss": logs["spread"], "grad_norm": logs["spread"]})
 
 
 def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
@@ -68,8 +113,10 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
         rest = (None, data, None, None, None, None, None, [recorder], (optimizer, schedule))
         Trainer(model, arguments, *rest).train()  # all by position
     else:
-        trainer = {"mean": MeanLoss, "models": ModelsLoss, "chunked": ChunkedLoss, "gpt2": Trainer}[kind]
+        trainer = TRAINERS[kind]
         trainer = trainer(model, arguments, train_dataset=data, eval_dataset=Rows(5, 12), callbacks=[recorder])
+        if kind == "monitored":
+            trainer.add_callback(Spreads(recorder.logs))
         trainer.train()
         evaluated = trainer.evaluate()["eval_loss"]
         recorder.logs.append({"loss": evaluated, "grad_norm": evaluated})
@@ -85,14 +132,20 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
             for spec in ("dp_shard=2", "pp=2,dp_shard=2")
         ),
         *(("chunked", spec) for spec in ("pp=2", "tp=2", "pp=2,dp_shard=2", "tp=2,pp=2")),
+        *(("shifted", spec) for spec in ("pp=2", "tp=2,pp=2")),
+        ("monitored", "pp=2"),
     ],
 )
-def test_same_numbers_as_one_process(kind, spec, tmp_path):
+def test_same_numbers_as_one_process(kind, spec, tmp_path, capfd):
     reference = run_alone(train, None, kind, str(tmp_path / "one"))
     for logs in run(train, axes(spec)["world"], spec, kind, str(tmp_path / "many"), init=False):
-        assert len(logs) == len(reference) == (3 if kind == "optimizer" else 4)  # the last one is an evaluation
+        assert len(logs) == len(reference) == {"optimizer": 3, "monitored": 8}.get(kind, 4)  # the last: an evaluation
         for ours, theirs in zip(logs, reference, strict=True):
             none([line for key in ("loss", "grad_norm") for line in close(key, ours[key], theirs[key], 1e-5)])
+    if "pp=" in spec and kind not in ("gpt2", "optimizer"):
+        # A mean over tokens is none over rows, even if all rows of the first batch have as many.
+        verdict = "needs whole batches" if kind == "mean" else "adds up over micro-batches: 1f1b from now on"
+        assert verdict in capfd.readouterr().err
 
 
 def separate(spec: str | None) -> float:

@@ -1,0 +1,91 @@
+"""Which settings of PEFT any layout keeps; all others are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.pipeline.stages import has_tied_embedding
+from hf_parallel.rewrite import lora
+from hf_parallel.rewrite.layers import TensorParallelLayer
+
+#: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
+_KEPT = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("modules_to_save", "bias", "use_dora"),
+}
+#: What works instead of some of the others.
+_WORKS = {
+    "init_lora_weights": 'True, False or "gaussian"',
+    "target_parameters": "target_modules",
+}
+
+
+def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
+    """Before anything is changed."""
+    from peft import LoraModel, PeftType
+
+    if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
+        raise SpecError(f"peft_type={config.peft_type.value} is not part of this version; LoRA works")
+    if low_cpu_mem_usage:
+        raise SpecError("low_cpu_mem_usage=True: adapters need values to be split; False works")
+    if not hasattr(model, "base_model_prefix"):
+        raise SpecError(
+            f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
+            raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
+    if config.use_dora and getattr(model, "is_loaded_in_4bit", False):
+        raise SpecError(
+            "LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; use_dora=False works"
+        )
+    default = type(config)()
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in _KEPT or value == getattr(default, setting.name):
+            continue
+        if setting.name == "init_lora_weights" and value in (False, "gaussian"):
+            continue
+        _refuse(setting.name, value)
+
+
+def check_copies(model: Any, names: Any) -> None:
+    """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
+    for name, module in model.named_modules():
+        if not any(name.endswith(target) for target in names):
+            continue
+        inside = list(module.modules())
+        if any(isinstance(part, FSDPModule) for part in inside):
+            raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
+        if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
+            raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
+    if names and runtime.mesh().size("pp") > 1 and has_tied_embedding(model):
+        raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
+
+
+def _refuse(name: str, value: Any) -> None:
+    works = _WORKS.get(name, "its default")
+    raise SpecError(f"LoraConfig({name}={value!r}) is not part of this version of hf_parallel; {works} works")
+
+
+def refuse_deleting(original: Callable) -> Callable:
+    """FSDP2 keeps the parameters that it has taken in."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(self.model) is None:
+            return original(self, *args, **kwargs)
+        raise NotImplementedError(
+            "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
+            "delete it in one process"
+        )
+
+    return replacement

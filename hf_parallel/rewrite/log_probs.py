@@ -1,0 +1,171 @@
+"""Log-probabilities of tokens from hidden states, over a vocabulary that is cut over tp: no logits, no whole head.
+
+Each rank multiplies by its rows of the head, a chunk of tokens at a time, and keeps a few numbers per token; two small
+all-reduces make them those of the whole vocabulary. The backward multiplies again. As memory goes this is the
+cross-entropy of `vocab_parallel.py` without the logits (chunked over tokens as by Wijmans et al., 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from hf_parallel.collectives import all_reduce, copy_to_group
+
+CHUNK = 1024  # tokens whose logits over this rank's rows exist at a time
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """logits = softcap · tanh(scale · product / softcap) / temperature, or scale · product / temperature."""
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    scale: float = 1.0
+
+    def logits(self, product: torch.Tensor) -> torch.Tensor:
+        """fp32, from the head's products."""
+        z = product.float() * self.scale
+        return (z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)) / self.temperature
+
+    def backward(self, gradient: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """The gradient of the products from that of the logits."""
+        if self.softcap is not None:
+            capped = torch.tanh(product.float() * self.scale / self.softcap)
+            gradient = gradient * (1 - capped.square())
+        return gradient * (self.scale / self.temperature)
+
+
+@dataclass
+class TokenScores:
+    """Per token, shape [tokens]: fp32, and bool for `is_top1`. Gradients flow to the first two."""
+
+    log_probs: torch.Tensor
+    entropy: torch.Tensor
+    log_sum_sq_probs: torch.Tensor
+    mean_logits: torch.Tensor
+    is_top1: torch.Tensor
+
+
+def log_probs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    group: dist.ProcessGroup,
+    first: int,
+    vocabulary: int,
+    scaling: Scaling,
+) -> TokenScores:
+    """Scores of `targets` [tokens] under softmax(head(hidden)).
+
+    Args:
+        hidden: [tokens, hidden], equal on all ranks of `group`.
+        weight: this rank's rows of the head, from row `first` on.
+        bias: of the same rows.
+    """
+    return TokenScores(
+        *_LogProbs.apply(copy_to_group(hidden, group), weight, bias, targets, group, first, vocabulary, scaling)
+    )
+
+
+class _LogProbs(torch.autograd.Function):
+    """The gradient of `hidden` is this rank's part of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        targets: torch.Tensor,
+        group: dist.ProcessGroup,
+        first: int,
+        vocabulary: int,
+        scaling: Scaling,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        kind = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        parts = [
+            _statistics(scaling.logits(_product(x, weight, bias, ctx.dtype)), target - first)
+            for x, target in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
+        ]
+        maxima, sums = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
+        largest, before = all_reduce(maxima, group, dist.ReduceOp.MAX)
+        factor = torch.exp(maxima[0] - largest)
+        sums[:2] *= factor
+        sums[2] *= factor.square()
+        total, weighted, squares, logits, at_target = all_reduce(sums, group)
+        log_total = largest + total.log()
+        entropy = log_total - weighted / total
+        ctx.save_for_backward(hidden, weight, bias, targets - first, log_total, entropy)
+        ctx.scaling = scaling
+        results = (
+            at_target - log_total,
+            entropy,
+            squares.log() - 2 * total.log(),
+            logits / vocabulary,
+            (at_target >= largest) & (at_target > before),
+        )
+        ctx.mark_non_differentiable(*results[2:])
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_log_probs: torch.Tensor | None, of_entropy: torch.Tensor | None, *_: Any) -> Any:
+        hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[:3]
+        tensors = (hidden, weight, bias)
+        into: Any = [
+            torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip(tensors, wanted, strict=True)
+        ]
+        for start in range(0, len(hidden), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            x = hidden[chunk].to(ctx.dtype)
+            product = _product(x, weight, bias, ctx.dtype)
+            logs = ctx.scaling.logits(product) - log_total[chunk, None]
+            probabilities, gradient = logs.exp(), torch.zeros_like(logs)
+            if of_log_probs is not None:
+                gradient -= of_log_probs[chunk, None] * probabilities
+                inside, column = _inside(targets[chunk], logs)
+                gradient.scatter_add_(1, column, (of_log_probs[chunk] * inside)[:, None])
+            if of_entropy is not None:
+                gradient -= of_entropy[chunk, None] * probabilities * (logs + entropy[chunk, None])
+            gradient = ctx.scaling.backward(gradient, product).to(ctx.dtype)
+            if into[0] is not None:
+                into[0][chunk] = (gradient @ weight.to(ctx.dtype)).float()
+            if into[1] is not None:
+                into[1] += (gradient.t() @ x).float()
+            if into[2] is not None:
+                into[2] += gradient.float().sum(0)
+        gradients = [None if g is None else g.to(t.dtype) for g, t in zip(into, tensors, strict=True)]
+        return (*gradients, None, None, None, None, None)
+
+
+def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        product = x.to(dtype) @ weight.to(dtype).t()
+        return product if bias is None else product + bias.to(dtype)
+
+
+def _inside(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which targets are among these columns, and a column for each."""
+    inside = (targets >= 0) & (targets < logits.shape[1])
+    return inside, targets.clamp(0, logits.shape[1] - 1)[:, None]
+
+
+def _statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of logits [tokens, columns]: [largest, largest before the target] and [Σe, Σe·z, Σe², Σz, z of the target]."""
+    columns = torch.arange(logits.shape[1], device=logits.device)
+    earlier = logits.masked_fill(columns >= targets[:, None], -torch.inf)
+    largest, before = logits.amax(1), earlier.amax(1)
+    e = torch.exp(logits - largest[:, None])
+    inside, column = _inside(targets, logits)
+    at_target = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
+    sums = (e.sum(1), (e * logits).sum(1), e.square().sum(1), logits.sum(1), at_target)
+    return torch.stack([largest, before]), torch.stack(sums)

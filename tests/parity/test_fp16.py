@@ -1,0 +1,51 @@
+"""fp16 with a scaled loss, where gradients of an unscaled one would vanish. accelerate has none on CPUs: loops."""
+
+import pytest
+import torch
+
+from hf_parallel import parallelize
+from hf_parallel.hooks.scaler import MeshGradScaler
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import axes, spec_id
+
+FAINT = 1e-6  # of the usual loss: gradients of logits are then around fp16's smallest numbers
+
+
+def steps(spec: str | None, scale: float) -> tuple[list[float], float]:
+    """Three steps under autocast; the losses and the last scale."""
+    model = models.build("llama").train()
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    if spec:
+        parallelize(model, spec)
+        scaler = MeshGradScaler("cpu", init_scale=scale)
+        if model._hf_parallel.pipeline is not None:
+            model._hf_parallel.pipeline.scale_loss = scaler.scale
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / FAINT)
+    tokens = torch.randint(0, models.VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(5))
+    losses = []
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=120 / FAINT).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        losses.append(loss.item() / FAINT)
+    return losses, scaler.get_scale()
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "pp=2,dp_shard=2"], ids=spec_id)
+def test_faint_losses_train(spec):
+    expected = run_alone(steps, None, 2.0**18)[0]
+    assert expected[2] < expected[0] - 0.05
+    for losses, scale in run(steps, axes(spec)["world"], spec, 2.0**18):
+        assert losses == pytest.approx(expected, rel=3e-3)  # fp16 keeps 11 bits: 5e-4 per product
+        assert scale == 2.0**18
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2,pp=2"], ids=spec_id)
+def test_all_ranks_skip_a_step_that_overflows(spec):
+    for losses, scale in run(steps, axes(spec)["world"], spec, 2.0**60):
+        assert losses[0] == losses[1] == losses[2]
+        assert scale == 2.0**57

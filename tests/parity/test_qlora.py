@@ -1,0 +1,125 @@
+"""QLoRA: adapters on a base in 4 bits, whose packed weights are split and sharded, not repeated on every rank."""
+
+from functools import partial
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.rows import data
+from tests.training import Recorder, axes, none, spec_id, weight_differences
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+BATCH = 8
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+WEIGHTS = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 256)  # of the linears of four layers
+
+
+def quantised(folder, **settings):
+    from transformers import BitsAndBytesConfig
+
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", **settings)
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
+
+
+def train(spec, folder, out, settings, targets="all-linear"):
+    """Three steps and an evaluation; also the bytes of this rank's packed weights."""
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training  # a script imports it later, too
+
+    base = quantised(folder, **settings)
+    stored = sum(local(p).nbytes for p in base.parameters() if not p.is_floating_point())
+    base = prepare_model_for_kbit_training(base)  # norms, embedding and head in fp32
+    torch.manual_seed(models.SEED)
+    model = get_peft_model(
+        base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=targets)
+    )
+    batch = BATCH // (axes(spec)["data_ranks"] if spec else 1)
+    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
+    arguments = TrainingArguments(
+        out,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        learning_rate=0.1,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        seed=0,
+        num_train_epochs=1,
+        gradient_checkpointing=True,
+        **quiet,
+    )
+    recorder, rows = Recorder(), data("llama", 22, 11)
+    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=data("llama", 13, 12), callbacks=[recorder])
+    trainer.train()
+    recorder.logs.append({"loss": trainer.evaluate()["eval_loss"], "grad_norm": 1.0})
+    trainer.save_model(f"{out}/saved")
+    return recorder.logs, recorder.gradient_keys, stored, f"{out}/saved"
+
+
+def local(parameter):
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("qlora") / "base")
+    run_alone(lambda: models.build("llama", **SIZES).save_pretrained(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def references(folder, tmp_path_factory):
+    """Runs in one plain process with bitsandbytes' own layers, by whether the largest values are rounded too."""
+    root, made = tmp_path_factory.mktemp("one"), {}
+
+    def reference(double):
+        if double not in made:
+            settings = {"bnb_4bit_use_double_quant": double}
+            made[double] = run_alone(train, None, folder, str(root / str(double)), settings)
+        return made[double]
+
+    return reference
+
+
+@pytest.mark.parametrize(
+    ("spec", "double"),
+    [("dp_shard=2", False), ("tp=2", True), ("tp=2,pp=2", False)],
+    ids=lambda value: spec_id(value) if isinstance(value, str) else ("double" if value else "single"),
+)
+def test_same_numbers_as_one_process(folder, references, tmp_path, spec, double):
+    logs, keys, _, saved = references(double)
+    ranks = run(
+        partial(train, spec, folder, str(tmp_path), {"bnb_4bit_use_double_quant": double}),
+        axes(spec)["world"],
+        init=False,
+        timeout=90,
+    )
+    found = []
+    for rank, (own, *_) in enumerate(ranks):
+        assert len(own) == len(logs)
+        for step, (ours, theirs) in enumerate(zip(own, logs, strict=True), 1):
+            for key in ("loss", "grad_norm"):
+                # The codes are those of one process, and so are the products but for their order of sums. The last
+                # step is an evaluation: there bitsandbytes takes a kernel of its own on CPUs, which rounds to bf16.
+                tolerance = 1e-5 if step < len(logs) else 1e-3
+                if not abs(ours[key] - theirs[key]) <= tolerance * theirs[key]:
+                    found.append(f"rank {rank}: {key} in step {step}: {ours[key]}, one process {theirs[key]}")
+    for step, expected in enumerate(keys):
+        if set().union(*(rank[1][step] for rank in ranks)) != set(expected):
+            found.append(f"other gradients in step {step + 1}")
+    none(found + weight_differences(ranks[0][3], saved, 2e-6))
+    # Half a byte per weight and four for each block of 64: stored once, in equal parts.
+    assert {rank[2] for rank in ranks} == {(WEIGHTS // 2 + WEIGHTS // 16) // axes(spec)["world"]}
+
+
+def test_rows_of_half_blocks_are_refused(runs, tmp_path):
+    """`down_proj` has rows of 128 weights: over four ranks 32 each, half a block."""
+    with pytest.raises(RankFailure, match=r"load_in_4bit: .* not whole blocks of 64; .* works"):
+        run(partial(train, "tp=2", runs.initial("llama"), str(tmp_path), {}), 2, init=False, timeout=60)
