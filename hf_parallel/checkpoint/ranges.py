@@ -24,10 +24,11 @@ _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class RangeFile:
-    """An open file: `keys()` and `get_slice(key)`, as safetensors has them.
+    """An open file, with the methods that safetensors' own has.
 
     Raises:
         ValueError: it is no safetensors file, or cut off.
+        KeyError: it holds a dtype that is not known here.
     """
 
     def __init__(self, path: str):
@@ -39,7 +40,8 @@ class RangeFile:
             raise ValueError(f"{path} is no safetensors file, or cut off")
         self.start = 8 + length
         self.tensors = json.loads(os.pread(self.handle, length, 8))
-        self.tensors.pop("__metadata__", None)
+        self.notes = self.tensors.pop("__metadata__", {})
+        self.dtypes = {key: _OF_NAME[facts["dtype"]] for key, facts in self.tensors.items()}
         if any(self.start + facts["data_offsets"][1] > size for facts in self.tensors.values()):
             raise ValueError(f"{path} is cut off")
 
@@ -55,7 +57,15 @@ class RangeFile:
 
     def get_slice(self, key: str) -> TensorInFile:
         """A tensor, to be indexed."""
-        return TensorInFile(self, self.tensors[key])
+        return TensorInFile(self, self.tensors[key], self.dtypes[key])
+
+    def get_tensor(self, key: str) -> torch.Tensor:
+        """A whole tensor."""
+        return self.get_slice(key)[...]
+
+    def metadata(self) -> dict[str, str]:
+        """What the file says of itself."""
+        return self.notes
 
     def read_into(self, target: torch.Tensor, offset: int) -> None:
         """Fill contiguous memory from this place of the file on."""
@@ -70,9 +80,8 @@ class RangeFile:
 class TensorInFile:
     """A tensor of an open file. Indexed by a range for each of its dimensions, it is read."""
 
-    def __init__(self, file: RangeFile, facts: dict[str, Any]):
-        self.file, self.shape, self.name = file, tuple(facts["shape"]), facts["dtype"]
-        self.dtype = _OF_NAME[self.name]
+    def __init__(self, file: RangeFile, facts: dict[str, Any], dtype: torch.dtype):
+        self.file, self.shape, self.name, self.dtype = file, tuple(facts["shape"]), facts["dtype"], dtype
         self.offset = file.start + facts["data_offsets"][0]
 
     def get_shape(self) -> list[int]:
