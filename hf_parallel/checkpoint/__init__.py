@@ -6,7 +6,7 @@ from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.names import names_in_order
 from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer, save_optimizer, write_refusal
 from hf_parallel.checkpoint.save import full_state_dict, save_pretrained
-from hf_parallel.checkpoint.saving import CheckpointError, Saving, current, going_on
+from hf_parallel.checkpoint.saving import CheckpointError, Saving, current, going_on, start_writer
 
 __all__ = [
     "LAYOUT",
@@ -30,5 +30,6 @@ __all__ = [
     "remove",
     "save_optimizer",
     "save_pretrained",
+    "start_writer",
     "write_refusal",
 ]

@@ -14,20 +14,7 @@ from hf_parallel.checkpoint.gather import as_bytes
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.saving import Saving
-
-#: safetensors' names of dtypes (format description in its README).
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+from hf_parallel.checkpoint.unread import DTYPES
 
 
 class TensorFile:
@@ -85,7 +72,7 @@ def header(entries: list[Entry]) -> bytes:
     start = 0
     for entry in entries:
         end = start + entry.nbytes
-        described[entry.name] = {"dtype": _DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
+        described[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
         start = end
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks

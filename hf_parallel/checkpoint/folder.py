@@ -16,7 +16,7 @@ import time
 from typing import IO, Any
 
 from hf_parallel.checkpoint.manifest import damages, has_manifest, write_manifest
-from hf_parallel.checkpoint.saving import CheckpointError, Saving
+from hf_parallel.checkpoint.saving import CheckpointError, Saving, wait_for_writer
 from hf_parallel.mesh import ParallelMesh
 
 LOCK = "_hf_parallel.lock"
@@ -38,6 +38,7 @@ class Checkpoint(Saving):
 
     def begin(self) -> None:
         """Make the folder, and remove what a crash has left. Collective."""
+        wait_for_writer()
         if self.mesh.rank == 0:
             with self.noting():
                 os.makedirs(self.run, exist_ok=True)

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
+from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread_in, values
+from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.packed import stored_order
 
 
@@ -46,8 +46,8 @@ def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") 
     """
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(directory, stem):
-        opened = stack.enter_context(safe_open(os.path.join(directory, file), framework="pt", backend="pread"))
-        tensors.update({key: unread_in(opened, key) for key in opened.keys()})  # noqa: SIM118 - no mapping
+        opened = stack.enter_context(RangeFile(os.path.join(directory, file)))
+        tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
     return tensors
 
 

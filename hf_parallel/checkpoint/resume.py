@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -29,10 +28,11 @@ from hf_parallel.checkpoint.files import open_for_writing
 from hf_parallel.checkpoint.gather import entries_of, gathered, sends
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.names import named, of_stages
+from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.save import shards
 from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread_in, values
+from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.packed import stored_order
 
@@ -219,8 +219,8 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
         raise ValueError(f"{folder}/{INDEX} has format {index['format']}, this version reads {_FORMAT}")
     state = OptimizerState(index["optimizer"], numbers=index["numbers"])
     for name in index["files"]:
-        opened = stack.enter_context(safe_open(os.path.join(folder, name), framework="pt", backend="pread"))
-        state.tensors.update({key: unread_in(opened, key) for key in opened.keys()})  # noqa: SIM118
+        opened = stack.enter_context(RangeFile(os.path.join(folder, name)))
+        state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
     for group in index["groups"]:
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
     return state

@@ -22,7 +22,7 @@ from torch import nn
 from hf_parallel.checkpoint.files import TensorFile, open_for_writing
 from hf_parallel.checkpoint.gather import entries_of, gathered, sends
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
-from hf_parallel.checkpoint.saving import Saving, current
+from hf_parallel.checkpoint.saving import Saving, current, wait_for_writer
 from hf_parallel.mesh import ParallelMesh
 
 
@@ -74,6 +74,7 @@ def full_state_dict(
     Args:
         wanted: by name, the same answer on all ranks; default: all.
     """
+    wait_for_writer()
     state = model.state_dict()
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
     local = {entry.name: state[entry.name] for entry in entries if sends(entry, mesh)}

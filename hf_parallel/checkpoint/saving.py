@@ -7,6 +7,7 @@ are noted, everybody goes on with what is communicated, and at the end all ranks
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -74,6 +75,20 @@ class Saving:
 
 
 _current: Saving | None = None
+_writer: threading.Thread | None = None
+
+
+def start_writer(thread: threading.Thread) -> None:
+    """Let a thread use the group that saves communicate in, until it ends."""
+    global _writer
+    _writer = thread
+    thread.start()
+
+
+def wait_for_writer() -> None:
+    """Whoever saves or gathers next waits: two threads would take each other's tensors."""
+    if _writer is not None and _writer is not threading.current_thread():
+        _writer.join()
 
 
 @contextlib.contextmanager
@@ -82,6 +97,7 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
     if _current is not None:
         yield _current
         return
+    wait_for_writer()
     with going_on(Saving(mesh)) as saving:
         yield saving
         saving.finish_streams()

@@ -7,7 +7,7 @@ A part is described by one list of indices per dimension, of the tensor as the m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,12 +39,6 @@ def cut_part(shape: tuple[int, ...], order: StoredOrder | None, cuts: Iterable[t
 def whole_part(shape: tuple[int, ...]) -> Part:
     """Every index of every dimension."""
     return tuple(torch.arange(size) for size in shape)
-
-
-def is_whole(part: Part, shape: Sequence[int]) -> bool:
-    """Is it everything, in its own order?"""
-    sizes_agree = all(len(indices) == size for indices, size in zip(part, shape, strict=True))
-    return sizes_agree and all(len(_runs(indices)) == 1 for indices in part)
 
 
 def read(source: Any, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:

@@ -16,7 +16,24 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from hf_parallel.checkpoint.slices import Part, is_whole, read, whole_part
+from hf_parallel.checkpoint.slices import Part, read, whole_part
+
+#: safetensors' names of dtypes (format description in its README).
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
 
 Reader = Callable[[Part], torch.Tensor]
 
@@ -56,18 +73,6 @@ def unread(
     return Unread(lambda part: read(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins)
 
 
-def unread_in(opened: Any, key: str) -> Unread:
-    """A tensor of an open safetensors file."""
-    source = opened.get_slice(key)
-    shape, dtype = source.get_shape(), _dtype_in_file(source)
-
-    def part(wanted: Part) -> torch.Tensor:
-        # A slice of everything would be a second copy.
-        return opened.get_tensor(key) if is_whole(wanted, shape) else read(source, wanted)
-
-    return Unread(part, shape, dtype)
-
-
 def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     """The part of a tensor that may be unread, in memory of its own: a view would keep the whole alive."""
     found = tensor.part(part) if isinstance(tensor, Unread) else read(tensor, part)
@@ -75,7 +80,11 @@ def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
 
 
 def _dtype_in_file(source: Any) -> torch.dtype:
-    return read(source, tuple(torch.arange(0) for _ in source.get_shape())).dtype
+    """From the header: reading nothing of a slice reads all of it."""
+    name = source.get_dtype()
+    return (
+        _OF_NAME[name] if name in _OF_NAME else read(source, tuple(torch.arange(0) for _ in source.get_shape())).dtype
+    )
 
 
 # ---- operations --------------------------------------------------------------------------------------------------

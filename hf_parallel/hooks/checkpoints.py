@@ -81,7 +81,7 @@ class _Unfinished:
         self.thread = None
         if saving.in_background:
             self.thread = threading.Thread(target=self._work, name=f"save {saving.name}", daemon=True)
-            self.thread.start()
+            folders.start_writer(self.thread)
 
     def _work(self) -> None:
         try:

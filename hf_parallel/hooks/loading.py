@@ -6,6 +6,7 @@ read yet (see `checkpoint.unread`), and read this rank's part when the result is
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread, values
 from hf_parallel.hooks import runtime
@@ -23,10 +25,17 @@ from hf_parallel.rewrite.layers import local
 
 
 def open_by_reading(original: Callable) -> Callable:
-    """Read slices into memory of their own: a mapped file keeps every page that was touched."""
+    """Read ranges into memory of their own: a mapped file keeps every page that was touched.
+
+    Without a mapping safetensors reads whole tensors, whatever slice is asked for; so it opens only what has dtypes
+    that `RangeFile` does not know.
+    """
 
     def replacement(file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None) -> Any:
-        return original(file, framework=framework, device=device, backend="pread")
+        try:
+            return RangeFile(os.fspath(file))
+        except KeyError:
+            return original(file, framework=framework, device=device, backend="pread")
 
     return replacement
 

@@ -26,10 +26,10 @@ LEASE_S = 120.0
 
 @dataclass(frozen=True)
 class Run:
-    """Its name, the same through all restarts, and how often it was restarted."""
+    """Its name, the same through all restarts, and whether this is one."""
 
     identity: str
-    restarted: int
+    restarted: bool
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def own_folder(trainer: Any) -> Iterator[Run]:
     Raises:
         CheckpointError: another run does.
     """
-    lock, run = None, [Run(uuid.uuid4().hex, 0)]
+    lock, run = None, [Run(uuid.uuid4().hex, False)]
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
         lock, run = _claimed(trainer.args.output_dir)
     trainer._run_id = run[0].identity
@@ -65,18 +65,33 @@ def _claimed(folder: str) -> tuple[folders.Lock | None, list[Run]]:
 
 
 def _claim(folder: str) -> tuple[folders.Lock, Run]:
-    launch, restarted = _launch(), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-    lock = folders.Lock(folder, **({"patience": LEASE_S} if restarted else {}))
-    same = restarted and lock.former.get("launch") == launch
-    run = Run(lock.former["run"] if same else uuid.uuid4().hex, restarted)
-    lock.write({"run": run.identity, "launch": launch})
+    count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+    lock = folders.Lock(folder, **({"patience": LEASE_S} if count else {}))
+    restarted = _is_restart(lock.former, count)
+    run = Run(lock.former["run"] if restarted else uuid.uuid4().hex, restarted)
+    lock.write({"run": run.identity, "launch": _launch(), "agent": _agent()})
     folders.put_back_former(folder)
     if lock.file is None:
         report.say(f"{folder} is on a file system without locks: let no other run write to it")
     return lock, run
 
 
+def _is_restart(former: dict[str, Any], count: int) -> bool:
+    """Has the launcher that started the folder's last owner started this process too, after that one?
+
+    Its count says so when a rank was lost, but stays 0 when a node has joined.
+    """
+    if _agent() is None or "run" not in former or former.get("pid") == os.getpid():
+        return False
+    return former.get("agent") == _agent() or (count > 0 and former.get("launch") == _launch())
+
+
 def _launch() -> str:
-    """What stays the same when a launcher restarts its ranks."""
+    """The same on all nodes, and through restarts; two jobs may have the same one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return name if name != "none" else f"{socket.gethostname()}:{os.getppid()}"
+    return name if name != "none" else str(_agent())
+
+
+def _agent() -> str | None:
+    """The process of torchrun on this node; None under another launcher."""
+    return f"{socket.gethostname()}:{os.getppid()}" if "TORCHELASTIC_RUN_ID" in os.environ else None

@@ -65,7 +65,7 @@ def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
     if run.restarted:
         found = _newest_whole(trainer.args.output_dir, run.identity)
         if found is not None:
-            report.say(f"restart {run.restarted}: going on from {found}")
+            report.say(f"started again by the launcher: going on from {found}")
             return found
     if asked is True:
         found = _newest_whole(trainer.args.output_dir)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import ParallelConfig
+from hf_parallel.hooks import rendezvous
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import ParallelState, default_device, state_of
 
@@ -45,7 +46,7 @@ def connect() -> None:
     # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
     from accelerate import PartialState
 
-    PartialState(cpu=not torch.accelerator.is_available())
+    PartialState(cpu=not torch.accelerator.is_available(), **rendezvous.own_store())
 
 
 def start(config: ParallelConfig, source: str) -> Runtime:

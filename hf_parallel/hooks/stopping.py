@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from hf_parallel.hooks import report
+from hf_parallel.hooks import report, runtime
 
 #: As a shell reports the end of a process by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -28,7 +28,9 @@ class StopTogether(TrainerCallback):
     def __init__(self) -> None:
         self.asked = torch.zeros(1, dtype=torch.int32)
         self.agreed = self.asked.clone()
-        self.group: Any = dist.new_group(backend="gloo")  # training's own may be in use by a device
+        mesh = runtime.mesh()
+        # Apart from training's own groups, and from those of a thread that writes checkpoints.
+        self.group: Any = dist.new_group(backend="gloo") if mesh.config.async_save else mesh.host_group
         self.pending: Any = None
         self.stops = False
 

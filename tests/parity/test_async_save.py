@@ -4,11 +4,12 @@ import threading
 import time
 
 import pytest
+from transformers import TrainerCallback
 
 from tests import models
 from tests.distributed import run
 from tests.resuming import STEPS, STOP, checkpoint_differences, log_differences, train, trained
-from tests.training import axes, none
+from tests.training import axes, none, weight_differences
 
 KEY = ",async_save=true"
 
@@ -62,6 +63,28 @@ def test_training_goes_on_while_a_slow_disk_is_written(runs, tmp_path):
         assert rank["threads"] == {"save checkpoint-2", "save checkpoint-3"}
         assert rank["saves"][0] < 1.0, rank["saves"]
     assert sorted(path.name for path in tmp_path.glob("*checkpoint*")) == ["checkpoint-2", "checkpoint-3"]
+
+
+def saves_meanwhile(spec: str, folder: str, out: str) -> None:
+    """A callback that saves the model itself while the checkpoint of that step is still being written."""
+    from hf_parallel import hooks
+    from hf_parallel.checkpoint import resume
+
+    hooks.activate(spec, source="test")
+    write = resume._write_tensors
+    resume._write_tensors = lambda *args: (time.sleep(0.5), write(*args))
+
+    class Copy(TrainerCallback):
+        def on_save(self, args, state, control, model=None, **kwargs):
+            model.save_pretrained(f"{out}/copy-{state.global_step}")
+
+    train(folder, out, axes(spec)["data_ranks"], change=lambda t: t.add_callback(Copy()), max_steps=2, save_steps=1)
+
+
+def test_a_script_that_saves_by_itself_meanwhile(runs, tmp_path):
+    run(saves_meanwhile, 2, "dp_shard=2" + KEY, runs.initial("llama"), str(tmp_path), init=False)
+    for step in (1, 2):
+        none(weight_differences(f"{tmp_path}/copy-{step}", f"{tmp_path}/checkpoint-{step}", 0.0))
 
 
 def fails_later(spec: str, folder: str, out: str) -> str:

@@ -34,7 +34,7 @@ def save_and_load(name: str, folder: str) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
 
 
-def cut_everything(model: torch.nn.Module, mesh) -> torch.nn.Module:
+def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
     """In place of `parallelize`: every parameter cut by tp along one of its dimensions, packed if it can be, and by
     FSDP2. More than any model does, so that all that a model may do is among it."""
     from torch.distributed.fsdp import fully_shard

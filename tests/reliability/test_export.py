@@ -134,8 +134,8 @@ def peak(source: str, out: str, *arguments: str) -> int:
 
 @pytest.mark.slow
 def test_memory_of_one_tensor(tmp_path):
-    """900 MB of weights, of which the largest is 125 MB; a cast needs it twice."""
-    size = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 10}
+    """400 MB of weights, of which the largest is 125 MB; a cast needs it once and a half."""
+    size = {"vocab_size": 32_000, "hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 3}
     for name, config in (("big", size), ("big-tiny", {})):
         run_alone(save_big, str(tmp_path / name), models.llama(**config))
     for arguments, tensors in (((), 1), (("--dtype", "bfloat16"), 1.5)):

@@ -61,3 +61,16 @@ def test_what_is_deleted_loses_its_name_first(tmp_path, monkeypatch):
     monkeypatch.setattr(folder.shutil, "rmtree", lambda path, **kwargs: None)  # a crash in the middle
     remove(str(tmp_path / "checkpoint-1"))
     assert os.listdir(tmp_path) == ["_tmp-checkpoint-1"]
+
+
+def test_what_lacks_a_file_is_no_candidate(tmp_path):
+    """Seen without reading the files; neither is a layout's folder that has no manifest."""
+    for step in (1, 2, 3):
+        place = tmp_path / f"checkpoint-{step}"
+        place.mkdir()
+        for name in ("trainer_state.json", "hf_parallel.json", "model.safetensors"):
+            (place / name).write_text("{}")
+        manifest.write_manifest(str(place), {})
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    (tmp_path / "checkpoint-2" / "model.safetensors").write_text("{")
+    assert candidates(str(tmp_path)) == [str(tmp_path / "checkpoint-1")]

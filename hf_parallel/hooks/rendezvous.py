@@ -1,0 +1,63 @@
+"""A store of their own for the ranks that torchrun has just started.
+
+torchrun keeps one store through all restarts, and torch writes the ranks' addresses in it under the same names each
+time. A rank that is first to look finds the address of a process that is gone (connection refused), or never connects.
+The number of restarts differs between nodes that joined at different times, so the ranks agree on a name first:
+
+    every rank       hello/3 = a number drawn by this process
+    rank 0           welcome = a name, and the numbers it has seen; written again until all have answered
+    every rank       goes on under that name once its own number is in the list
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from typing import Any
+
+import torch.distributed as dist
+
+_ROOM = "hf_parallel"
+_PAUSE_S = 0.02
+_LIMIT_S = 1800.0  # as torch waits for ranks
+
+
+def own_store() -> dict[str, Any]:
+    """What `init_process_group` needs under torchrun; nothing elsewhere, where each start has a store of its own."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return {}
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    name = agreed_name(dist.PrefixStore(_ROOM, store), rank, world_size)
+    return {"store": dist.PrefixStore(f"{_ROOM}/{name}", store), "rank": rank, "world_size": world_size}
+
+
+def agreed_name(store: Any, rank: int, world_size: int) -> str:
+    """One name for the ranks that call this now, whatever others have left in the store.
+
+    Raises:
+        TimeoutError: not all of them come.
+    """
+    number, end = uuid.uuid4().hex, time.monotonic() + _LIMIT_S
+    name = uuid.uuid4().hex
+    store.set(f"hello/{rank}", number)
+    while time.monotonic() < end:
+        if rank == 0:
+            if _welcome(store, name, world_size):
+                return name
+        elif store.check(["welcome"]):
+            found, *numbers = store.get("welcome").decode().split()
+            if len(numbers) == world_size and numbers[rank] == number:
+                store.set(f"{found}/{rank}", "here")
+                return found
+        time.sleep(_PAUSE_S)
+    raise TimeoutError(f"hf_parallel: rank {rank} waited {_LIMIT_S:.0f} s for the other ranks")
+
+
+def _welcome(store: Any, name: str, world_size: int) -> bool:
+    """Write down whom rank 0 has seen; have all of them answered?"""
+    greetings = [f"hello/{rank}" for rank in range(world_size)]
+    if not store.check(greetings):
+        return False
+    store.set("welcome", " ".join([name, *(store.get(key).decode() for key in greetings)]))
+    return store.check([f"{name}/{rank}" for rank in range(1, world_size)])
