@@ -115,7 +115,7 @@ def test_dpo(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
-        {"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "precomputed": "pp=2", "ragged": "dp_shard=2"},
+        {"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "ragged": "dp_shard=2"},
     ),
 )
 def test_kto(folder, case, spec):
