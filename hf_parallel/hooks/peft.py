@@ -120,7 +120,8 @@ def start_from_base(original: Callable) -> Callable:
             for tensor in (down, up):
                 dist.broadcast(tensor, group=runtime.mesh().group(axis), group_src=0)
         taken = self.scaling[adapter] * (up @ down)
-        rest = whole_weight - (taken.t() if self.fan_in_fan_out else taken)
+        turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
+        rest = whole_weight - (taken.t() if turned else taken)
         with torch.no_grad():
             local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
 

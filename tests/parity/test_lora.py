@@ -4,6 +4,7 @@ The runs are those of test_trainer.py: loss, gradient norm, set of gradients, ev
 """
 
 import json
+import os
 import runpy
 import sys
 from functools import partial
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
+from tests import training
 from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
@@ -168,9 +170,28 @@ def test_dora(runs, model, spec):
     runs.check(Script(model=model, lora=lora("all-linear", use_dora=True)), spec)
 
 
+def train_adapted(spec, script, initial, out):
+    """The script, whose layout becomes active when its model has adapters already, equal on no two ranks."""
+    model = load_model(script, initial, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter += int(os.environ["RANK"])
+    hooks.activate(spec, source="test")
+    training.load_model = lambda *_: model
+    return training.train(script, initial, out, axes(spec)["data_ranks"], int(os.environ["RANK"]))
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2,tp=2", "tp=2,pp=2"])
+def test_adapters_from_before_the_layout(runs, tmp_path, spec):
+    script = Script(lora=lora((*ATTENTION, *ENDS)), second_adapter=True)
+    call = partial(train_adapted, spec, script, runs.initial("llama"), str(tmp_path))
+    none(differences(run(call, 4, init=False, timeout=60), runs.reference(script), Tolerance()))
+
+
 @pytest.mark.parametrize(
     ("model", "start", "spec"),
-    [("phi3", "pissa", "tp=2,dp_shard=2"), ("gpt2", "olora", "tp=2"), ("llama", "pissa", "tp=2,pp=2")],
+    [("phi3", "pissa", "tp=2,dp_shard=2"), ("gpt2", "pissa", "tp=2"), ("llama", "olora", "tp=2,pp=2")],
 )
 def test_starts_from_the_base(runs, model, start, spec):
     """Adapters are factors of whole weights; each rank keeps its part of the rest."""
