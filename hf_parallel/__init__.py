@@ -8,12 +8,13 @@ import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["ParallelConfig", "SpecError", "activate", "clip_grad_norm", "parallelize"]
+__all__ = ["ParallelConfig", "SpecError", "activate", "clip_grad_norm", "parallelize", "plan"]
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
     from hf_parallel.parallelize import clip_grad_norm, parallelize
+    from hf_parallel.planner.search import plan
 
 _HOME = {
     "ParallelConfig": "hf_parallel.config",
@@ -21,6 +22,7 @@ _HOME = {
     "activate": "hf_parallel.hooks",
     "clip_grad_norm": "hf_parallel.parallelize",
     "parallelize": "hf_parallel.parallelize",
+    "plan": "hf_parallel.planner.search",
 }
 
 # Under `python -m hf_parallel` the runner decides what is touched; argv[0] is "-m" while it is being found.

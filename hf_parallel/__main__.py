@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hf_parallel.cli import choose_spec
-from hf_parallel.config import ParallelConfig
+from hf_parallel.config import AUTO, ParallelConfig
 
 USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…"
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
@@ -97,7 +97,8 @@ def prepare(command: Command) -> None:
     flag.install_on_import()
     if chosen is not None:
         spec, source = chosen
-        ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
+        if spec != AUTO:
+            ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
         hooks.activate(spec, source=source)
 
 
@@ -121,6 +122,7 @@ def main(argv: list[str] | None = None) -> None:
         command = parse_command(sys.argv[1:] if argv is None else argv)
         prepare(command)
         run(command)
+        _check_auto()
     except SystemExit as stop:
         if stop.code in (None, 0):
             _close_process_group()
@@ -227,6 +229,13 @@ def _leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _check_auto() -> None:
+    """A script under `auto` that never showed a model ran once per process, unshared: that must not pass for success."""
+    auto = sys.modules.get("hf_parallel.hooks.auto")
+    if auto is not None:
+        auto.check_chosen()
 
 
 def _close_process_group() -> None:

@@ -137,7 +137,17 @@ def _takes_tokens(module: nn.Module) -> bool:
 def _norm_after(owner: nn.Module, plan: Backbone) -> nn.Module | None:
     """The norm right after the layers; some checkpoints of a family have none."""
     module = getattr(owner, plan.after[0], None) if plan.after else None
-    return module if isinstance(module, nn.Module) and "norm" in type(module).__name__.lower() else None
+    return module if isinstance(module, nn.Module) and is_norm(module) else None
+
+
+def is_norm(module: nn.Module) -> bool:
+    """LayerNorm, RMSNorm and all models' own versions."""
+    return "norm" in type(module).__name__.lower()
+
+
+def owns_parameters(module: nn.Module) -> bool:
+    """Has it parameters outside the modules in it?"""
+    return next(module.parameters(recurse=False), None) is not None
 
 
 def text_config(model: Any) -> Any:

@@ -2,10 +2,11 @@
 
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
-    hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
+    hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
+    hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` starts none and reads a config only; `plan` draws which rank of a pipeline runs what when.
+too. `doctor` and `plan` (`cli_plan.py`) start none and read a config only.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel import cli_export, cli_plan
+from hf_parallel.config import AUTO, ParallelConfig, SpecError
 
 _OPTION = "--parallel"
 #: Other ways to distribute that accelerate knows; each would wrap the model a second time.
@@ -38,7 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.command == "doctor":
         return doctor(args)
     if args.command == "plan":
-        return plan(args)
+        return cli_plan.plan(args)
+    if args.command == "export":
+        return cli_export.export(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -53,7 +57,8 @@ def launch(argv: list[str]) -> int:
         _settle_processes(args, defaults)
         if spec is not None:
             _refuse_other_ways(args, defaults)
-            ParallelConfig.parse(spec[0]).resolve(args.num_processes)
+            if spec[0] != AUTO:
+                ParallelConfig.parse(spec[0]).resolve(args.num_processes)
         _settle_machine(args, defaults)
         _fill_in_the_runner(args)
     except SpecError as error:
@@ -79,44 +84,6 @@ def doctor(args: argparse.Namespace) -> int:
     return 2 if report.problems else 0
 
 
-def plan(args: argparse.Namespace) -> int:
-    """Draw the simulated timeline of a spec's pipeline."""
-    try:
-        print(_draw_timeline(ParallelConfig.parse(args.parallel), args))
-    except (SpecError, OSError) as error:
-        print(f"hf_parallel: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-def _draw_timeline(config: ParallelConfig, args: argparse.Namespace) -> str:
-    from hf_parallel.pipeline import picture, timeline
-
-    name, ranks = config.pipeline_schedule, config.pp_size
-    if ranks < 2:
-        raise SpecError(f"pp_size={ranks}: a timeline shows a pipeline of two ranks or more; pp=4 works")
-    asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
-    actions = timeline.order(name, ranks, config.stages_per_rank, 4 * ranks if asked is None else asked)
-    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers)))
-    picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
-    live = ", ".join(map(str, timeline.peak_live(actions)))
-    return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
-
-
-def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
-    from hf_parallel.pipeline.timeline import even_split
-
-    stages = config.pipeline_stages
-    split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
-    if len(split) != stages or min(split) < 1:
-        raise SpecError(
-            f"{sum(split)} layers in {len(split)} parts do not fill {stages} stages; --layers {stages} works"
-        )
-    if layers not in (None, sum(split)):
-        raise SpecError(f"--layers {layers}: pipeline_split adds to {sum(split)}; --layers {sum(split)} works")
-    return split
-
-
 def choose_spec(option: str | None, option_name: str = "the runner's --parallel") -> tuple[str, str] | None:
     """The spec and where it comes from: the command line, else HF_PARALLEL, else None.
 
@@ -124,11 +91,15 @@ def choose_spec(option: str | None, option_name: str = "the runner's --parallel"
         SpecError: both are given and mean different layouts.
     """
     environment = os.environ.get("HF_PARALLEL") or None
-    if option and environment and ParallelConfig.parse(option) != ParallelConfig.parse(environment):
+    if option and environment and _meaning(option) != _meaning(environment):
         raise SpecError(f"{option_name} is {option} but HF_PARALLEL is {environment}; drop one of them")
     if option:
         return option, option_name
     return (environment, "HF_PARALLEL") if environment else None
+
+
+def _meaning(spec: str) -> ParallelConfig | str:
+    return spec if spec == AUTO else ParallelConfig.parse(spec)
 
 
 def _top_parser() -> argparse.ArgumentParser:
@@ -137,19 +108,9 @@ def _top_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
-    _add_plan(commands.add_parser("plan", help="draw the timeline of a pipeline"))
+    cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
+    cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
     return parser
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Draw which rank of a pipeline runs what when: simulated, for equal layers whose backward takes twice their "
-        "forward, without communication. Other planning is not part of this version."
-    )
-    parser.add_argument("--timeline", metavar="FILE.svg", required=True, help="the picture to write")
-    parser.add_argument(_OPTION, metavar="SPEC", required=True, help="with pp and, if wanted, pipeline_schedule")
-    parser.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
-    parser.add_argument("--layers", type=int, metavar="N", help="of the model; default: one for each stage")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,8 @@ LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
 AUTO_SCHEDULE = "auto"  # chosen once the model is known
+#: The spec that leaves the layout to the planner.
+AUTO = "auto"
 
 
 class SpecError(ValueError):
@@ -59,6 +61,7 @@ class ParallelConfig:
     quantize_weights: bool = False
     quantize_gradients: bool = False
     attention: str = "auto"
+    async_save: bool = False
 
     def __post_init__(self) -> None:
         for name in ("pipeline_split", "profile_steps"):
@@ -78,9 +81,10 @@ class ParallelConfig:
         if isinstance(spec, ParallelConfig):
             return spec
         text = spec.strip()
-        if text == "auto":
+        if text == AUTO:
             raise SpecError(
-                "parallel=auto needs the planner, which this version does not have; tp=2,dp_shard=-1 works"
+                "auto is chosen when a script is launched; here a layout is needed: `hf-parallel plan` ranks them, "
+                "tp=2,dp_shard=-1 works"
             )
         return cls.from_mapping(_read_yaml(text) if _is_file(text) else _split_pairs(text))
 

@@ -14,6 +14,7 @@ The data rank comes from coordinates, never from `rank // n`: here the ranks of 
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,14 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     for axis, size in zip(reversed(AXES), reversed(axis_sizes(config)), strict=True):
         rank, place[axis] = divmod(rank, size)
     return {axis: place[axis] for axis in AXES}
+
+
+def rank_at(config: ParallelConfig, place: dict[str, int]) -> int:
+    """The rank at this place; an axis that is not named is 0. The inverse of `coordinates`."""
+    rank = 0
+    for axis, size in zip(AXES, axis_sizes(config), strict=True):
+        rank = rank * size + place.get(axis, 0)
+    return rank
 
 
 def data_rank(config: ParallelConfig, rank: int) -> int:
@@ -93,6 +102,14 @@ class ParallelMesh:
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ from this one along `axis` alone."""
         return self.device_mesh.get_group(axis)
+
+    @functools.cached_property
+    def host_group(self) -> dist.ProcessGroup:
+        """All ranks, over host memory: for threads beside the training, whose groups they must not use.
+
+        Collective over all ranks at the first use.
+        """
+        return dist.new_group(backend="gloo")
 
     @property
     def data_rank(self) -> int:

@@ -26,7 +26,7 @@ from hf_parallel.rewrite.region import Switch
 from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
 from hf_parallel.rewrite.styles import resolve_styles
 from hf_parallel.rewrite.tensor_parallel import tensor_parallel
-from hf_parallel.rewrite.vocab_parallel import vocab_parallel
+from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel
 
@@ -114,6 +114,8 @@ def parallelize(
         pack(model)
     for root, layers in roots:
         shard_data_parallel(model, root, layers, mesh)
+    if config.tp_size > 1:
+        gather_when_read(model)
     if state.sequence_parallel:
         pad_sequences(model, config.tp_size, switch, caches=state.pipeline is None)
     if state.pipeline is not None:

@@ -35,6 +35,7 @@ def train(
     resume: Any = None,
     change: Callable | None = None,
     adapt=None,
+    stream: bool = False,
     **arguments,
 ):
     """Two shuffled epochs of AdamW under a falling learning rate, saved in the middle of the second and at the end."""
@@ -51,7 +52,7 @@ def train(
     settings = TrainingArguments(out, report_to=[], disable_tqdm=True, use_cpu=True, seed=0, **chosen)
     model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     model = adapt(model) if adapt else model
-    rows, held_out = data("llama", ROWS, TRAIN_SEED), data("llama", 13, EVAL_SEED)
+    rows, held_out = data("llama", ROWS, TRAIN_SEED, stream=stream), data("llama", 13, EVAL_SEED)
     trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=held_out, callbacks=[recorder := Steps()])
     trainer.remove_callback(PrinterCallback)
     if resume:

@@ -1,16 +1,34 @@
 """Reading and writing: weights in the Hub's format, each rank only its slices."""
 
+from hf_parallel.checkpoint.folder import LAYOUT, Checkpoint, Lock, by_step, candidates, flaws, put_back_former, remove
 from hf_parallel.checkpoint.load import load_weights
+from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.names import names_in_order
-from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer, save_optimizer
+from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer, save_optimizer, write_refusal
 from hf_parallel.checkpoint.save import full_state_dict, save_pretrained
+from hf_parallel.checkpoint.saving import CheckpointError, Saving, current, going_on
 
 __all__ = [
+    "LAYOUT",
+    "Checkpoint",
+    "CheckpointError",
+    "Lock",
+    "Saving",
+    "by_step",
+    "candidates",
+    "current",
+    "damages",
+    "flaws",
     "full_state_dict",
+    "going_on",
+    "has_manifest",
     "has_optimizer",
     "load_optimizer",
     "load_weights",
     "names_in_order",
+    "put_back_former",
+    "remove",
     "save_optimizer",
     "save_pretrained",
+    "write_refusal",
 ]

@@ -8,23 +8,29 @@ experts of one layer, or q, k and v, and are then read from what was gathered.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from hf_parallel.checkpoint.slices import Part, read
 from hf_parallel.checkpoint.unread import Unread
+from hf_parallel.packed import StoredOrder
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: of the whole model with the stage that holds it, or of the folder."""
+    """One tensor: of the whole model with where it lies, or of the folder.
+
+    Attributes: `stage`, the rank along pp that holds it; `cuts`, (mesh axis, dim) in the order of cutting.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     stage: int = 0
+    cuts: tuple[tuple[str, int], ...] = ()
+    order: StoredOrder | None = field(default=None, compare=False)
 
     @property
     def nbytes(self) -> int:

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from torch import nn
 
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.checkpoint.unread import unread_in, values
 from hf_parallel.packed import stored_order
 
 
@@ -30,7 +30,7 @@ def load_weights(model: nn.Module, directory: str) -> None:
     own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
     found = set()
     with contextlib.ExitStack() as stack:
-        for key, tensor in _converted(model, own, _in_folder(directory, stack)):
+        for key, tensor in converted(model, own, in_folder(directory, stack)):
             _copy_part(model, key, own[key], tensor)
             found.add(key)
     missing = [key for key in own if key not in found and key not in tied]
@@ -38,26 +38,30 @@ def load_weights(model: nn.Module, directory: str) -> None:
         raise KeyError(f"{directory} has no {missing[0]}")
 
 
-def _in_folder(directory: str, stack: contextlib.ExitStack) -> dict[str, torch.Tensor]:
-    """All tensors of the folder, not read; open until the stack is closed."""
+def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, Any]:
+    """All tensors of the folder, not read; open until the stack is closed.
+
+    Raises:
+        FileNotFoundError: there are none.
+    """
     tensors: dict[str, torch.Tensor] = {}
-    for file in _files(directory):
+    for file in _files(directory, stem):
         opened = stack.enter_context(safe_open(os.path.join(directory, file), framework="pt", backend="pread"))
-        tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
+        tensors.update({key: unread_in(opened, key) for key in opened.keys()})  # noqa: SIM118 - no mapping
     return tensors
 
 
-def _files(directory: str) -> list[str]:
-    index = os.path.join(directory, "model.safetensors.index.json")
+def _files(directory: str, stem: str) -> list[str]:
+    index = os.path.join(directory, f"{stem}.safetensors.index.json")
     if os.path.isfile(index):
         with open(index, encoding="utf-8") as file:
             return sorted(set(json.load(file)["weight_map"].values()))
-    if not os.path.isfile(os.path.join(directory, "model.safetensors")):
-        raise FileNotFoundError(f"{directory} holds no model.safetensors")
-    return ["model.safetensors"]
+    if not os.path.isfile(os.path.join(directory, f"{stem}.safetensors")):
+        raise FileNotFoundError(f"{directory} holds no {stem}.safetensors")
+    return [f"{stem}.safetensors"]
 
 
-def _converted(model: Any, own: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, Any]]:
+def converted(model: Any, own: dict[str, Any], tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The tensors under the model's own names, joined and split as transformers does while loading."""
     if not hasattr(model, "base_model_prefix"):  # not a transformers model
         yield from ((key, tensor) for key, tensor in tensors.items() if key in own)

@@ -13,6 +13,7 @@ Writing is streamed as that of weights is; reading takes only this rank's slices
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
@@ -24,11 +25,14 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.checkpoint.files import open_for_writing
+from hf_parallel.checkpoint.gather import entries_of, gathered, sends
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.names import named, of_stages
-from hf_parallel.checkpoint.save import gathered, open_for_writing, shards, write_values
+from hf_parallel.checkpoint.save import shards
+from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.checkpoint.unread import unread_in, values
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.packed import stored_order
 
@@ -58,32 +62,50 @@ class OptimizerState:
 
 
 def save_optimizer(
-    model: nn.Module, optimizer: Any, mesh: ParallelMesh, directory: str, max_shard_size: int | str = "50GB"
+    model: nn.Module,
+    optimizer: Any,
+    mesh: ParallelMesh,
+    directory: str,
+    folder: str = FOLDER,
+    max_shard_size: int | str = "50GB",
 ) -> None:
-    """Write the optimizer's state into `directory`. Collective: every process calls it.
+    """Write the optimizer's state into a folder in `directory`. Collective: every process calls it.
 
     Raises:
         NotImplementedError: a state that is neither of its parameter's shape nor a number.
+        CheckpointError: a rank could not write.
     """
     state = read_state(model, optimizer)
-    described = {key: (tuple(t.shape), t.dtype) for key, t in state.tensors.items()}
-    entries: dict[str, Entry] = {}
-    for stage, theirs in enumerate(of_stages((described, state.numbers, state.options), mesh)):
-        for key, (shape, dtype) in theirs[0].items():
-            entries.setdefault(key, Entry(key, shape, dtype, stage))  # of a tied embedding the first stage's
-        state.numbers = {**theirs[1], **state.numbers}
-        state.options = {**theirs[2], **state.options}
-    plan = shards({key: entry.nbytes for key, entry in entries.items()}, "state", max_shard_size)
-    if mesh.rank == 0:
-        os.makedirs(os.path.join(directory, FOLDER), exist_ok=True)
-    for file, keys in plan.filename_to_tensors.items():
-        chosen = [entries[key] for key in keys]
-        with open_for_writing(os.path.join(directory, FOLDER, file), chosen, mesh.rank == 0) as out:
-            for _, tensor in gathered(model, mesh, chosen, state.tensors):
+    entries = entries_of(model, mesh, state.tensors)
+    for numbers, options in of_stages((state.numbers, state.options), mesh):
+        state.numbers, state.options = {**numbers, **state.numbers}, {**options, **state.options}
+    plan = shards({entry.name: entry.nbytes for entry in entries}, "state", max_shard_size)
+    by_name = {entry.name: entry for entry in entries}
+    files = {
+        os.path.join(directory, folder, file): [by_name[key] for key in keys]
+        for file, keys in plan.filename_to_tensors.items()
+    }
+    with current(mesh) as saving:
+        if mesh.rank == 0:
+            with saving.noting():
+                os.makedirs(os.path.join(directory, folder), exist_ok=True)
+                _write_index(state, sorted(plan.filename_to_tensors), os.path.join(directory, folder))
+        local = {entry.name: state.tensors[entry.name] for entry in entries if sends(entry, mesh)}
+        saving.stream(local, functools.partial(_write_tensors, saving, files))
+
+
+def _write_tensors(saving: Saving, files: dict[str, list[Entry]], local: dict[str, torch.Tensor]) -> None:
+    for path, entries in files.items():
+        with open_for_writing(path, entries, saving) as out:
+            for _, tensor in gathered(saving.mesh, entries, local):
                 if out is not None and tensor is not None:
-                    write_values(tensor, out)
-    if mesh.rank == 0:
-        _write_index(state, sorted(plan.filename_to_tensors), directory)
+                    out.append(tensor)
+                del tensor  # before the next one is put together
+
+
+def write_refusal(path: str) -> None:
+    """In the place of a plain optimizer's state."""
+    torch.save(ResumeUnderHfParallel(), path)
 
 
 def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
@@ -144,7 +166,7 @@ def _from_json(value: Any, like: Any = None) -> Any:
     return value
 
 
-def _write_index(state: OptimizerState, files: list[str], directory: str) -> None:
+def _write_index(state: OptimizerState, files: list[str], folder: str) -> None:
     groups: list[dict[str, Any]] = []
     for name, options in state.options.items():
         group = next((group for group in groups if group["options"] == options), None)
@@ -152,16 +174,20 @@ def _write_index(state: OptimizerState, files: list[str], directory: str) -> Non
             groups.append(group := {"options": options, "parameters": []})
         group["parameters"].append(name)
     index = {"format": _FORMAT, "optimizer": state.kind, "files": files, "groups": groups, "numbers": state.numbers}
-    with open(os.path.join(directory, FOLDER, INDEX), "w", encoding="utf-8") as out:
+    with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=1)
-    torch.save(ResumeUnderHfParallel(), os.path.join(directory, PLAIN))
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
 
 
 def load_optimizer(
-    model: nn.Module, optimizer: Any, directory: str, plain_groups: Sequence[list[list[str]]] = ()
+    model: nn.Module,
+    optimizer: Any,
+    directory: str,
+    plain_groups: Sequence[list[list[str]]] = (),
+    folder: str = FOLDER,
+    plain: str = PLAIN,
 ) -> None:
     """Give the optimizer the state in `directory`, of which this rank reads its slices. No communication.
 
@@ -172,10 +198,10 @@ def load_optimizer(
         ValueError: the state is of another optimizer or another model.
     """
     with contextlib.ExitStack() as stack:
-        if os.path.isfile(os.path.join(directory, FOLDER, INDEX)):
-            saved = _saved(os.path.join(directory, FOLDER), stack)
+        if os.path.isfile(os.path.join(directory, folder, INDEX)):
+            saved = _saved(os.path.join(directory, folder), stack)
         else:
-            saved = _saved_by_plain_trainer(os.path.join(directory, PLAIN), plain_groups)
+            saved = _saved_by_plain_trainer(os.path.join(directory, plain), plain_groups)
         if saved.kind not in (None, type(optimizer).__name__):
             raise ValueError(f"{directory} has the state of {saved.kind}, this run has {type(optimizer).__name__}")
         _set_state(model, optimizer, saved)
@@ -194,7 +220,7 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     state = OptimizerState(index["optimizer"], numbers=index["numbers"])
     for name in index["files"]:
         opened = stack.enter_context(safe_open(os.path.join(folder, name), framework="pt", backend="pread"))
-        state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
+        state.tensors.update({key: unread_in(opened, key) for key in opened.keys()})  # noqa: SIM118
     for group in index["groups"]:
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
     return state

@@ -7,6 +7,7 @@ A part is described by one list of indices per dimension, of the tensor as the m
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,20 +21,30 @@ Part = tuple[torch.Tensor, ...]
 
 def local_part(tensor: torch.Tensor, order: StoredOrder | None = None) -> Part:
     """What this rank stores of a tensor, which is everything if it is not a DTensor."""
-    part = list(whole_part(tensor.shape))
+    mesh = getattr(tensor, "device_mesh", None)
+    cuts = [(dim, mesh.size(axis), mesh.get_local_rank(axis)) for axis, dim in axes_and_dims(tensor)] if mesh else []
+    return cut_part(tensor.shape, order, cuts)
+
+
+def cut_part(shape: tuple[int, ...], order: StoredOrder | None, cuts: Iterable[tuple[int, int, int]]) -> Part:
+    """What is left of a tensor after cuts of (dim, count, index), one after the other."""
+    part = list(whole_part(shape))
     if order is not None:
         part[order.dim] = order.rows
-    if isinstance(tensor, DTensor):
-        for axis, placement in _cuts(tensor):
-            count, index = tensor.device_mesh.size(axis), tensor.device_mesh.get_local_rank(axis)
-            dim = placement.dim
-            part[dim] = _chunk(part[dim], count, index)
+    for dim, count, index in cuts:
+        part[dim] = _chunk(part[dim], count, index)
     return tuple(part)
 
 
 def whole_part(shape: tuple[int, ...]) -> Part:
     """Every index of every dimension."""
     return tuple(torch.arange(size) for size in shape)
+
+
+def is_whole(part: Part, shape: Sequence[int]) -> bool:
+    """Is it everything, in its own order?"""
+    sizes_agree = all(len(indices) == size for indices, size in zip(part, shape, strict=True))
+    return sizes_agree and all(len(_runs(indices)) == 1 for indices in part)
 
 
 def read(source: Any, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:
@@ -45,11 +56,34 @@ def read(source: Any, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tens
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def _cuts(tensor: DTensor) -> list[tuple[int, Any]]:
-    """(mesh axis, placement) of all that is cut, in the order of cutting: FSDP2 (strided) cuts what tp has left."""
+def place(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: tuple[slice, ...] = ()) -> None:
+    """Put a part's values into the whole tensor: the inverse of `read`."""
+    dim, start = len(_ranges), 0
+    if dim == len(part):
+        target[_ranges or ...].copy_(source)
+        return
+    for run in _runs(part[dim]):
+        count = run.stop - run.start
+        place(target, part, source.narrow(dim, start, count), (*_ranges, run))
+        start += count
+
+
+def rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
+    """The part as a view of contiguous memory, or None if it is not a range of rows."""
+    if not part or any(len(indices) != size for indices, size in zip(part[1:], target.shape[1:], strict=True)):
+        return None
+    runs = [_runs(indices) for indices in part]
+    return target[runs[0][0]] if all(len(run) == 1 for run in runs) else None
+
+
+def axes_and_dims(tensor: Any) -> list[tuple[int, int]]:
+    """(mesh axis, dim) of all that is cut, in the order of cutting: FSDP2 (strided) cuts what tp has left."""
+    if not isinstance(tensor, DTensor):
+        return []
     cuts = [(axis, placement) for axis, placement in enumerate(tensor.placements) if hasattr(placement, "dim")]
     strided = [cut for cut in cuts if hasattr(cut[1], "split_factor")]
-    return [cut for cut in cuts if cut not in strided] + strided[::-1]
+    ordered = [cut for cut in cuts if cut not in strided] + strided[::-1]
+    return [(axis, placement.dim) for axis, placement in ordered]
 
 
 def _chunk(indices: torch.Tensor, count: int, index: int) -> torch.Tensor:

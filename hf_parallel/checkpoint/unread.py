@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from hf_parallel.checkpoint.slices import Part, read, whole_part
+from hf_parallel.checkpoint.slices import Part, is_whole, read, whole_part
 
 Reader = Callable[[Part], torch.Tensor]
 
@@ -54,6 +54,18 @@ def unread(
     else:
         shape, dtype, device = source.get_shape(), dtype or _dtype_in_file(source), device or "cpu"
     return Unread(lambda part: read(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins)
+
+
+def unread_in(opened: Any, key: str) -> Unread:
+    """A tensor of an open safetensors file."""
+    source = opened.get_slice(key)
+    shape, dtype = source.get_shape(), _dtype_in_file(source)
+
+    def part(wanted: Part) -> torch.Tensor:
+        # A slice of everything would be a second copy.
+        return opened.get_tensor(key) if is_whole(wanted, shape) else read(source, wanted)
+
+    return Unread(part, shape, dtype)
 
 
 def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:

@@ -10,7 +10,7 @@ import contextlib
 import os
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.hooks.patching import Patch, apply, undo
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
@@ -24,16 +24,25 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     """Run everything from here on under `spec`. The same spec again changes nothing.
 
     Args:
-        spec: a spec string, the path of a YAML file, or a `ParallelConfig`.
+        spec: a spec string, the path of a YAML file, a `ParallelConfig`, or "auto": chosen by the planner at the
+            script's first model.
         source: who asked, for the message when two specs conflict.
 
     Raises:
         SpecError: the spec is not understood, does not fit the processes, or conflicts with the active one.
     """
-    from hf_parallel.hooks import runtime
+    from hf_parallel.hooks import auto, runtime
 
-    config = ParallelConfig.parse(spec).resolve(_world_size())
     current = runtime.current()
+    if spec == AUTO:
+        if current is not None and not current.source.endswith("(auto)"):
+            raise SpecError(f"{source} asks for auto, but {current.source} set {current.config.to_spec()}; drop one")
+        if current is None and _world_size() > 1:
+            auto.wait(source)
+        return
+    config = ParallelConfig.parse(spec).resolve(_world_size())
+    if auto.waiting() is not None:
+        raise SpecError(f"{source} asks for {config.to_spec()}, but {auto.waiting()} for auto; give one of them")
     if current is not None:
         if current.config != config:
             raise SpecError(
@@ -42,6 +51,9 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
             )
         return
     if config.world_size == 1:
+        if config.async_save:
+            raise SpecError("async_save=true: one process saves as plain Trainer does; async_save=false works")
+        read_checkpoints()
         return  # one process: plain Trainer is already what was asked for
     runtime.start(config, source)
     from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
@@ -68,10 +80,18 @@ def active() -> bool:
     return bool(PATCHES)
 
 
+def expected() -> bool:
+    """Is it, or will it be as soon as the script shows its model?"""
+    from hf_parallel.hooks import auto
+
+    return active() or auto.waiting() is not None
+
+
 def deactivate() -> None:
     """Undo every patch and forget the layout; the process group stays."""
-    from hf_parallel.hooks import runtime
+    from hf_parallel.hooks import auto, runtime
 
+    auto.stop()
     undo(_undo_list)
     PATCHES.clear()
     runtime.stop()

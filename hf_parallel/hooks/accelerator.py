@@ -176,18 +176,3 @@ def get_state_dict(original: Callable) -> Callable:
         return full_state_dict(model, runtime.mesh())
 
     return replacement
-
-
-def refuse_state(name: str) -> Callable:
-    """`save_state` and `load_state` need sharded optimizer checkpoints."""
-
-    def make(original: Callable) -> Callable:
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-            raise NotImplementedError(
-                f"hf_parallel: accelerator.{name} is not part of this version; save weights with "
-                "unwrap_model(model).save_pretrained(folder)"
-            )
-
-        return replacement
-
-    return make

@@ -1,18 +1,20 @@
 """Trainer's checkpoints: whole or not there at all, and resumed under any layout.
 
-tmp-checkpoint-20/   weights, optimizer, schedule, random states, trainer_state.json, hf_parallel.json (layout)
-checkpoint-20/       the same folder, renamed once every rank has written its part and all of it is on disk
+checkpoint-20/   weights, optimizer, schedule, random states, trainer_state.json, hf_parallel.json (layout), and
+                 manifest.json, which says what the others must be
+
+With async_save=true training goes on once weights and optimizer state are copied to host memory; a thread writes them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
-import shutil
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,8 +26,17 @@ from hf_parallel.config import AXES
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import data_rank
 
-LAYOUT = "hf_parallel.json"
-_UNFINISHED = "tmp-"  # not "checkpoint-…", by which Trainer finds and counts checkpoints
+
+def save_model(original: Callable) -> Callable:
+    """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
+
+    def replacement(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        wait_for_save(self)
+        self._save(self.args.output_dir if output_dir is None else output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return replacement
 
 
 def save(original: Callable) -> Callable:
@@ -34,8 +45,8 @@ def save(original: Callable) -> Callable:
     def replacement(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
             state_dict = folders.full_state_dict(self.model, runtime.mesh())
-        original(self, output_dir, state_dict)
-        dist.barrier()
+        with folders.current(runtime.mesh()) as saving, saving.noting():
+            original(self, output_dir, state_dict)
 
     return replacement
 
@@ -44,79 +55,102 @@ def save_checkpoint(original: Callable) -> Callable:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
 
     def replacement(self: Any, model: Any, trial: Any) -> None:
-        from transformers.trainer_utils import rotate_checkpoints
-
+        wait_for_save(self)
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
-        run = self._get_output_dir(trial=trial)
+        run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
         final = os.path.join(run, f"checkpoint-{self.state.global_step}")
-        with _whole_or_nothing(final) as folder:
-            _write(self, folder, run)
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(final)
-        if self.args.should_save:
-            best = self.state.best_model_checkpoint
-            rotate_checkpoints(run, self.args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
+        saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
+        saving.begin()
+        with folders.going_on(saving):
+            _write(self, saving, run)
+        self._unfinished_save = _Unfinished(self, saving, run)
+        if not mesh.config.async_save:
+            wait_for_save(self)
 
     return replacement
 
 
-def _write(trainer: Any, folder: str, run: str) -> None:
-    trainer.save_model(folder, _internal_call=True)
+class _Unfinished:
+    """What is left to do of a save: in a thread if it may go on beside the training."""
+
+    def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
+        self.saving, self.run, self.step = saving, run, trainer.state.global_step
+        self.error: BaseException | None = None
+        self.limit, self.best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+        self.thread = None
+        if saving.in_background:
+            self.thread = threading.Thread(target=self._work, name=f"save {saving.name}", daemon=True)
+            self.thread.start()
+
+    def _work(self) -> None:
+        try:
+            self.saving.commit()
+            if self.saving.mesh.rank == 0:
+                _rotate(self.run, self.limit, self.best)
+        except BaseException as error:  # raised in the main thread by `wait`
+            self.error = error
+
+    def wait(self, seconds: float | None = None) -> None:
+        if self.thread is None:
+            self._work()
+        else:
+            self.thread.join(seconds)
+        if self.error is not None:
+            raise self.error
+
+
+def wait_for_save(trainer: Any) -> None:
+    """Until the last checkpoint is whole, if one is being written; what went wrong with it is raised here. Collective.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    unfinished = trainer.__dict__.pop("_unfinished_save", None)
+    if unfinished is None:
+        return
+    unfinished.wait()
+    if trainer.args.push_to_hub:
+        now, trainer.state.global_step = trainer.state.global_step, unfinished.step  # which the message names
+        trainer._push_from_checkpoint(unfinished.saving.final)
+        trainer.state.global_step = now
+
+
+def finalize_training(original: Callable) -> Callable:
+    """The best model is loaded, and checkpoints are counted, when all of them are there."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wait_for_save(self)
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def _rotate(run: str, limit: int | None, best: str | None) -> None:
+    """As Trainer does: the newest and the best stay. Deleted ones lose their name first."""
+    from transformers.trainer_utils import sort_checkpoints
+
+    found = sort_checkpoints(run, use_mtime=True)
+    if not limit or limit < 0 or len(found) <= limit:
+        return
+    protected = {found[-1]} | ({str(Path(best))} if best else set())
+    others = [path for path in found if path not in protected]
+    for path in others[: max(0, len(found) - max(limit, len(protected)))]:
+        folders.remove(path)
+
+
+def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
+    trainer.save_model(saving.folder, _internal_call=True)
     _note_best(trainer, run)
     if not trainer.args.save_only_model:
-        trainer._save_optimizer_and_scheduler(folder)
-        trainer._save_rng_state(folder)
+        trainer._save_optimizer_and_scheduler(saving.folder)
+        with saving.noting():
+            trainer._save_rng_state(saving.folder)
     if trainer.args.should_save:
-        _write_layout(trainer, folder)
-        _export_callbacks(trainer)
-        trainer.state.save_to_json(os.path.join(folder, "trainer_state.json"))
-
-
-@contextlib.contextmanager
-def _whole_or_nothing(final: str) -> Iterator[str]:
-    """A folder to write to, which becomes `final` when all ranks are done. Collective."""
-    run, name = os.path.split(final)
-    folder = os.path.join(run, _UNFINISHED + name)
-    if dist.get_rank() == 0:
-        _remove_unfinished(run)
-        os.makedirs(folder)
-    dist.barrier()
-    yield folder
-    dist.barrier()
-    if dist.get_rank() == 0:
-        _flush(folder)
-        former = os.path.join(run, f"{_UNFINISHED}former-{name}")
-        if os.path.isdir(final):
-            os.rename(final, former)
-        os.rename(folder, final)
-        _flush_entry(run)
-        shutil.rmtree(former, ignore_errors=True)
-    dist.barrier()
-
-
-def _remove_unfinished(run: str) -> None:
-    """What a crash has left."""
-    os.makedirs(run, exist_ok=True)
-    for name in os.listdir(run):
-        if name.startswith(f"{_UNFINISHED}checkpoint-") or name.startswith(f"{_UNFINISHED}former-checkpoint-"):
-            shutil.rmtree(os.path.join(run, name))
-
-
-def _flush(folder: str) -> None:
-    """Everything in the folder is on disk, not in the system's memory."""
-    for place, _, files in os.walk(folder):
-        for file in files:
-            _flush_entry(os.path.join(place, file))
-        _flush_entry(place)
-
-
-def _flush_entry(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        with saving.noting():
+            _write_layout(trainer, saving.folder)
+            _export_callbacks(trainer)
+            trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
 
 
 def _note_best(trainer: Any, run: str) -> None:
@@ -144,15 +178,27 @@ def _export_callbacks(trainer: Any) -> None:
 
 
 def _write_layout(trainer: Any, folder: str) -> None:
-    config = runtime.mesh().config
     facts = {
-        "spec": config.to_spec(),
+        "spec": runtime.mesh().config.to_spec(),
         "axes": axis_sizes(),
-        "data_ranks": [data_rank(config, rank) for rank in range(config.world_size)],
+        "data_ranks": data_ranks(),
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
+        "accumulation": trainer.args.gradient_accumulation_steps,
+        "run": trainer.__dict__.get("_run_id"),
     }
-    with open(os.path.join(folder, LAYOUT), "w", encoding="utf-8") as file:
+    write_layout(facts, folder)
+
+
+def write_layout(facts: dict[str, Any], folder: str) -> None:
+    """The facts of who wrote a checkpoint."""
+    with open(os.path.join(folder, folders.LAYOUT), "w", encoding="utf-8") as file:
         json.dump(facts, file, indent=2)
+
+
+def data_ranks() -> list[int]:
+    """Which share of the data each rank reads."""
+    config = runtime.mesh().config
+    return [data_rank(config, rank) for rank in range(config.world_size)]
 
 
 def axis_sizes() -> dict[str, int]:
@@ -164,11 +210,14 @@ def save_optimizer(original: Callable) -> Callable:
     """The optimizer's state by name, streamed to rank 0, and the learning-rate schedule."""
 
     def replacement(self: Any, output_dir: str) -> None:
-        folders.save_optimizer(self.model, inner_optimizer(self.optimizer), runtime.mesh(), output_dir)
-        if self.args.should_save:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+        mesh = runtime.mesh()
+        with folders.current(mesh) as saving:
+            folders.save_optimizer(self.model, inner_optimizer(self.optimizer), mesh, output_dir)
+            if self.args.should_save:
+                with saving.noting(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    folders.write_refusal(os.path.join(output_dir, "optimizer.pt"))
+                    torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
     return replacement
 
@@ -193,7 +242,9 @@ def save_rng_state(original: Callable) -> Callable:
         names = [f"rng_state_{dist.get_rank()}.pth"] + ["rng_state.pth"] * (dist.get_rank() == 0)
         for name in names:
             path = os.path.join(output_dir, name)
-            torch.save(state, path)
-            _flush_entry(path)  # rank 0 can do so only for files that this machine's system has written
+            with open(path, "wb") as file:
+                torch.save(state, file)
+                file.flush()
+                os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written
 
     return replacement

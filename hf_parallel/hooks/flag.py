@@ -130,7 +130,7 @@ def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         from hf_parallel import hooks
 
         _activate(self)
-        if not hooks.active():
+        if not hooks.expected():
             hooks.read_checkpoints()
         elif not _accelerator_wanted():
             self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
@@ -143,7 +143,7 @@ def _activate(args: Any) -> None:
     from hf_parallel import hooks
 
     from_environment = os.environ.get("HF_PARALLEL")
-    if from_environment and not hooks.active():  # first, so that a differing flag is told about it
+    if from_environment and not hooks.expected():  # first, so that a differing flag is told about it
         hooks.activate(from_environment, source="HF_PARALLEL")
     if args.__dataclass_fields__.get(NAME) is FIELD and args.parallel:
         hooks.activate(args.parallel, source=SOURCE)

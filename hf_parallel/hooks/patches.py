@@ -18,6 +18,7 @@ from hf_parallel.hooks import (
     peft_settings,
     resuming,
     scaler,
+    states,
     trainer,
     trl,
 )
@@ -66,8 +67,8 @@ def all_patches() -> list[Patch]:
         Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),
         Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
-        Patch(f"{_ACCELERATOR}.save_state", accelerator.refuse_state("save_state"), "writes shards over one another"),
-        Patch(f"{_ACCELERATOR}.load_state", accelerator.refuse_state("load_state"), "reads whole weights"),
+        Patch(f"{_ACCELERATOR}.save_state", states.save_state, "writes shards over one another"),
+        Patch(f"{_ACCELERATOR}.load_state", states.load_state, "reads whole weights"),
         # Trainer.
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
@@ -80,10 +81,13 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
         # Checkpoints.
+        Patch(f"{_TRAINER}.save_model", checkpoints.save_model, "before 5.23 saves adapters on rank 0 alone"),
         Patch(f"{_TRAINER}._save", checkpoints.save, "a plain module's shards are not a checkpoint"),
         Patch(f"{_TRAINER}._save_checkpoint", checkpoints.save_checkpoint, "writes where a crash leaves half of it"),
+        Patch(f"{_TRAINER}._finalize_training", checkpoints.finalize_training, "counts saves that go on"),
         Patch(f"{_TRAINER}._save_optimizer_and_scheduler", checkpoints.save_optimizer, "optimizer state is sharded"),
         Patch(f"{_TRAINER}._save_rng_state", checkpoints.save_rng_state, "ranks of one data rank write one file"),
+        Patch(f"{_TRAINER}._init_training_state", resuming.init_training_state, "repeats rows of a stream that ended"),
         Patch(f"{_TRAINER}._load_from_checkpoint", resuming.load_from_checkpoint, "reads whole weights"),
         Patch(f"{_TRAINER}._load_optimizer_and_scheduler", resuming.load_optimizer, "optimizer state is sharded"),
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
@@ -151,4 +155,8 @@ def all_patches() -> list[Patch]:
 def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
     load = resuming.load_optimizer_without_layout
-    return [Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only")]
+    return [
+        Patch(f"{_TRAINER}.train", resuming.train_without_layout, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only"),
+        Patch(f"{_ACCELERATOR}.load_state", states.load_state_without_layout, "knows optimizer.bin only"),
+    ]

@@ -15,11 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_parallel.checkpoint import full_state_dict
+from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import peft_settings, runtime
@@ -260,10 +259,10 @@ def save_pretrained(original: Callable) -> Callable:
         base = self.get_base_model()
         if kwargs.get("state_dict") is None:
             kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
-        if dist.get_rank() == 0:
-            with whole(base, state):
-                original(self, save_directory, *args, **kwargs)
-        dist.barrier()
+        with current(state.mesh) as saving:  # at its end all ranks wait
+            if state.mesh.rank == 0:
+                with saving.noting(), whole(base, state):
+                    original(self, save_directory, *args, **kwargs)
 
     return replacement
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -14,53 +16,170 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.checkpoints import LAYOUT, axis_sizes, inner_optimizer
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import report, restarts, runtime, stopping
+from hf_parallel.hooks.checkpoints import axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.peft import load_adapter_weights
+
+#: Seconds that a save in the background may still take when the training has failed.
+GRACE_S = 20.0
 
 
 def train(original: Callable) -> Callable:
-    """`resume_from_checkpoint=True` is the newest whole checkpoint that rank 0 sees, on every rank."""
+    """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
 
     def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint is True:
-            found = [_newest(self.args.output_dir) if dist.get_rank() == 0 else None]
-            dist.broadcast_object_list(found, src=0)
-            resume_from_checkpoint = found[0]
-            if resume_from_checkpoint is None:
-                raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
-        if resume_from_checkpoint:
-            _compare(self, resume_from_checkpoint)
-        return original(self, resume_from_checkpoint or None, *args, **kwargs)
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
+        with restarts.own_folder(self) as run:
+            chosen = _chosen(self, resume_from_checkpoint, run)
+            if chosen is not None:
+                _compare(self, chosen)
+            with stopping.saves_on_sigterm(self), unfinished_save_is_awaited(self):
+                return original(self, chosen, *args, **kwargs)
 
     return replacement
 
 
-def _newest(run: str) -> str | None:
-    steps = {}
-    for name in os.listdir(run) if os.path.isdir(run) else ():
-        stem, _, step = name.partition("-")
-        if stem == "checkpoint" and step.isdigit() and os.path.isfile(os.path.join(run, name, "trainer_state.json")):
-            steps[int(step)] = os.path.join(run, name)
-    return steps[max(steps)] if steps else None
+def train_without_layout(original: Callable) -> Callable:
+    """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
+
+    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chosen = resume_from_checkpoint
+        if chosen is True:
+            chosen = next(iter(folders.candidates(self.args.output_dir)), True)
+        if chosen and chosen is not True and folders.has_manifest(chosen):
+            refuse_damages(chosen, folders.damages(chosen))
+        return original(self, chosen, *args, **kwargs)
+
+    return replacement
+
+
+def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
+    """The checkpoint to go on from, whole on all ranks. Collective.
+
+    Raises:
+        CheckpointError: the one that is asked for is damaged.
+        ValueError: there is none.
+    """
+    if run.restarted:
+        found = _newest_whole(trainer.args.output_dir, run.identity)
+        if found is not None:
+            report.say(f"restart {run.restarted}: going on from {found}")
+            return found
+    if asked is True:
+        found = _newest_whole(trainer.args.output_dir)
+        if found is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({trainer.args.output_dir})")
+        return found
+    if not asked:
+        return None
+    refuse_damages(asked, all_damages(asked))
+    return asked
+
+
+def _newest_whole(folder: str, run: str | None = None) -> str | None:
+    """The newest checkpoint, of this run if one is named, that is whole; damaged ones are told about. Collective."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        looked_at = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
+        found = [[(path, flaws) for path, flaws in looked_at if run is None or (not flaws and _run_of(path) == run)]]
+    dist.broadcast_object_list(found, src=0)
+    for path, flaws in found[0]:
+        wrong = flaws or all_damages(path)
+        if not wrong:
+            return path
+        report.say(f"{path} is not whole and is left out: {'; '.join(wrong)}")
+    return None
+
+
+def _run_of(folder: str) -> str | None:
+    """The name of the run that wrote a checkpoint."""
+    with contextlib.suppress(ValueError):  # damaged
+        return layout_of(folder).get("run")
+    return None
+
+
+def all_damages(folder: str) -> list[str]:
+    """What is wrong with a checkpoint, the same lines on all ranks, which share the reading. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, _damages(folder, dist.get_rank(), dist.get_world_size()))
+    return sorted({line for lines in found for line in lines})
+
+
+def _damages(folder: str, share: int, shares: int) -> list[str]:
+    try:
+        if folders.has_manifest(folder):
+            return folders.damages(folder, share, shares)
+        return ["manifest.json is missing"] if os.path.isfile(os.path.join(folder, folders.LAYOUT)) else []
+    except OSError as error:
+        return [f"rank {share}: {error}"]
+
+
+def refuse_damages(folder: str, found: list[str]) -> None:
+    """Raise a `CheckpointError` that names them, and a checkpoint beside this one that may do."""
+    if found:
+        whole = folders.candidates(os.path.dirname(os.path.abspath(folder)))
+        works = next((path for path in whole if path != os.path.abspath(folder)), None)
+        hint = f"; {works} looks whole" if works else ""
+        raise folders.CheckpointError(f"{folder} is damaged: {'; '.join(found)}{hint}")
+
+
+@contextlib.contextmanager
+def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
+    """After an error too: a checkpoint that can still become whole does, and the error is the one to read."""
+    try:
+        yield
+    except BaseException:
+        unfinished = trainer.__dict__.pop("_unfinished_save", None)
+        if unfinished is not None:
+            with contextlib.suppress(Exception):
+                unfinished.wait(GRACE_S)
+        raise
+    wait_for_save(trainer)
 
 
 def _compare(trainer: Any, folder: str) -> None:
     """Say what cannot continue as it was."""
     if not folders.has_optimizer(folder):
         report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
-    former, now = _layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
+    former, now = layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
     if former not in (None, now) and not trainer.args.ignore_data_skip:
         report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
 
 
-def _layout_of(folder: str) -> dict[str, Any]:
+def layout_of(folder: str) -> dict[str, Any]:
     """The layout that wrote a checkpoint; empty if it was plain Trainer."""
-    path = os.path.join(folder, LAYOUT)
+    path = os.path.join(folder, folders.LAYOUT)
     if not os.path.isfile(path):
         return {}
     with open(path, encoding="utf-8") as file:
         return json.load(file)
+
+
+def init_training_state(original: Callable) -> Callable:
+    """Where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
+
+    `state.epoch` is the number of ended passes, plus batches of this pass over all that `max_steps` would take.
+    """
+
+    def replacement(
+        self: Any, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        from transformers.trainer_utils import has_length
+
+        found = original(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
+            return found
+        with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:
+            saved = json.load(file)
+        now = self.args.gradient_accumulation_steps
+        then = layout_of(resume_from_checkpoint).get("accumulation", now)
+        batches = round(saved["epoch"] * saved["max_steps"] * then)
+        passes, rest = divmod(batches, saved["max_steps"] * then)
+        return passes, math.ceil(rest * now / then)
+
+    return replacement
 
 
 def load_from_checkpoint(original: Callable) -> Callable:
@@ -105,7 +224,7 @@ def load_optimizer_without_layout(original: Callable) -> Callable:
 
     def replacement(self: Any, checkpoint: str | None) -> None:
         engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if checkpoint is None or engine or not _layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
+        if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
             return original(self, checkpoint)
         folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint)
         _load_schedule(self, checkpoint)
@@ -164,12 +283,15 @@ def load_rng_state(original: Callable) -> Callable:
 
 
 def _rng_file(checkpoint: str) -> str | None:
-    mesh, layout = runtime.mesh(), _layout_of(checkpoint)
-    if not layout:
-        number = mesh.data_rank
-    elif layout["axes"] == axis_sizes():
-        number = mesh.rank
-    else:
-        number = layout["data_ranks"].index(mesh.data_rank % (max(layout["data_ranks"]) + 1))
-    names = (f"rng_state_{number}.pth", "rng_state.pth")
+    names = (f"rng_state_{rng_rank(layout_of(checkpoint))}.pth", "rng_state.pth")
     return next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
+
+
+def rng_rank(layout: dict[str, Any]) -> int:
+    """Whose random states this rank goes on with; `layout` is empty for those of plain Trainer or accelerate."""
+    mesh = runtime.mesh()
+    if not layout:
+        return mesh.data_rank
+    if layout["axes"] == axis_sizes():
+        return mesh.rank
+    return layout["data_ranks"].index(mesh.data_rank % (max(layout["data_ranks"]) + 1))

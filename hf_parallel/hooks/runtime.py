@@ -39,15 +39,21 @@ def mesh() -> ParallelMesh:
     return _current.mesh
 
 
+def connect() -> None:
+    """Create the process group, unless there is one."""
+    _set_environment()
+    # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
+    from accelerate import PartialState
+
+    PartialState(cpu=not torch.accelerator.is_available())
+
+
 def start(config: ParallelConfig, source: str) -> Runtime:
     """Create the process group (unless there is one) and the mesh."""
     global _current
     environment = _set_environment()
     owns = not dist.is_initialized()
-    # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
-    from accelerate import PartialState
-
-    PartialState(cpu=not torch.accelerator.is_available())
+    connect()
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), owns, environment)
     _quiet_other_ranks()
     return _current

@@ -16,7 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.anatomy import stacks, text_config
+from hf_parallel.anatomy import is_norm, owns_parameters, stacks, text_config
 from hf_parallel.config import SpecError
 
 Styles = dict[str, str]
@@ -66,7 +66,7 @@ UNSPLITTABLE = {
     "SpeechEncoderDecoderModel": "is two models in one",
 }
 #: Linears whose subclass or kin computes the same function.
-_LINEARS = (nn.Linear, Conv1D)
+LINEARS = (nn.Linear, Conv1D)
 #: Parameters that an attention keeps for its heads, one after the other.
 OF_HEADS = ("sinks", "q_bias", "v_bias")
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
@@ -155,7 +155,7 @@ def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _infer_part(part: nn.Module, hidden: int) -> Styles:
     """Styles by name relative to the part (with its dot): empty if it is no MLP, an error if an attention is odd."""
-    linears = {name: module for name, module in part.named_modules() if isinstance(module, _LINEARS)}
+    linears = {name: module for name, module in part.named_modules() if isinstance(module, LINEARS)}
     attention = any(is_attention(module) for module in part.modules())
     roles = _roles({name: linear_sizes(module) for name, module in linears.items()}, hidden)
     if not attention and (roles is None or not _is_mlp(part)):
@@ -190,13 +190,8 @@ def _roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
 
 def _is_mlp(part: nn.Module) -> bool:
     """Only linears and norms hold parameters, so nothing mixes tokens."""
-    owners = [module for module in part.modules() if next(module.parameters(recurse=False), None) is not None]
-    return all(isinstance(module, _LINEARS) or is_norm(module) for module in owners)
-
-
-def is_norm(module: nn.Module) -> bool:
-    """LayerNorm, RMSNorm and all models' own versions."""
-    return "norm" in type(module).__name__.lower()
+    owners = [module for module in part.modules() if owns_parameters(module)]
+    return all(isinstance(module, LINEARS) or is_norm(module) for module in owners)
 
 
 def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.anatomy import owns_parameters
 from hf_parallel.collectives import copy_to_group, gather_sequence
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.infer import OF_HEADS
@@ -188,6 +189,11 @@ def become(module: Any, mixin: type, region: Region) -> None:
 @functools.cache
 def _with_mixin(mixin: Any, cls: Any) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+
+
+def unsplit(root: nn.Module) -> list[nn.Module]:
+    """The modules in `root` that hold whole weights."""
+    return [m for m in root.modules() if owns_parameters(m) and not isinstance(m, TensorParallelLayer)]
 
 
 def partial_gradient(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.anatomy import reader_of, stacks, text_part, token_readers
+from hf_parallel.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.rewrite.dropout import OwnRandomNumbers
-from hf_parallel.rewrite.infer import is_norm, named_layers
-from hf_parallel.rewrite.layers import TensorParallelLayer, partial_gradient
+from hf_parallel.rewrite.infer import named_layers
+from hf_parallel.rewrite.layers import partial_gradient, unsplit
 from hf_parallel.rewrite.region import READERS, Region, Switch
 
 
@@ -44,7 +44,7 @@ def obstacle(model: Any, styles: dict[str, str]) -> str | None:
         return "its layers are not known"
     for name, layer in layers:
         inside = {key: style for key, style in styles.items() if key.startswith(f"{name}.")}
-        if next(layer.parameters(recurse=False), None) is not None:
+        if owns_parameters(layer):
             return f"{name} has parameters of its own"
         entered = {key.rpartition(".")[0] for key, style in inside.items() if style in READERS}
         left = [key for key, style in inside.items() if style == "rowwise"]
@@ -59,9 +59,8 @@ def obstacle(model: Any, styles: dict[str, str]) -> str | None:
 def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
     """Weights that work on the residual stream must treat each token by itself, as norms do."""
     for key, module in layer.named_modules(prefix=name):
-        has_own = next(module.parameters(recurse=False), None) is not None
         in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
-        if has_own and key not in split and not in_region and not is_norm(module):
+        if owns_parameters(module) and key not in split and not in_region and not is_norm(module):
             return f"{key} is not split"
     return None
 
@@ -70,22 +69,16 @@ def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch
     """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
     group = mesh.get_group()
     for stack in stacks(model):
+        for part in (*stack.layers, *([] if stack.norm is None else [stack.norm])):
+            region = Region(part, group, switch)
+            for module in unsplit(part):
+                partial_gradient(module, mesh, device, region)
         for layer in stack.layers:
-            _on_parts(layer, mesh, device, Region(layer, group, switch))
             scope = OwnRandomNumbers(layer, group)
             layer.register_forward_pre_hook(scope.begin)
             layer.register_forward_hook(scope.end, always_call=True)
-        if stack.norm is not None:
-            _on_parts(stack.norm, mesh, device, Region(stack.norm, group, switch))
         stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
-
-
-def _on_parts(root: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    for module in list(root.modules()):
-        has_own = next(module.parameters(recurse=False), None) is not None
-        if has_own and not isinstance(module, TensorParallelLayer):
-            partial_gradient(module, mesh, device, region)
 
 
 def _split_input(

@@ -27,11 +27,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.anatomy import attention_heads
+from hf_parallel.anatomy import attention_heads, is_norm
 from hf_parallel.config import SpecError
 from hf_parallel.packed import packed_order
 from hf_parallel.rewrite.heads import use_local_heads
-from hf_parallel.rewrite.infer import OF_HEADS, is_norm, linear_sizes, named_layers
+from hf_parallel.rewrite.infer import LINEARS, OF_HEADS, linear_sizes, named_layers
 from hf_parallel.rewrite.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -39,9 +39,9 @@ from hf_parallel.rewrite.layers import (
     RowParallel,
     SharedHeads,
     SplitNorm,
-    TensorParallelLayer,
     become,
     partial_gradient,
+    unsplit,
 )
 from hf_parallel.rewrite.region import READERS, Region, Switch
 
@@ -103,10 +103,7 @@ def _reads_stream(styles: dict[str, str], owner: str) -> bool:
 
 def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device) -> None:
     """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
-    for module in list(region.owner.modules()):
-        has_own = next(module.parameters(recurse=False), None) is not None
-        if not has_own or isinstance(module, TensorParallelLayer):
-            continue
+    for module in unsplit(region.owner):
         if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
             become(module, SplitNorm, region)
         else:
@@ -233,14 +230,13 @@ def _heads(owner: Any, mesh: DeviceMesh, device: torch.device, region: Region) -
 
 #: Subclasses of Linear, and its kin, that compute what it does.
 _SAME_AS_LINEAR = {"FalconLinear"}
-_LINEARS = (nn.Linear, Conv1D)
 _STYLES: dict[str, tuple[tuple[type, ...], Callable[..., None]]] = {
-    "colwise": (_LINEARS, _column),
-    "rowwise": (_LINEARS, _row),
-    "packed_halves": (_LINEARS, _packed_halves),
-    "packed_qkv": (_LINEARS, _packed_qkv),
-    "falcon_qkv": (_LINEARS, _column),
-    "colwise_shared_heads": (_LINEARS, _shared_heads),
+    "colwise": (LINEARS, _column),
+    "rowwise": (LINEARS, _row),
+    "packed_halves": (LINEARS, _packed_halves),
+    "packed_qkv": (LINEARS, _packed_qkv),
+    "falcon_qkv": (LINEARS, _column),
+    "colwise_shared_heads": (LINEARS, _shared_heads),
     "shared_qkv": ((nn.Linear,), _shared_qkv),
     "shared_groups": ((nn.Linear,), _shared_groups),
     "embedding_heads": ((nn.Embedding,), _heads_embedding),

@@ -45,9 +45,16 @@ def vocab_parallel(
             _head(module, mesh, device, region, own_loss)
     if own_loss and "colwise_gather_output" in styles.values():
         model.loss_function = functools.partial(causal_loss, model.loss_function)
-        model.register_forward_hook(_gather_when_read)
-        # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+def gather_when_read(model: Any) -> None:
+    """Let whoever reads the split logits of an output get whole ones. Call it after `fully_shard`.
+
+    FSDP2's own hook reads all of an output in every step: it must run before this one, or it has the logits gathered.
+    """
+    model.register_forward_hook(_gather_when_read)
+    # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
 
 class VocabParallel(TensorParallelLayer):

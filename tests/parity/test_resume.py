@@ -2,6 +2,7 @@
 
 import os
 import signal
+from fnmatch import fnmatch
 
 import pytest
 import torch
@@ -91,6 +92,38 @@ def test_packed_weights_and_looped_stages(stopped, runs, tmp_path, model, source
     check(stopped, runs, tmp_path, model, [source], spec)
 
 
+@pytest.mark.parametrize(
+    ("source", "spec"), [("dp_shard=2", "dp_shard=2"), ("dp_shard=2", "tp=2"), (ONE, "dp_shard=2")]
+)
+def test_a_stream_goes_on_at_the_next_row(streamed, runs, tmp_path, source, spec):
+    """Before, at and after the end of the stream, which is read twice; the last step of a pass is short."""
+    former, same, stops = streamed(source), source == spec, (2, 3, 4)
+    job = {"folder": runs.initial("llama"), **STREAM, "save_steps": 100}
+    jobs = [{**job, "out": f"{tmp_path}/{s}", "resume": f"{former.folder}/checkpoint-{s}"} for s in stops]
+    reference, tolerance = (former, 0) if same else (streamed(ONE), TOLERANCE)
+    found = []
+    for stop, on in zip(stops, trained(spec, *jobs), strict=True):
+        found += log_differences(on, reference, range(stop + 1, STEPS + 1), tolerance)
+    none(found)
+
+
+STREAM = {"stream": True, "max_steps": STEPS, "save_steps": 1}
+
+
+@pytest.fixture(scope="module")
+def streamed(tmp_path_factory, runs):
+    root, made = tmp_path_factory.mktemp("streamed"), {}
+
+    def make(spec: str) -> Ended:
+        if spec not in made:
+            made[spec] = trained(
+                spec, {"folder": runs.initial("llama"), "out": f"{root}/{layout_id(spec)}", **STREAM}
+            )[0]
+        return made[spec]
+
+    return make
+
+
 def momentum(spec: str, folder: str, out: str) -> list[Ended]:
     """SGD with momentum, with dropout, under a schedule of the script's own; once through and once with a stop."""
     from hf_parallel import hooks
@@ -133,13 +166,13 @@ def test_a_rank_killed_during_a_save_leaves_the_previous_checkpoint(runs, tmp_pa
     with pytest.raises(RankFailure):
         run(train_rank, 2, "tp=2", [{**job, "change": Accident}], init=False, timeout=60)
     assert sorted(path.name for path in (tmp_path / "out").glob("*checkpoint*")) == [
+        "_tmp-checkpoint-4",
         "checkpoint-2",
-        "tmp-checkpoint-4",
     ]
     (tmp_path / "out" / "checkpoint-9").mkdir()  # as plain Trainer leaves one that it did not finish
     on = trained("tp=2", {**job, "resume": True})[0]
     none(log_differences(on, through, range(3, STEPS + 1), 0))
-    assert not list((tmp_path / "out").glob("tmp-*"))
+    assert not list((tmp_path / "out").glob("_tmp-*"))
     assert (tmp_path / "out" / f"checkpoint-{STEPS}").exists()
 
 
@@ -160,7 +193,51 @@ def test_limits_and_the_best_model_as_in_one_process(runs, tmp_path):
     best, left, files = run_alone(kept, ONE, runs.initial("llama"), str(tmp_path / "out"))
     os.rename(tmp_path / "out", tmp_path / "one")
     found = run(kept, 2, "tp=2", runs.initial("llama"), str(tmp_path / "out"), init=False)[0]
-    assert found == (best, left, files | {"hf_parallel.json"})
+    assert found == (best, left, files | {"hf_parallel.json", "manifest.json"})
+
+
+def uploads(spec: str, folder: str, out: str) -> list:
+    """What would go to the Hub: names, messages, and the files of the folders at that time."""
+    import transformers.trainer as module
+
+    from hf_parallel import hooks
+
+    if spec:
+        hooks.activate(spec, source="test")
+    calls: list = []
+
+    class Job:
+        def done(self) -> bool:
+            return True
+
+        is_done, result, wait_until_done = done, done, done
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            return type("Url", (), {"repo_id": f"me/{name}"})
+
+        def upload_folder(self, folder_path, commit_message, path_in_repo=None, ignore_patterns=(), **kwargs):
+            seen = sorted(
+                name for name in os.listdir(folder_path) if not any(fnmatch(name, p) for p in ignore_patterns)
+            )
+            calls.append((os.path.relpath(folder_path, out), commit_message, path_in_repo, seen))
+            return Job()
+
+    module.hf_api = Hub
+    hub = {"push_to_hub": True, "hub_model_id": "x", "hub_strategy": "all_checkpoints", "hub_token": "none"}
+    _, trainer = train(folder, out, axes(spec)["data_ranks"], **hub, max_steps=2, save_steps=1, save_only_model=True)
+    trainer.save_model()
+    return calls
+
+
+@pytest.mark.parametrize("key", ["", ",async_save=true"])
+def test_uploads_as_in_one_process(runs, tmp_path, key):
+    expected = run_alone(uploads, ONE, runs.initial("llama"), str(tmp_path / "one"))
+    ranks = run(uploads, 2, "dp_shard=2" + key, runs.initial("llama"), str(tmp_path / "out"), init=False)
+    assert ranks[1] == []
+    own = {"hf_parallel.json", "manifest.json"}
+    assert [(*call[:3], [n for n in call[3] if n not in own]) for call in ranks[0]] == expected
+    assert len(expected) == 5  # the model and the checkpoint of each step, and the end
 
 
 def without_the_plugin(folder: str, out: str, checkpoint: str) -> None:

@@ -26,10 +26,10 @@ class Ended:
         return [line for line in self.err.splitlines() if line.startswith("hf_parallel:")]
 
 
-def torchrun(processes: int, spec: str) -> list[str]:
+def torchrun(processes: int, spec: str, *options: str) -> list[str]:
     """The command line of the runner under torchrun, up to the script."""
     torch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    return [*torch, "-m", "hf_parallel", "--parallel", spec]
+    return [*torch, *options, "-m", "hf_parallel", "--parallel", spec]
 
 
 def hf_parallel_launch(processes: int, spec: str) -> list[str]:

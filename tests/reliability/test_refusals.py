@@ -62,7 +62,6 @@ def refusal(world: int, fn, *args, env=None) -> str:
         pytest.param("offload=cpu", 2, "llama", ["offload=cpu", "offload=none"], id="offload"),
         pytest.param("quantize_weights=true", 2, "llama", ["quantize_weights=true"], id="ZeRO++"),
         pytest.param("zero_stage=1", 2, "llama", ["zero_stage=1", "zero_stage=2"], id="ZeRO-1"),
-        pytest.param("auto", 2, "llama", ["auto"], id="auto"),
     ],
 )
 def test_refused_on_every_rank_before_any_step(runs, tmp_path, spec, world, model, words):

@@ -73,6 +73,13 @@ def test_environment_spec_is_checked_and_left_to_the_ranks(launched, capsys):
     assert "--parallel" in line
 
 
+def test_auto_is_left_to_the_ranks(launched, capsys):
+    assert cli.main(["launch", "--num_processes", "3", "--parallel", "auto", "train.py"]) == 0
+    assert launched[0].training_script_args == ["--parallel", "auto", "train.py"]
+    os.environ["HF_PARALLEL"] = "tp=3"
+    assert "HF_PARALLEL is tp=3" in refused(capsys, "--num_processes", "3", "--parallel", "auto", "train.py")
+
+
 def test_without_a_spec_accelerate_is_left_alone(launched):
     assert cli.main(["launch", "--num_processes", "2", "--use_fsdp", "train.py"]) == 0
     assert launched[0].use_fsdp
@@ -163,14 +170,15 @@ def test_help_version_and_unknown_commands(capsys):
         (["--help"], 0, "launch"),
         (["--version"], 0, "hf-parallel 0."),
         (["fly"], 2, "choose from"),
-        (["plan"], 2, "required: --timeline, --parallel"),
-        (["plan", "--help"], 0, "--timeline FILE.svg"),
+        (["plan", "--help"], 0, "--timeline FILE"),
         (["launch", "--help"], 0, "--parallel SPEC"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(argv)
         assert stop.value.code == code
         assert words in "".join(capsys.readouterr())
+    assert cli.main(["plan"]) == 2
+    assert "needs a MODEL, or --timeline" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "launch" in capsys.readouterr().err
 

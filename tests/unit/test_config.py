@@ -22,6 +22,7 @@ VALUES = {
     "quantize_weights": ("false", False),
     "quantize_gradients": ("false", False),
     "attention": ("eager", "eager"),
+    "async_save": ("true", True),
 }
 
 
@@ -276,7 +277,7 @@ def test_where_stages_live():
         ("zero_stage=0", "dp_replicate"),
         ("zero_stage=1", "zero_stage=2"),
         ("activation_checkpointing=selective", "activation_checkpointing=full"),
-        ("auto", "tp=2"),
+        ("auto", "hf-parallel plan"),
     ],
 )
 def test_what_this_version_lacks_is_refused_by_name(spec, works):

@@ -1,0 +1,257 @@
+"""`hf-parallel export`: any checkpoint to a Hub folder, in one process without a GPU, one tensor at a time.
+
+checkpoint-20/  ──what belongs to the model, in another dtype if wanted──>  OUT/
+adapter + base  ──W + (alpha / r) B A, weight by weight (Hu et al., 2021, section 4.1)──>  OUT/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_parallel.checkpoint.files import TensorFile, header
+from hf_parallel.checkpoint.hub_format import Entry, hub_groups
+from hf_parallel.checkpoint.load import converted, in_folder
+from hf_parallel.checkpoint.manifest import damages, has_manifest
+from hf_parallel.checkpoint.save import shards
+from hf_parallel.checkpoint.saving import CheckpointError, Saving
+from hf_parallel.checkpoint.slices import Part, read
+from hf_parallel.checkpoint.unread import Unread, unread
+
+ADAPTER = "adapter_config.json"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: What a training run keeps beside its model.
+_OF_THE_RUN = re.compile(
+    r"(optimizer|scheduler|rng_state|random_states|scaler|sampler|custom_checkpoint|dl_state_dict)[\w.]*"
+    r"|trainer_state\.json|training_args\.bin|_?hf_parallel\.(json|lock)|manifest\.json"
+    r"|.*\.safetensors(\.index\.json)?"
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tensors of the new folder that come together, and how to get their values."""
+
+    entries: tuple[Entry, ...]
+    values: Callable[[], Iterable[torch.Tensor]]
+
+
+def export(
+    checkpoint: str,
+    out: str,
+    dtype: torch.dtype | None = None,
+    merge_adapter: bool = False,
+    base: str | None = None,
+    max_shard_size: int | str = "50GB",
+) -> None:
+    """Write the model of a checkpoint as a Hub folder.
+
+    Args:
+        dtype: of all floating-point tensors; default: as they are.
+        base: where the weights under an adapter are; default: where its config says.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        ValueError: there is nothing to merge, or it cannot be merged.
+    """
+    if has_manifest(checkpoint) and (found := damages(checkpoint)):
+        raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(found)}")
+    adapter = os.path.isfile(os.path.join(checkpoint, ADAPTER))
+    if merge_adapter and not adapter:
+        raise ValueError(f"--merge-adapter: {checkpoint} has no {ADAPTER}; leave it out")
+    os.makedirs(out, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        if merge_adapter:
+            source = base or _base_of(checkpoint)
+            items, stem = _merged(checkpoint, source, dtype, stack), "model"
+            _copy_files(source, out)
+        else:
+            source, stem = checkpoint, "adapter_model" if adapter else "model"
+            items = [_as_it_is(*pair, dtype) for pair in in_folder(checkpoint, stack, stem).items()]
+        _write(items, out, stem, max_shard_size)
+    _copy_files(checkpoint, out, leave=(ADAPTER,) if merge_adapter else ())
+    if dtype is not None and stem == "model" and os.path.isfile(os.path.join(out, "config.json")):
+        _note_dtype(os.path.join(out, "config.json"), dtype)
+
+
+def push(out: str, repository: str) -> str:
+    """Upload the folder; returns its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    name = api.create_repo(repository, exist_ok=True).repo_id
+    return str(api.upload_folder(repo_id=name, folder_path=out, commit_message="hf-parallel export"))
+
+
+def _as_it_is(name: str, tensor: Any, dtype: torch.dtype | None) -> Item:
+    kind = _kind(tensor.dtype, dtype)
+    return Item((Entry(name, tuple(tensor.shape), kind),), lambda: [tensor.whole().to(kind)])
+
+
+def _kind(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) -> None:
+    by_name = {item.entries[0].name: item for item in items}
+    sizes = {name: sum(entry.nbytes for entry in item.entries) for name, item in by_name.items()}
+    plan = shards(sizes, stem, max_shard_size)
+    weight_map: dict[str, str] = {}
+    for file, names in plan.filename_to_tensors.items():
+        chosen = [by_name[name] for name in names]
+        entries = [entry for item in chosen for entry in item.entries]
+        weight_map.update({entry.name: file for entry in entries})
+        target = TensorFile(os.path.join(out, file), _Alone())
+        target.write(header(entries))
+        for item in chosen:
+            _append(item, target)
+        target.close()
+    if plan.is_sharded:
+        index = {"metadata": plan.metadata, "weight_map": weight_map}
+        with open(os.path.join(out, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as file:
+            json.dump(index, file, indent=2, sort_keys=True)
+
+
+def _append(item: Item, target: TensorFile) -> None:
+    """In a function of its own, which keeps no tensor while the next one is read."""
+    for value in item.values():
+        target.append(value)
+
+
+class _Alone(Saving):
+    """One process: an error is raised where it happens."""
+
+    def __init__(self) -> None:
+        self.error, self.checksums = None, {}
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        yield
+
+
+def _copy_files(source: str, out: str, leave: tuple[str, ...] = ()) -> None:
+    for name in sorted(os.listdir(source)):
+        path = os.path.join(source, name)
+        if os.path.isfile(path) and not _OF_THE_RUN.fullmatch(name) and name not in leave:
+            shutil.copyfile(path, os.path.join(out, name))
+
+
+def _note_dtype(path: str, dtype: torch.dtype) -> None:
+    with open(path, encoding="utf-8") as file:
+        config = json.load(file)
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(config, file, indent=2, sort_keys=True)
+
+
+# ---- adapters ----------------------------------------------------------------------------------------------------
+
+
+def _base_of(checkpoint: str) -> str:
+    with open(os.path.join(checkpoint, ADAPTER), encoding="utf-8") as file:
+        name = json.load(file).get("base_model_name_or_path")
+    if not name:
+        raise ValueError(f"{checkpoint}/{ADAPTER} does not say what its base is; --base FOLDER works")
+    if os.path.isdir(name):
+        return name
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"])
+
+
+def _merged(checkpoint: str, base: str, dtype: torch.dtype | None, stack: contextlib.ExitStack) -> list[Item]:
+    """The base's tensors with the adapter in them, as its conversion groups them for the Hub."""
+    model = _on_meta(base)
+    state = model.state_dict()
+    tensors = {name: _lazy(tensor) for name, tensor in converted(model, state, in_folder(base, stack))}
+    _merge(model, tensors, checkpoint, stack)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    entries = [Entry(n, tuple(t.shape), t.dtype) for n, t in tensors.items() if n not in tied]
+    items = []
+    for group in hub_groups(model, entries):
+        kinds = [_kind(entry.dtype, dtype) for entry in group.entries]
+        described = tuple(Entry(e.name, e.shape, kind) for e, kind in zip(group.entries, kinds, strict=True))
+        items.append(Item(described, _Values(group, tensors, kinds)))
+    return items
+
+
+class _Values:
+    """Reads, merges and converts the tensors of one group when they are asked for."""
+
+    def __init__(self, group: Any, tensors: dict[str, Unread], kinds: list[torch.dtype]):
+        self.group, self.tensors, self.kinds = group, tensors, kinds
+
+    def __call__(self) -> Iterator[torch.Tensor]:
+        own = {entry.name: self.tensors[entry.name].whole() for entry in self.group.own}
+        for value, kind in zip(self.group.convert(own), self.kinds, strict=True):
+            yield value.to(kind)
+
+
+def _lazy(tensor: Any) -> Unread:
+    return tensor if isinstance(tensor, Unread) else unread(tensor)
+
+
+def _on_meta(folder: str) -> Any:
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(folder)
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    if kind is None:
+        raise ValueError(f"{folder}/config.json names no architecture that transformers has ({config.architectures})")
+    with torch.device("meta"):
+        return kind(config)
+
+
+def _merge(model: Any, tensors: dict[str, Unread], checkpoint: str, stack: contextlib.ExitStack) -> None:
+    """Replace what an adapter changes by its sum with the base, computed when it is read."""
+    with open(os.path.join(checkpoint, ADAPTER), encoding="utf-8") as file:
+        config = json.load(file)
+    if config.get("peft_type") != "LORA" or config.get("use_dora") or config.get("lora_bias"):
+        raise ValueError(
+            f"--merge-adapter: {config.get('peft_type')} with these options is not known; plain LoRA works"
+        )
+    parts: dict[str, dict[str, Any]] = {}
+    for key, tensor in in_folder(checkpoint, stack, "adapter_model").items():
+        name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
+        found = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
+        if found:
+            parts.setdefault(found[1], {})[found[2]] = tensor
+        elif name in tensors:
+            tensors[name] = _lazy(tensor)  # a module that was trained whole
+        else:
+            raise ValueError(f"--merge-adapter: {key} is no part of {type(model).__name__}")
+    for path, pair in parts.items():
+        weight = f"{path}.weight"
+        if weight not in tensors:
+            raise ValueError(f"--merge-adapter: {type(model).__name__} has no {weight}")
+        scaling = _scaling(config, path, pair["A"].shape[0])
+        by_input = type(model.get_submodule(path)).__name__ in ("Conv1D", "Embedding")
+        tensors[weight] = _sum(tensors[weight], pair["A"], pair["B"], scaling, by_input)
+
+
+def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
+    patterns = config.get("alpha_pattern") or {}
+    own = (alpha for pattern, alpha in patterns.items() if re.match(rf"(.*\.)?({pattern})$", path))
+    alpha = next(own, config["lora_alpha"])
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _sum(weight: Unread, a: Any, b: Any, scaling: float, by_input: bool) -> Unread:
+    """W + scaling B A in fp32; transposed where W is stored as (in, out), as embeddings and Conv1D are."""
+
+    def part(wanted: Part) -> torch.Tensor:
+        first, second = b.whole().float(), a.whole().float()
+        factors = (second.T, first.T) if by_input else (first, second)
+        return read(weight.whole().float().addmm_(*factors, alpha=scaling).to(weight.dtype), wanted)
+
+    return Unread(part, weight.shape, weight.dtype)

@@ -1,0 +1,111 @@
+"""One save over all ranks: what a rank could not write is told on every rank, and big tensors may be written later.
+
+A rank whose disk is full cannot just raise: the others would wait for it in the next transfer. So errors of writing
+are noted, everybody goes on with what is communicated, and at the end all ranks raise the same `CheckpointError`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.checkpoint.manifest import Checksums
+from hf_parallel.config import SpecError
+from hf_parallel.mesh import ParallelMesh
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or is not whole. One text for all ranks."""
+
+
+class Saving:
+    """What is written in one save.
+
+    Attributes:
+        error: what went wrong first on this rank.
+        checksums: of what this rank has written through `files.py`, by path.
+    """
+
+    def __init__(self, mesh: ParallelMesh, in_background: bool = False):
+        self.mesh, self.in_background = mesh, in_background
+        self.error: str | None = None
+        self.checksums: dict[str, Checksums] = {}
+        self._streams: list[Callable[[], None]] = []
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """An error of what this rank writes, by itself, is kept for `agree`. Refusals, equal on all ranks, pass."""
+        try:
+            yield
+        except (NotImplementedError, SpecError):
+            raise
+        except Exception as error:
+            self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+
+    def stream(self, local: Mapping[str, Any], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
+        """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
+        parts = {name: _plain(tensor) for name, tensor in local.items()}
+        if self.in_background:
+            parts = {name: _copy(part) for name, part in parts.items()}
+            if self.mesh.device.type != "cpu":
+                torch.accelerator.synchronize()
+        self._streams.append(lambda: write(parts))
+
+    def finish_streams(self) -> None:
+        """Write the tensors. Collective."""
+        while self._streams:
+            self._streams.pop(0)()
+
+    def agree(self) -> None:
+        """Wait for all ranks. Collective.
+
+        Raises:
+            CheckpointError: one of them has noted an error; the same text on all of them.
+        """
+        errors: list[Any] = [None] * self.mesh.config.world_size
+        dist.all_gather_object(errors, self.error, group=self.mesh.host_group)
+        found = [error for error in errors if error]
+        if found:
+            raise CheckpointError("; ".join(found))
+
+
+_current: Saving | None = None
+
+
+@contextlib.contextmanager
+def current(mesh: ParallelMesh) -> Iterator[Saving]:
+    """The save that is going on; else one for what is done inside, on which all ranks agree at the end."""
+    if _current is not None:
+        yield _current
+        return
+    with going_on(Saving(mesh)) as saving:
+        yield saving
+        saving.finish_streams()
+        saving.agree()
+
+
+@contextlib.contextmanager
+def going_on(saving: Saving) -> Iterator[Saving]:
+    """What is saved inside belongs to this save."""
+    global _current
+    former, _current = _current, saving
+    try:
+        yield saving
+    finally:
+        _current = former
+
+
+def _plain(tensor: Any) -> torch.Tensor:
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    """In host memory; from a device without waiting."""
+    if tensor.device.type == "cpu":
+        return tensor.clone()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return copy.copy_(tensor, non_blocking=True)

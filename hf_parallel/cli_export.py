@@ -1,0 +1,38 @@
+"""`hf-parallel export`: the model of any checkpoint as a Hub folder, in one process.
+
+hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
+hf-parallel export out/checkpoint-20 my-model --merge-adapter --push_to_hub
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `export`."""
+    parser.description = "Any checkpoint to a Hub folder, in one process, one tensor in memory at a time."
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a Trainer's checkpoint-N, or a saved adapter")
+    parser.add_argument("out", metavar="OUT", help="the folder to write")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
+    parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the weights under it")
+    parser.add_argument("--base", metavar="FOLDER", help="those weights; default: what the adapter's config names")
+    parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file; default: 50GB")
+    parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: OUT's name")
+
+
+def export(args: argparse.Namespace) -> int:
+    """Write the folder; 2 if that cannot be done."""
+    from hf_parallel.checkpoint import export as exporting
+
+    try:
+        dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
+        exporting.export(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
+        if args.push_to_hub is not None:
+            print(exporting.push(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
+    except (OSError, RuntimeError, ValueError) as error:
+        print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0

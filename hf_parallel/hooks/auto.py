@@ -1,0 +1,228 @@
+"""`--parallel auto`: wait until the script shows its model, choose a layout for it, go on under that layout.
+
+The processes are connected at once, so that everything else starts as under any spec. The choice is made by rank 0
+and sent to the others: what it detects about its machine need not be what they would measure. The model is known at
+the first of: `from_pretrained`, `Trainer(model=…)`, `Accelerator.prepare(model)`; the batch from TrainingArguments,
+else from the script's command line. Which of several models comes first decides for all.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.hooks.patching import Patch, apply, undo
+
+_LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
+_LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
+_undo_list: list[tuple[Any, str, Any]] = []
+_source: str | None = None
+_arguments: Any = None  # the TrainingArguments that were made last
+
+
+def waiting() -> str | None:
+    """Who asked for a choice that is not made yet, or None."""
+    return _source
+
+
+def wait(source: str) -> None:
+    """Connect the processes, and choose as soon as there is a model."""
+    global _source
+    if _source is not None:
+        return
+    from hf_parallel.hooks import runtime
+
+    runtime.connect()
+    _source = source
+    _undo_list.extend(apply(_patches()))
+
+
+def stop() -> None:
+    """Forget what was asked for and undo the patches."""
+    global _source, _arguments
+    undo(_undo_list)
+    _source = _arguments = None
+
+
+def check_chosen() -> None:
+    """At the end of a script.
+
+    Raises:
+        SpecError: it never showed a model, so that every process ran it alone.
+    """
+    if _source is not None:
+        raise SpecError(
+            f"{_source} asks for auto, but the script showed no Transformers model to from_pretrained, Trainer or "
+            "Accelerator.prepare; tp=2,dp_shard=-1 works"
+        )
+
+
+def _patches() -> list[Patch]:
+    model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
+    return [
+        Patch(model, _at_from_pretrained, "shows the model that a layout is chosen for"),
+        Patch("transformers.trainer:Trainer.__init__", _at_trainer, "shows a model built in code"),
+        Patch("accelerate.accelerator:Accelerator.prepare", _at_prepare, "shows a model of a loop"),
+        Patch("transformers.training_args:TrainingArguments.__post_init__", _at_arguments, "shows the batch"),
+    ]
+
+
+def _at_from_pretrained(original: Callable) -> Callable:
+    def replacement(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config")
+        if config is None or isinstance(config, str):
+            from transformers import AutoConfig
+
+            config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
+        choose(config)
+        return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
+
+    return replacement
+
+
+def _at_trainer(original: Callable) -> Callable:
+    def replacement(self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+        global _arguments
+        _arguments = args or _arguments
+        if model is None:
+            raise SpecError(f"{_source} asks for auto, but Trainer(model_init=…) shows its model too late; tp=2 works")
+        choose(getattr(model, "config", model))
+        from transformers import Trainer
+
+        Trainer.__init__(self, model, args, *rest, **kwargs)
+
+    return replacement
+
+
+def _at_prepare(original: Callable) -> Callable:
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        configs = [
+            config for config in (getattr(arg, "config", None) for arg in args) if hasattr(config, "model_type")
+        ]
+        if not configs:
+            return original(self, *args, **kwargs)
+        choose(configs[0])
+        return type(self).prepare(self, *args, **kwargs)
+
+    return replacement
+
+
+def _at_arguments(original: Callable) -> Callable:
+    def replacement(self: Any) -> None:
+        global _arguments
+        original(self)
+        _arguments = self
+
+    return replacement
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def choose(config: Any) -> None:
+    """Choose for this model's config and activate the layout. Collective."""
+    import torch.distributed as dist
+
+    from hf_parallel import hooks
+
+    source = _source
+    assert source is not None
+    chosen: list[Any] = [None, None, None]
+    if dist.get_rank() == 0:
+        try:
+            chosen[:2] = _best(config)
+        except SpecError as error:
+            chosen[2] = str(error)
+    dist.broadcast_object_list(chosen, src=0)
+    spec, lines, refusal = chosen
+    stop()
+    if refusal is not None:
+        raise SpecError(f"parallel=auto: {refusal}")
+    if dist.get_rank() == 0:
+        for line in lines:
+            print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
+    hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
+
+
+def _best(config: Any) -> tuple[str, list[str]]:
+    """The chosen spec, and what is to be said about it and the next two."""
+    import torch.distributed as dist
+
+    from hf_parallel.planner.clusters import detect
+    from hf_parallel.planner.search import search
+
+    batch = script_batch(config)
+    found = search(
+        model=config,
+        cluster=detect(dist.get_world_size(), local_world_size()),
+        seq=batch["seq"],
+        global_batch=None,
+        rows=batch["rows"],
+        accumulation=batch["accumulation"],
+        precision=batch["precision"],
+        optimizer=batch["optimizer"],
+        top=3,
+        accept=_accepted(config),
+    )
+    if not found.choices:
+        raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
+    counted = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens per data rank"
+    lines = [f"auto, for {found.cluster.gpus} x {found.cluster.gpu.name} and {counted}, chooses"]
+    for i, choice in enumerate(found.choices):
+        word = "  " if i == 0 else "  then "
+        p = choice.prediction
+        lines.append(
+            f"{word}{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of "
+            f"{choice.rows * choice.accumulation * choice.config.data_parallel_size} rows, {p.memory_gib:.1f} GiB"
+        )
+    return found.choices[0].config.to_spec(), lines
+
+
+def _accepted(config: Any) -> Callable[[ParallelConfig], bool]:
+    """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
+    from hf_parallel.doctor import examine
+    from hf_parallel.planner.model_count import build_on_meta
+
+    model = build_on_meta(config)
+    return lambda layout: not examine(model, layout, layout.world_size).problems
+
+
+def local_world_size() -> int:
+    """Processes on this machine, as the launcher says."""
+    import os
+
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
+
+
+def script_batch(config: Any, argv: list[str] | None = None) -> dict[str, Any]:
+    """Rows, calls, tokens per row, precision and optimizer of the script: its arguments, else its command line."""
+    argv = sys.argv if argv is None else argv
+    arguments = _arguments
+
+    def said(name: str, default: Any) -> Any:
+        value = getattr(arguments, name, None)
+        return _option(argv, name, default) if value is None else value
+
+    longest = getattr(config, "max_position_embeddings", None) or _LONGEST_ASSUMED
+    lengths = [int(value) for value in (said(name, None) for name in _LENGTHS) if value]
+    bf16 = str(said("bf16", False)).lower() == "true" or str(getattr(config, "dtype", None)) == "torch.bfloat16"
+    optimizer = str(getattr(arguments, "optim", None) or "adamw")
+    return {
+        "rows": int(said("per_device_train_batch_size", 8)),
+        "accumulation": int(said("gradient_accumulation_steps", 1)),
+        "seq": min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
+        "precision": "bf16" if bf16 else "fp32",
+        "optimizer": "sgd" if "sgd" in optimizer.lower() else "adamw",
+    }
+
+
+def _option(argv: list[str], name: str, default: Any) -> Any:
+    """`--name value` or `--name=value`; a flag without a value is True."""
+    for i, word in enumerate(argv):
+        key, equals, value = word.partition("=")
+        if key.lstrip("-").replace("-", "_") == name and key.startswith("--"):
+            following = argv[i + 1] if i + 1 < len(argv) and not argv[i + 1].startswith("--") else "true"
+            return value if equals else following
+    return default

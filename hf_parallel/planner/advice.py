@@ -1,0 +1,85 @@
+"""Warnings in the words of practice, and why a layout that people expect is not the best one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+#: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
+#: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
+LARGE_BATCH = 16e6
+
+
+def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
+    """What an experienced user would say about a layout."""
+    config, prediction, cluster = choice.config, choice.prediction, goal.cluster
+    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
+    if config.tp_size > cluster.per_node:
+        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
+    if config.tp_size > 1 and "pcie" in cluster.inside.name:
+        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
+    exposed = _share(prediction, "ZeRO-3 communication")
+    if exposed > 0.1 and config.dp_replicate_size == 1 and slow:
+        inside = max(1, cluster.per_node // config.tp_size)
+        replicas = config.dp_shard_size // inside
+        states = sum(prediction.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
+        fits = prediction.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
+        if replicas > 1 and inside > 1 and config.dp_shard_size % inside == 0 and fits:
+            yield (
+                f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
+                f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
+            )
+    if choice.accumulation > 1 and config.pp_size == 1 and config.data_parallel_size > 1:
+        yield (
+            f"gradient_accumulation_steps={choice.accumulation} holds whole gradients between the calls, not shards; "
+            "a larger batch per call, or fewer rows per step, does not"
+        )
+    if prediction.bubble > 0.2:
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: more micro-batches, or fewer stages"
+    tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
+    if tokens > LARGE_BATCH:
+        yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
+    if prediction.job.micro_batch * goal.seq < 1024:
+        yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
+    if prediction.memory_gib > 0.92 * cluster.gpu.memory_gib:
+        yield f"{prediction.memory_gib:.1f} of {cluster.gpu.memory_gib:.1f} GiB: verify it (--verify) before a long run"
+
+
+def _share(prediction: Any, kind: str) -> float:
+    return prediction.breakdown.time.get(kind, 0.0) / prediction.step_time_s
+
+
+def why_not(choice: Any, best: Any) -> str:
+    """One line: it does not fit, or what it spends its time on instead."""
+    prediction, memory = choice.prediction, choice.prediction.cluster.gpu.memory_gib
+    if not prediction.fits:
+        kind, size = max(prediction.breakdown.memory.items(), key=lambda item: item[1])
+        return f"needs {prediction.memory_gib:.0f} GiB of {memory:.0f}, {size:.0f} of them {kind}"
+    if best is None:
+        return "fits"
+    ratio = choice.seconds_per_row / best.seconds_per_row
+    if ratio < 1.02:
+        return f"as fast as the best within {max(0, ratio - 1):.0%}"
+    ours, theirs = prediction.breakdown.time, best.prediction.breakdown.time
+    kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
+    more = (ours[kind] - theirs.get(kind, 0.0)) / prediction.step_time_s
+    link = f" over {prediction.cluster.between.name}" if _crosses(choice, kind) else ""
+    return f"{ratio:.1f} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
+
+
+def _crosses(choice: Any, kind: str) -> bool:
+    prediction = choice.prediction
+    many = prediction.cluster.nodes > 1
+    return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
+
+
+def nothing_fits(goal: Any, needed: float) -> str:
+    """What to do when no layout fits."""
+    there = goal.cluster.gpu.memory_gib
+    advice = [f"the leanest layout needs {needed:.0f} GiB of {there:.0f}"]
+    if not goal.lora:
+        advice.append("training adapters only (--lora) needs no optimizer state for the weights")
+    if goal.optimizer == "adamw":
+        advice.append("--optimizer adamw_8bit keeps its state in a quarter")
+    factor = max(2, round(needed / there + 0.5))
+    return "; ".join([*advice, f"or {factor * goal.cluster.gpus} GPUs"])

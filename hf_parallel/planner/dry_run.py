@@ -1,0 +1,305 @@
+"""One process plays any rank of the whole world: the real code, on tensors without memory.
+
+    ran = dry_run(config, "tp=8,pp=4,dp_shard=32", rank=1023, rows=8, seq=4096)
+    ran.peak                                  # {"parameters": bytes, "gradients": …, "activations": …}
+    ran.communication["tp"]["all_gather"]     # Traffic(count=…, payload=…, sent=…)
+
+`parallelize` itself runs, then two training steps: collectives go to a process group that communicates nothing,
+tensors are fake ones that know their shape only. What costs time is calling Python once per operation, so a model of
+equal layers is run with three and with four of them on each of this rank's stages, and the rest is a straight line:
+every part of a step (see `observe.py`) grows by the same amount with each further layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from hf_parallel.anatomy import backbone_plan
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.mesh import ParallelMesh, coordinates
+from hf_parallel.parallelize import parallelize, state_of, transformer_blocks, with_schedule
+from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
+from hf_parallel.planner.ledger import Traffic
+from hf_parallel.planner.observe import Communication, Observed, observe
+
+#: Precision -> dtype of the weights, and whether products are computed in bf16 all the same.
+PRECISIONS = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False), "mixed": (torch.float32, True)}
+_FEWEST = 3  # layers on a stage: a first one, a last one and one between
+#: What a fake tensor answers when the code asks for its value: torch's schedules ask whether all stages know their
+#: shapes (1: yes), ours which micro-batch to run (all have the same shape).
+_ANY_VALUE = 1
+_NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+@dataclass
+class DryRun:
+    """What one rank would keep and send in a training step.
+
+    peak: bytes by kind (parameters, gradients, optimizer, gathered, activations) at the fullest moment.
+    kept: the same just before `zero_grad`: what stays from step to step, and the gradients.
+    communication: by axis and kind of collective.
+    """
+
+    rank: int
+    place: dict[str, int]
+    peak: Counter[str]
+    kept: Counter[str]
+    communication: Communication
+    layers: tuple[int, ...]  # of each of this rank's stages
+    layers_run: tuple[int, ...]
+    seconds: float
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes at the fullest moment."""
+        return self.peak.total()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        values = dataclasses.asdict(self)
+        return {**values, "peak": dict(self.peak), "kept": dict(self.kept), "peak_bytes": self.peak_bytes}
+
+
+def dry_run(
+    model: Any,
+    config: ParallelConfig | str,
+    *,
+    world_size: int | None = None,
+    rank: int = 0,
+    rows: int = 1,
+    seq: int = 2048,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    precision: str = "bf16",
+    whole: bool = False,
+    layers: int | None = None,
+) -> DryRun:
+    """Run `parallelize` and two training steps as `rank` of a world that is not there.
+
+    Args:
+        model: a transformers config, or a model on the meta device, which is not changed.
+        world_size: number of processes; default: what the sizes of `config` multiply to.
+        rows: of one call of the model on one data rank; a pipeline cuts them into micro-batches.
+        accumulation: calls per optimizer step.
+        precision: "bf16" and "fp32": of the weights and all else; "mixed": fp32 weights under autocast to bf16.
+        whole: run all layers, even if they are equal.
+        layers: as if the model had only so many.
+
+    Raises:
+        SpecError: the layout cannot hold, this process has a process group, or the model needs values.
+    """
+    began = time.monotonic()
+    if precision not in PRECISIONS:
+        raise SpecError(f"precision={precision}: the dry run knows {', '.join(PRECISIONS)}; bf16 works")
+    config = ParallelConfig.parse(config)
+    config = config.resolve(world_size if world_size is not None else abs(config.world_size))
+    model = on_meta(model).to(PRECISIONS[precision][0])
+    stack = _stack(model)
+    if layers is not None and stack is not None:
+        backbone_of(model).set_submodule(stack[1], nn.ModuleList(list(stack[0])[:layers]))
+        stack = _stack(model)
+    config, counts = _settled(model, config, rank)
+    shorten = not whole and stack is not None and _alike(stack)
+    fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
+    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision)
+    base = run.observe(fewest)
+    total = _copied(base)
+    for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
+        if want > have:
+            more = run.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
+            _extend(total, base, more, want - have)
+    return DryRun(
+        rank,
+        coordinates(config, rank),
+        total.peak,
+        total.kept,
+        total.communication,
+        counts,
+        fewest,
+        time.monotonic() - began,
+    )
+
+
+def on_meta(model: Any) -> Any:
+    """The model of a config on the meta device, or a copy of a model that is there already."""
+    if isinstance(model, nn.Module):
+        return copy.deepcopy(model)
+    import transformers
+
+    named = getattr(transformers, (getattr(model, "architectures", None) or [""])[0], None)
+    with torch.device("meta"):
+        return named._from_config(model) if named else transformers.AutoModelForCausalLM.from_config(model)
+
+
+def _settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
+    """The config with everything decided that depends on the whole model, and the layers of this rank's stages."""
+    if config.pp_size == 1:
+        stack = _stack(model)
+        return config, (len(stack[0]) if stack else 0,)
+    config = with_schedule(model, config, has_tied_embedding(model))
+    split, _ = layers_per_stage(model, config)
+    place = coordinates(config, rank)["pp"]
+    own = [split[s] for s in range(config.pipeline_stages) if config.rank_of_stage(s) == place]
+    return dataclasses.replace(config, pipeline_split=split), tuple(own)
+
+
+def _stack(model: Any) -> Any:
+    """The one list of layers of a model and the module and name it hangs on, or None."""
+    backbone = backbone_of(model)
+    plan = backbone_plan(backbone) if backbone is not None else None
+    if plan is None:
+        return None
+    return backbone.get_submodule(plan.layers), plan.layers
+
+
+def _alike(stack: Any) -> bool:
+    """Do all layers have the same parameters? Else they cannot stand for each other."""
+    shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in stack[0]]
+    return all(shape == shapes[0] for shape in shapes)
+
+
+@dataclass
+class _Run:
+    """Everything about a dry run but how many layers it has."""
+
+    model: Any
+    stack: Any
+    config: ParallelConfig
+    rank: int
+    rows: int
+    seq: int
+    accumulation: int
+    optimizer: str
+    precision: str
+
+    def observe(self, counts: tuple[int, ...]) -> Observed:
+        """With so many layers on each of this rank's stages; other ranks' stages get one each."""
+        model, config = self._shortened(counts)
+        try:
+            with fake_world(self.rank, config.world_size):
+                return self._step(model, config)
+        except _NEEDS_VALUES as error:
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise SpecError(
+                f"dry run: {type(model).__name__} looks at values, which fake tensors do not have ({first})"
+            ) from error
+
+    def _shortened(self, counts: tuple[int, ...]) -> tuple[Any, ParallelConfig]:
+        model, config = copy.deepcopy(self.model), self.config
+        if self.stack is None or counts == (len(self.stack[0]),):
+            return model, config
+        if config.pp_size > 1:
+            place, left = coordinates(config, self.rank)["pp"], list(counts)
+            split = tuple(
+                left.pop(0) if config.rank_of_stage(s) == place else 1 for s in range(config.pipeline_stages)
+            )
+            config = dataclasses.replace(config, pipeline_split=split)
+            counts = split
+        backbone, name = backbone_of(model), self.stack[1]
+        backbone.set_submodule(name, nn.ModuleList(list(backbone.get_submodule(name))[: sum(counts)]))
+        return model, config
+
+    def _step(self, model: Any, config: ParallelConfig) -> Observed:
+        mesh = ParallelMesh.create(config, torch.device("cpu"))
+        model.train()
+        parallelize(model, mesh=mesh)
+        state = state_of(model)
+        assert state is not None
+        views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
+        with _taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
+            _materialise(model)
+            tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
+            batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
+            layers = tuple(tuple(view) for view in views if view)
+            return observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
+
+
+def _materialise(model: nn.Module) -> None:
+    """Fake memory for meta weights; modules that shared a parameter share one again."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    model.to_empty(device="cpu")
+    for first, *others in names.values():
+        for other in others:
+            owner, _, leaf = other.rpartition(".")
+            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(first)
+
+
+@contextlib.contextmanager
+def fake_world(rank: int, size: int) -> Iterator[None]:
+    """This process as one of `size`, with collectives that leave tensors as they are.
+
+    Raises:
+        SpecError: it is part of a real world.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise SpecError("dry run: this process has a process group; run it in one that has none")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _taken_for_real() -> Iterator[None]:
+    """Transformers takes fake tensors for a traced graph and makes masks there that a training step does not need."""
+    from transformers.utils import import_utils
+
+    original = import_utils.is_fake_tensor
+    import_utils.is_fake_tensor = lambda tensor: False
+    try:
+        yield
+    finally:
+        import_utils.is_fake_tensor = original
+
+
+# ---- more layers ---------------------------------------------------------------------------------------------------
+
+
+def _copied(seen: Observed) -> Observed:
+    return copy.deepcopy(seen)
+
+
+def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
+    """Add what one further layer adds, `times` times."""
+    for whole, one, two in zip(total.peaks, base.peaks, more.peaks, strict=True):
+        _add(whole, one, two, times)
+    _add(total.kept, base.kept, more.kept, times)
+    for axis, kinds in more.communication.items():
+        for kind, two in kinds.items():
+            one = base.communication.get(axis, {}).get(kind, Traffic())
+            whole = total.communication.setdefault(axis, {}).get(kind, Traffic())
+            growth = Traffic(
+                *(
+                    getattr(whole, f.name) + times * (getattr(two, f.name) - getattr(one, f.name))
+                    for f in dataclasses.fields(Traffic)
+                )
+            )
+            total.communication[axis][kind] = growth
+
+
+def _add(whole: Counter[str], one: Counter[str], two: Counter[str], times: int) -> None:
+    for kind in {*one, *two}:
+        whole[kind] += times * (two[kind] - one[kind])

@@ -1,0 +1,109 @@
+"""Each formula of a prediction with its numbers and source, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from hf_parallel.planner.communication import ring_factor
+from hf_parallel.planner.memory import HABITS, activation_terms, fullest, kept_bytes, state_bytes
+from hf_parallel.planner.model_shape import distinct
+from hf_parallel.planner.stages import make_stages, stages_of_rank
+
+if TYPE_CHECKING:
+    from hf_parallel.planner.predict import Prediction
+
+
+def explain(p: Prediction) -> str:
+    """The whole derivation, section by section."""
+    return "\n".join([*_model(p), *_hardware(p), *_states(p), *_activations(p), *_communication(p), *_time(p)])
+
+
+def _title(text: str) -> str:
+    return f"\n{text}\n{'-' * len(text)}"
+
+
+def _model(p: Prediction) -> Iterable[str]:
+    shape, length = p.shape, p.job.seq
+    yield _title(f"Model: {shape.name}")
+    yield f"parameters {shape.parameters / 1e9:.3f}e9 in {shape.layers} layers, embedding and head"
+    for block, count in distinct(shape.blocks).items():
+        kind = "gated MLP" if block.gated else "MLP"
+        experts = f", {block.top_k} experts at work" if block.top_k else ""
+        yield (
+            f"  {count} x {block.parameters / 1e6:.1f}e6: {kind} of {block.inner:.0f}{experts}; forward "
+            f"{block.flops(length) / 1e6:.1f} MFLOP per token (2 per weight, 2 h (d_qk + d_v) per visible key)"
+        )
+    yield f"  head and loss: forward {shape.head_flops / 1e6:.1f} MFLOP per token; a backward costs twice a forward"
+
+
+def _hardware(p: Prediction) -> Iterable[str]:
+    gpu, cluster = p.cluster.gpu, p.cluster
+    yield _title(f"Hardware: {cluster.gpus} x {gpu.name}, {cluster.per_node} in a node")
+    peak, memory = gpu.peak(p.job.precision) / 1e12, gpu.bandwidth / 1e9
+    yield f"peak {peak:.0f} TFLOP/s {p.job.precision}, memory {gpu.memory_gib} GiB at {memory:.0f} GB/s [{gpu.source}]"
+    for place, link, part in (
+        ("inside a node", cluster.inside, gpu.efficiency.link),
+        ("between nodes", cluster.between, gpu.efficiency.network),
+    ):
+        yield f"{place}: {link.name}, {link.bandwidth / 1e9:g} GB/s per GPU, of which {part:.0%} reached [{link.source}]"
+
+
+def _states(p: Prediction) -> Iterable[str]:
+    per, stage = state_bytes(p.job, p.layout.zero_stage), p.layout.zero_stage
+    peak = p.breakdown.memory
+    yield _title(
+        f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB"
+    )
+    yield (
+        f"states, bytes per parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer {per.optimizer:g}; "
+        f"ZeRO-{stage} over {p.layout.shards} ranks divides {_divided(stage)} [arXiv:1910.02054, table 1]"
+    )
+    for kind, size in peak.items():
+        if size >= 0.005:
+            yield f"  {kind:<24}{size:8.2f} GiB"
+
+
+def _divided(stage: int) -> str:
+    return ("nothing", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights")[stage]
+
+
+def _activations(p: Prediction) -> Iterable[str]:
+    shape, layout, job = p.shape, p.layout, p.job
+    tokens = job.micro_batch * job.seq / layout.cp
+    kernels = HABITS[job.engine].kernels if job.attention == "flash" else "paper"
+    yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
+    block = shape.blocks[0]
+    terms = activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper")
+    for term in terms:
+        size = (term.bytes + term.squared * job.seq) / shape.hidden
+        if size:
+            cut = f"/ tp={layout.tp}" if term.cut == "tp" or layout.sequence_parallel else "whole on each tp rank"
+            yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
+    kept = kept_bytes(terms, layout, job.seq, job.recompute)
+    yield f"kept: {kept / shape.hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
+
+
+def _communication(p: Prediction) -> Iterable[str]:
+    yield _title("Communication of a rank per step (ring formulas: all-reduce 2 (N-1)/N S, others (N-1)/N S)")
+    for t in p.breakdown.communication:
+        factor = ring_factor(t.kind, t.group.size)
+        yield (
+            f"  {t.axis:<12}{t.kind:<15}{t.count:8.0f} x {t.payload / 2**20:10.2f} MiB x {factor:.3f} = "
+            f"{t.bytes / 2**30:8.2f} GiB over {t.group.size} ranks, {t.group.link.name}: {t.what}"
+        )
+
+
+def _time(p: Prediction) -> Iterable[str]:
+    e = p.cluster.gpu.efficiency
+    yield _title(f"Step: {p.step_time_s:.4g} s, {p.tokens_per_s_per_gpu:.0f} tokens/s/GPU, MFU {p.mfu:.1%}")
+    yield (
+        f"matrix products at {e.gemm:.0%} of the peak when large, attention at {e.attention:.0%}, memory at {e.memory:.0%} "
+        f"with {e.passes:g} times the fewest bytes [fitted, docs/planner.md]"
+    )
+    for kind, seconds in sorted(p.breakdown.time.items(), key=lambda item: -item[1]):
+        yield f"  {kind:<28}{seconds:10.4f} s {seconds / p.step_time_s:7.1%}"
+    if p.layout.pp > 1:
+        stages = make_stages(p.shape, p.layout, p.job)
+        counts = [sum(stages[i].layers for i in stages_of_rank(p.layout, rank)) for rank in range(p.layout.pp)]
+        yield f"{p.layout.schedule}: layers per rank {counts}, simulated bubble {p.bubble:.1%}"

@@ -1,0 +1,143 @@
+"""Two training steps of a parallel model, with a `Ledger` beside them: in a real process or in a dry run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.config import AXES, SpecError
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.parallelize import state_of
+from hf_parallel.planner.ledger import Ledger, Traffic
+from hf_parallel.sharding import sharded_modules
+
+Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
+OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
+
+
+@dataclass
+class Observed:
+    """What the second of two steps did on one rank; the first one fills the optimizer's state.
+
+    peaks: bytes by kind at the fullest moment of each part of the step.
+    kept: bytes by kind between the backward pass and `zero_grad`.
+    """
+
+    peaks: list[Counter[str]]
+    kept: Counter[str]
+    communication: Communication = field(default_factory=dict)
+
+    @property
+    def peak(self) -> Counter[str]:
+        """Bytes by kind at the fullest moment."""
+        return max(self.peaks, key=lambda peak: peak.total())
+
+
+def observe(
+    model: Any,
+    batches: list[dict[str, torch.Tensor]],
+    optimizer: str = "adamw",
+    autocast: bool = False,
+    layers: tuple[tuple[nn.Module, ...], ...] = (),
+    scalars: Any = None,
+) -> Observed:
+    """Train two steps and say what the second kept and sent.
+
+    Args:
+        model: parallel, with memory for its weights.
+        batches: what one step accumulates over.
+        autocast: compute in bf16 what is stored otherwise.
+        layers: of each of this rank's stages, to part the step where layers begin and end.
+        scalars: see `Ledger`.
+    """
+    state = state_of(model)
+    assert state is not None
+    with Ledger(axis_names(state.mesh), scalars=scalars) as ledger, _parted(ledger, layers):
+        kinds = {ledger.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
+        update = build_optimizer(optimizer, model)
+        for _ in range(2):
+            ledger.traffic.clear()
+            ledger.moments.clear()
+            ledger.remember()
+            _accumulate(model, batches, autocast)
+            gradients = [p.grad for p in model.parameters() if p.grad is not None]
+            kinds |= {ledger.note(gradient): "gradients" for gradient in gradients}
+            ledger.remember()
+            update.step()
+            states = [x for values in update.state.values() for x in values.values() if torch.is_tensor(x)]
+            kinds |= {ledger.note(tensor): "optimizer" for tensor in states}
+            ledger.remember()
+            kept = ledger.now(kinds)
+            del gradients, states
+            update.zero_grad()
+        traffic = {axis: dict(by_kind) for axis, by_kind in ledger.traffic.items()}
+        return Observed(ledger.peaks(kinds), kept, traffic)
+
+
+def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: bool) -> None:
+    """Forward and backward of each batch; FSDP2 reduces at the last one, a pipeline in every schedule."""
+    state = state_of(model)
+    assert state is not None
+    roots = [] if state.pipeline else list(sharded_modules(state.root))[:1]
+    for i, batch in enumerate(batches):
+        for root in roots:
+            root.set_requires_gradient_sync(i == len(batches) - 1)
+        with torch.autocast(state.mesh.device.type, torch.bfloat16, enabled=autocast):
+            loss = model(**batch)["loss"]
+        loss.backward()
+
+
+def build_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
+    """As Trainer builds it: AdamW in one kernel where all parameters are of one sort.
+
+    Raises:
+        SpecError: an optimizer that is not known here.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if name == "adamw":
+        fused = len({isinstance(p, DTensor) for p in parameters}) == 1
+        return torch.optim.AdamW(parameters, fused=fused, foreach=None if fused else False)
+    if name in ("sgd", "sgd_momentum"):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if name == "sgd_momentum" else 0.0, foreach=False)
+    raise SpecError(f"optimizer={name}: the dry run knows {', '.join(OPTIMIZERS)}; adamw works")
+
+
+def axis_names(mesh: ParallelMesh) -> dict[str, str]:
+    """What to call the process groups of a mesh: their axis; `data` that of all data ranks."""
+    names = {mesh.data_group.group_name: "data"} if mesh.data_group is not None else {}
+    return names | {mesh.group(axis).group_name: axis for axis in AXES}
+
+
+@contextlib.contextmanager
+def _parted(ledger: Ledger, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
+    """Remember when a stage's last layer has run forward and backward, and when its first one begins backward.
+
+    Memory grows or shrinks evenly in between, so that no part's fullest moment jumps when there are more layers.
+    """
+    handles = []
+    for layers in stages:
+        first, last = layers[0], layers[-1]
+        handles.append(first.register_forward_hook(lambda *call: _at_gradient(call[2], ledger.remember)))
+        handles.append(last.register_forward_hook(lambda *call: ledger.remember()))
+        before = lambda _, args, kwargs: _at_gradient((args, kwargs), ledger.remember)  # noqa: E731
+        handles.append(last.register_forward_pre_hook(before, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _at_gradient(values: Any, call: Callable[[], None]) -> None:
+    """Call when the gradient of the first tensor in `values` that has one is there."""
+    tensors = torch.utils._pytree.tree_leaves(values)
+    hidden = next((x for x in tensors if torch.is_tensor(x) and x.requires_grad), None)
+    if hidden is not None:
+        hidden.register_hook(lambda gradient: call())

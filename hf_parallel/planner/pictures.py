@@ -1,0 +1,168 @@
+"""Memory per layout as stacked bars: SVG written by hand, PNG with matplotlib where it is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_parallel.config import SpecError
+from hf_parallel.planner.search import Choice, Found
+
+#: From what stays to what passes; told apart in grey too.
+COLOURS = ["#1f4e8c", "#5b8fd6", "#a9c7ee", "#d9822b", "#f1c27d", "#8d7bb5", "#66727f", "#c9ced6"]
+_INK, _QUIET, _LINE = "#1f2933", "#66727f", "#d3d9e0"
+_LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 380, 78, 760, 26, 36, 90  # pixels
+
+
+def write_memory(path: str | Path, found: Found) -> None:
+    """One bar per layout, its kinds of memory side by side, the GPU's memory as a line.
+
+    Raises:
+        SpecError: a PNG without matplotlib, or another kind of file.
+    """
+    if not found.choices:
+        raise SpecError(f"{path}: no layout fits, so there is nothing to draw")
+    if str(path).endswith(".png"):
+        _png_memory(path, found)
+    elif str(path).endswith(".svg"):
+        Path(path).write_text(svg_memory(found), encoding="utf-8")
+    else:
+        raise SpecError(f"{path}: pictures are .svg or .png; memory.svg works")
+
+
+def kinds_of(choices: list[Choice]) -> list[str]:
+    """All kinds of memory that some layout has more than a thousandth of, in one order."""
+    names: dict[str, None] = {}
+    for choice in choices:
+        for kind, size in choice.prediction.breakdown.memory.items():
+            if size > 1e-3 * choice.prediction.memory_gib:
+                names[kind] = None
+    return list(names)
+
+
+def svg_memory(found: Found) -> str:
+    """The picture as text."""
+    choices, kinds = found.choices, kinds_of(found.choices)
+    limit = found.cluster.gpu.memory_gib
+    scale = _PLOT / max(limit, *(choice.prediction.memory_gib for choice in choices))
+    foot = _TOP + len(choices) * _STEP
+    width, height = _LEFT + _PLOT + _MARGIN, foot + 74
+    x = _LEFT + limit * scale
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _text(24, 34, f"{found.shape.name}: memory of the fullest rank", size=19),
+        _text(24, 56, f"{found.cluster.gpus} x {found.cluster.gpu.name}, {found.seq} tokens per row", fill=_QUIET),
+        *(line for row, choice in enumerate(choices) for line in _bar(row, choice, kinds, scale)),
+        f'<path d="M{x:.1f} {_TOP - 8}V{foot}" stroke="{_INK}" stroke-dasharray="4 3"/>',
+        _text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"),
+        *_legend(kinds, foot + 34),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[str]:
+    y, x = _TOP + row * _STEP, float(_LEFT)
+    spec = choice.config.to_spec()
+    yield _text(_LEFT - 12, y + 17, spec if len(spec) < 56 else spec[:53] + "…", anchor="end", title=spec)
+    for i, kind in enumerate(kinds):
+        size = choice.prediction.breakdown.memory.get(kind, 0.0)
+        wide = size * scale
+        if wide > 0:
+            yield (
+                f'<g><title>{escape(kind)}: {size:.2f} GiB</title><rect class="part" x="{x:.2f}" y="{y}" '
+                f'width="{wide:.2f}" height="{_ROW}" fill="{COLOURS[i % len(COLOURS)]}"/></g>'
+            )
+        x += wide
+    yield _text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET)
+
+
+def _legend(kinds: list[str], y: float) -> Iterator[str]:
+    x = 24.0
+    for i, kind in enumerate(kinds):
+        yield f'<rect x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{COLOURS[i % len(COLOURS)]}"/>'
+        yield _text(x + 20, y, kind)
+        x += 44 + 6.6 * len(kind)
+
+
+def _text(
+    x: float, y: float, text: str, fill: str = _INK, anchor: str = "start", size: int = 12, title: str = ""
+) -> str:
+    full = f"<title>{escape(title)}</title>" if title else ""
+    style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}"'
+    return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{full}{escape(text)}</text>'
+
+
+# ---- PNG -------------------------------------------------------------------------------------------------------------
+
+
+def _pyplot(path: Any) -> Any:
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as pyplot
+    except ImportError as error:
+        raise SpecError(f"{path}: PNG needs matplotlib (pip install 'hf-parallel[plots]'); .svg works") from error
+    return pyplot
+
+
+def _png_memory(path: Any, found: Found) -> None:
+    pyplot = _pyplot(path)
+    figure, axes = pyplot.subplots(figsize=(12, 1.5 + 0.4 * len(found.choices)))
+    names = [choice.config.to_spec() for choice in found.choices]
+    left = [0.0] * len(names)
+    for i, kind in enumerate(kinds_of(found.choices)):
+        sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
+        axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
+        left = [a + b for a, b in zip(left, sizes, strict=True)]
+    axes.axvline(found.cluster.gpu.memory_gib, color=_INK, linestyle="--")
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB on the fullest rank")
+    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
+    figure.savefig(path, bbox_inches="tight", dpi=110)
+    pyplot.close(figure)
+
+
+def write_timeline(path: str | Path, choice: Choice) -> str:
+    """The simulated step of a pipeline, with its stages' predicted times; returns a line about it.
+
+    Raises:
+        SpecError: the layout has no pipeline, or a PNG is asked for without matplotlib.
+    """
+    from hf_parallel.pipeline import picture
+    from hf_parallel.planner.timelines import predicted_timeline
+
+    if choice.config.pp_size == 1:
+        raise SpecError(f"{path}: {choice.config.to_spec()} has no pipeline to draw; --parallel pp=4 works")
+    timeline, shown = predicted_timeline(choice.prediction)
+    name = choice.config.pipeline_schedule
+    if str(path).endswith(".png"):
+        _png_timeline(path, timeline, name)
+    else:
+        picture.write(path, timeline, name, predicted=timeline.bubble)
+    return f"{path}: {name}, {shown} micro-batches, bubble {timeline.bubble:.1%}"
+
+
+def _png_timeline(path: Any, timeline: Any, name: str) -> None:
+    from hf_parallel.pipeline.picture import COLOURS as KINDS
+
+    pyplot = _pyplot(path)
+    figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.45 * timeline.ranks))
+    for kind, (colour, label) in KINDS.items():
+        spans = [span for span in timeline.spans if span.kind == kind]
+        for i, span in enumerate(spans):
+            place = [(span.start - timeline.start, span.end - span.start)]
+            label_once = label if i == 0 else None
+            axes.broken_barh(place, (span.rank - 0.4, 0.8), color=colour, edgecolor="white", label=label_once)
+    axes.invert_yaxis()
+    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+    axes.set_xlabel("seconds")
+    axes.set_title(f"{name}, bubble {timeline.bubble:.1%}")
+    axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+    figure.savefig(path, bbox_inches="tight", dpi=110)
+    pyplot.close(figure)

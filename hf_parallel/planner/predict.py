@@ -1,0 +1,167 @@
+"""One call from a model, a cluster, a layout and a batch to step time and memory, with the reasons.
+
+prediction = predict(model=config, gpu="h100-80gb", gpus=64, layout={"tp": 8, "pp": 2}, seq=4096, micro_batch=1,
+                     global_batch=256, recompute="full")
+prediction.step_time_s, prediction.memory_gib, prediction.fits, prediction.breakdown.time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_parallel.planner.communication import Transfer
+from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
+from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
+from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, rank_memory
+from hf_parallel.planner.model_shape import ModelShape, shape_of
+from hf_parallel.planner.own_engine import own_memory
+from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
+from hf_parallel.planner.step_time import live_forwards, step_time
+from hf_parallel.planner.traffic import traffic
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where memory and time go.
+
+    `memory`: GiB of the fullest rank by kind. `time`: seconds of the slowest rank's step by kind. `communication`: every
+    kind of collective with its axis, bytes a rank sends, number per step and link. `ranks`: memory of each pipeline rank.
+    """
+
+    memory: dict[str, float]
+    time: dict[str, float]
+    communication: tuple[Transfer, ...]
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def bytes_by_axis(self) -> dict[str, float]:
+        """What a rank sends in one step, by the ring formulas."""
+        axes = dict.fromkeys(transfer.axis for transfer in self.communication)
+        return {axis: sum(t.bytes for t in self.communication if t.axis == axis) for axis in axes}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What `predict` returns. `mfu`: model FLOPs utilisation in 0..1, attention counted without a mask (PaLM)."""
+
+    step_time_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float
+    memory_gib: float
+    fits: bool
+    bubble: float
+    breakdown: Breakdown
+    shape: ModelShape
+    cluster: Cluster
+    layout: Layout
+    job: Job
+
+    def cost_per_billion_tokens(self, dollars_per_gpu_hour: float) -> float:
+        """Dollars for 1e9 tokens."""
+        return 1e9 / self.tokens_per_s_per_gpu / 3600 * dollars_per_gpu_hour
+
+    def explain(self) -> str:
+        """Each formula with its numbers and source."""
+        from hf_parallel.planner.explain import explain
+
+        return explain(self)
+
+
+def predict(
+    *,
+    model: Any,
+    gpu: str | Gpu | Cluster,
+    gpus: int | None = None,
+    gpus_per_node: int | None = 8,
+    layout: Mapping[str, Any] | Layout | None = None,
+    seq: int,
+    micro_batch: int | None = None,
+    global_batch: int | None = None,
+    recompute: str | None = "none",
+    precision: str | None = "bf16",
+    lora: bool | int | None = False,
+    network: str | Link | None = None,
+    optimizer: str = "adamw",
+    offload: str = "none",
+    attention: str = "flash",
+    engine: str = "standard",
+) -> Prediction:
+    """Predict one training step.
+
+    Args:
+        model: an HF config or model, a `ModelShape`, or a mapping with `layers, hidden, heads, kv_heads, ffn_hidden,
+            vocab` and optional `gated_mlp, tied, experts, top_k, params`.
+        gpu: a name of the catalogue, or a `Gpu` or `Cluster` of your own.
+        gpus: how many; default: what the layout multiplies to.
+        layout: sizes `tp, pp, dp, cp, ep` and `zero_stage, virtual_stages, sequence_parallel, dp_replicate, schedule,
+            split`; what is missing or None is off, `dp` takes the GPUs that are left.
+        seq: tokens per sequence.
+        micro_batch: sequences that a data rank computes at a time; default: all of its share.
+        global_batch: sequences per step over all data ranks.
+        recompute: none, selective or full activation checkpointing.
+        lora: train adapters only; a number is their rank, True means 16.
+        network: link between nodes; default: the catalogue's for this GPU.
+        engine: "standard": the habits of Megatron-LM, DeepSpeed and FSDP; "hf_parallel": this package's own.
+
+    Raises:
+        SpecError: a name that is not known or numbers that cannot hold; the message says what works.
+    """
+    shape = shape_of(model)
+    sizes = make_layout(layout, gpus)
+    cluster = make_cluster(gpu, gpus or sizes.gpus, gpus_per_node or 8, network)
+    job = make_job(
+        sizes,
+        seq,
+        micro_batch,
+        global_batch,
+        recompute=recompute,
+        precision=precision,
+        lora=16 if lora is True else int(lora or 0),
+        optimizer=optimizer,
+        offload=offload,
+        attention=attention,
+        engine=engine,
+    )
+    return predict_step(shape, cluster, sizes, job)
+
+
+def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> Prediction:
+    """`predict` with everything read and checked: what a search calls many times."""
+    stages = make_stages(shape, layout, job)
+    time = step_time(shape, stages, layout, job, cluster)
+    ranks = memory_of_ranks(shape, stages, layout, job)
+    peak = fullest(ranks)
+    tokens = job.seq * job.micro_batch * job.micro_batches * layout.dp
+    per_gpu = tokens / time.seconds / layout.gpus
+    flops = 3 * shape.forward_flops(job.seq, full_attention=True)
+    capacity = cluster.gpu.memory_gib * GIB
+    kinds = {**peak.kinds, "held by the allocator": peak.held(capacity) - peak.needed}
+    breakdown = Breakdown(
+        {kind: size / GIB for kind, size in kinds.items()},
+        time.kinds,
+        tuple(traffic(shape, stages, layout, job, cluster)),
+        tuple(ranks),
+    )
+    return Prediction(
+        step_time_s=time.seconds,
+        tokens_per_s_per_gpu=per_gpu,
+        mfu=per_gpu * flops / cluster.gpu.peak("bf16"),
+        memory_gib=peak.held(capacity) / GIB,
+        fits=fits(peak, cluster),
+        bubble=time.bubble,
+        breakdown=breakdown,
+        shape=shape,
+        cluster=cluster,
+        layout=layout,
+        job=job,
+    )
+
+
+def memory_of_ranks(shape: ModelShape, stages: tuple[Stage, ...], layout: Layout, job: Job) -> list[RankMemory]:
+    """The peak of every pipeline rank."""
+    live = live_forwards(layout, job)
+    held = [[stages[index] for index in stages_of_rank(layout, rank)] for rank in range(layout.pp)]
+    of_rank = own_memory if job.engine == "hf_parallel" else rank_memory
+    return [of_rank(shape, held[rank], live[rank], layout, job, rank) for rank in range(layout.pp)]

@@ -1,0 +1,136 @@
+"""How what was found reads: a table, why not, what to run; the same as specs in files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hf_parallel.planner.search import Choice, Found
+
+
+def show(found: Found, dollars: float | None = None, console: Any = None) -> None:
+    """Print the ranked table and what is to be said about it.
+
+    Args:
+        dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
+    """
+    console = console or wide_console()
+    cluster, shape = found.cluster, found.shape
+    console.print(
+        f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters, on {cluster.gpus} x {cluster.gpu.name} "
+        f"({cluster.inside.name} in nodes of {cluster.per_node}, {cluster.between.name} between): "
+        f"{found.global_batch or 'rows'} x {found.seq} tokens per step; {found.looked_at} layouts looked at"
+    )
+    console.print(table(found, dollars))
+    for i, choice in enumerate(found.choices, 1):
+        for warning in choice.warnings:
+            console.print(f"  {i}: {warning}", markup=False)
+    if found.why_not:
+        console.print("Why not")
+    for name, reason in found.why_not:
+        console.print(f"  {name}: {reason}", markup=False)
+    if found.choices:
+        console.print(f"Run the first:  {command(found.choices[0])}", markup=False, soft_wrap=True)
+
+
+def wide_console() -> Any:
+    """The terminal; in a file or a pipe lines are as long as they need to be."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def table(found: Found, dollars: float | None = None) -> Any:
+    """A rich table, the fastest layout first."""
+    from rich.table import Table
+
+    shown = Table(header_style="bold")
+    shown.add_column("#", justify="right")
+    shown.add_column("--parallel", overflow="fold")
+    headings = ["rows x calls", "s / step", "tokens/s/GPU", "MFU", "GiB", "idle"]
+    for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
+        shown.add_column(heading, justify="right")
+    for i, choice in enumerate(found.choices, 1):
+        shown.add_row(str(i), choice.config.to_spec(), *_cells(choice, dollars))
+    return shown
+
+
+def _cells(choice: Choice, dollars: float | None) -> Iterable[str]:
+    p = choice.prediction
+    yield f"{choice.rows} x {choice.accumulation}"
+    yield f"{p.step_time_s:.3g}"
+    yield f"{p.tokens_per_s_per_gpu:,.0f}"
+    yield f"{p.mfu:.1%}"
+    yield f"{p.memory_gib:.1f}"
+    yield f"{p.bubble:.1%}"
+    if dollars:
+        yield f"{p.cost_per_billion_tokens(dollars):,.0f}"
+
+
+def command(choice: Choice) -> str:
+    """The line that runs a choice."""
+    gpus = choice.prediction.layout.gpus
+    batch = (
+        f"--per_device_train_batch_size {choice.rows} --gradient_accumulation_steps {choice.accumulation}"
+        if choice.accumulation > 1
+        else f"--per_device_train_batch_size {choice.rows}"
+    )
+    return f"hf-parallel launch --num_processes {gpus} --parallel {choice.config.to_spec()} train.py {batch}"
+
+
+def write_specs(folder: str | Path, found: Found) -> list[Path]:
+    """One YAML file per layout, as --parallel takes it; what is predicted stands in comments."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for i, choice in enumerate(found.choices, 1):
+        path = folder / f"{i:02}.yaml"
+        path.write_text(spec_file(found, choice), encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def spec_file(found: Found, choice: Choice) -> str:
+    """The text of one such file."""
+    p = choice.prediction
+    lines = [
+        f"# {found.shape.name} on {found.cluster.gpus} x {found.cluster.gpu.name}, {found.seq} tokens per row",
+        f"# predicted: {p.step_time_s:.3g} s per step, {p.memory_gib:.1f} GiB, MFU {p.mfu:.1%}",
+        f"# with per_device_train_batch_size={choice.rows}, gradient_accumulation_steps={choice.accumulation}",
+        *(f"# note: {warning}" for warning in choice.warnings),
+    ]
+    default = type(choice.config)().to_dict()
+    values = {key: value for key, value in choice.config.to_dict().items() if value != default[key]}
+    return "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
+
+
+def show_verified(choice: Choice, runs: list[Any], console: Any = None) -> None:
+    """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
+    from rich.table import Table
+
+    console = console or wide_console()
+    shown = Table(title="Dry run of " + choice.config.to_spec(), header_style="bold", title_justify="left")
+    for heading in ("rank", "planned GiB", "dry run GiB", "of which", "sent per step", "s"):
+        shown.add_column(heading, justify="left" if heading in ("of which", "sent per step") else "right")
+    planned = {memory.rank: memory for memory in choice.prediction.breakdown.ranks}
+    for run in runs:
+        parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in run.peak.most_common())
+        sent = {axis: sum(t.sent for t in kinds.values()) for axis, kinds in run.communication.items()}
+        moved = ", ".join(f"{axis} {size / 2**30:.2f} GiB" for axis, size in sent.items())
+        counted = tensors_gib(planned[run.place["pp"]])
+        place = f"{run.rank} (pp={run.place['pp']})"
+        shown.add_row(
+            place, f"{counted:.2f}", f"{run.peak_bytes / 2**30:.2f}", parts, moved or "nothing", f"{run.seconds:.1f}"
+        )
+    console.print(shown)
+    console.print("Both count tensors: CUDA's context, communicators and the allocator's slack come on top.")
+
+
+def tensors_gib(memory: Any) -> float:
+    """What a rank's tensors take, by formula: without what is outside torch's allocator."""
+    outside = ("context", "communication buffers", "held by the allocator")
+    return sum(size for kind, size in memory.kinds.items() if kind not in outside) / 2**30

@@ -1,0 +1,117 @@
+"""What any layout has saved, any other reads: weights and Adam's moments, in one file and in many, bit for bit.
+
+Six sources x two formats are saved once; each of six destinations reads all twelve, and writes them again.
+"""
+
+import itertools
+import os
+from functools import partial
+
+import pytest
+import torch
+
+from tests import models
+from tests.distributed import run
+from tests.resuming import checkpoint_differences
+from tests.training import axes, none, spec_id
+
+LAYOUTS = [
+    "dp_shard=4",
+    "tp=2,dp_shard=2",
+    "pp=2,tp=2",
+    "pp=2,dp_shard=2",
+    "dp_replicate=2,dp_shard=2",
+    "pp=2,dp_replicate=2",
+]
+FORMATS = {"consolidated": "50GB", "sharded": "100KB"}
+
+
+def model_of_one_process():
+    """q, k and v in one weight, tied embeddings, biases, weights stored as (in, out)."""
+    return models.build("gpt2", n_layer=2)
+
+
+def build(spec: str):
+    """A parallel model and its optimizer with moments that differ everywhere."""
+    from hf_parallel import parallelize
+
+    model = parallelize(model_of_one_process(), spec)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def save(model, optimizer, folder: str, size: str) -> None:
+    from hf_parallel.checkpoint import save_optimizer
+
+    model.save_pretrained(folder, max_shard_size=size)
+    save_optimizer(model, optimizer, model._hf_parallel.mesh, folder, max_shard_size=size)
+
+
+def write_sources(initial: str, root: str, spec: str) -> None:
+    """Read what one process has made, and save it in both formats."""
+    from hf_parallel.checkpoint import load_optimizer, load_weights
+
+    model, optimizer = build(spec)
+    load_weights(model, initial)
+    load_optimizer(model, optimizer, initial, [groups()])
+    for name, size in FORMATS.items():
+        save(model, optimizer, f"{root}/{spec_id(spec)}-{name}", size)
+
+
+def read_sources(root: str, out: str, spec: str) -> None:
+    from hf_parallel.checkpoint import load_optimizer, load_weights
+
+    model, optimizer = build(spec)
+    for source, name in itertools.product(LAYOUTS, FORMATS):
+        folder = f"{root}/{spec_id(source)}-{name}"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        load_weights(model, folder)
+        load_optimizer(model, optimizer, folder)
+        save(model, optimizer, f"{out}/{spec_id(source)}-{name}", "50GB")
+
+
+def groups() -> list[list[str]]:
+    """As Trainer groups them: what decays, and the rest."""
+    parameters = list(model_of_one_process().named_parameters())
+    return [[name for name, p in parameters if p.ndim > 1], [name for name, p in parameters if p.ndim == 1]]
+
+
+def made_by_one_process(folder: str) -> None:
+    """Plain torch and transformers: a model, and AdamW's state after a step of random gradients."""
+    model = model_of_one_process()
+    optimizer = torch.optim.AdamW([{"params": [model.get_parameter(n) for n in names]} for names in groups()], lr=1e-3)
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    from tests.distributed import run_alone
+
+    root = tmp_path_factory.mktemp("sources")
+    run_alone(made_by_one_process, f"{root}/one")
+    for spec in LAYOUTS:
+        run(partial(write_sources, f"{root}/one", str(root)), 4, spec)
+    return root
+
+
+@pytest.mark.parametrize("spec", LAYOUTS, ids=spec_id)
+def test_every_source_in_every_format(sources, tmp_path, spec):
+    assert axes(spec)["world"] == 4
+    run(partial(read_sources, str(sources), str(tmp_path)), 4, spec)
+    found = []
+    for source, name in itertools.product(LAYOUTS, FORMATS):
+        written = f"{spec_id(source)}-{name}"
+        assert ("index.json" in " ".join(os.listdir(sources / written))) == (name == "sharded")
+        texts = checkpoint_differences(f"{tmp_path}/{written}", f"{sources}/one", model_of_one_process())
+        found += [f"{written}: {text}" for text in texts]
+    none(found)

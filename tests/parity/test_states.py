@@ -1,0 +1,117 @@
+"""`accelerator.save_state` and `load_state` in a loop without a word of hf_parallel: any layout to any other."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, get_scheduler
+
+from tests.distributed import run, run_alone
+from tests.resuming import ONE
+from tests.rows import Rows
+from tests.training import axes, spec_id
+
+GLOBAL_BATCH, STEPS, STOP = 8, 4, 2
+TOLERANCE = 2e-5  # relative, as in test_resume
+LAYOUTS = ["tp=2", "pp=2,dp_shard=2", ONE]
+
+
+class Counter:
+    """Something of the script's own that it registers."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+def loop(spec: str, folder: str, project: str, resume: bool = False) -> dict:
+    """Four steps of AdamW under a falling rate, saved after two; or the last two, from there."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec or "dp_shard=-1", source="test")  # in one process nothing but reading is changed
+    naming = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = Accelerator(cpu=True, project_config=naming)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    batch_size = GLOBAL_BATCH // axes(spec)["data_ranks"]
+    loader = DataLoader(Rows(GLOBAL_BATCH * STEPS, seed=11, even=True), batch_size=batch_size)
+    scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_steps=len(loader))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    accelerator.register_for_checkpointing(counter := Counter())
+    if resume:
+        accelerator.load_state()
+        loader = accelerator.skip_first_batches(loader, counter.steps)
+    losses = {}
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        counter.steps += 1
+        losses[counter.steps] = accelerator.gather(loss.detach()).mean().item()
+        if counter.steps == STOP and not resume:
+            accelerator.save_state()
+    return losses
+
+
+def looped(spec: str, *args) -> dict:
+    return run(loop, axes(spec)["world"], spec, *args, init=False)[0] if spec else run_alone(loop, spec, *args)
+
+
+@pytest.fixture(scope="module")
+def saved(runs, tmp_path_factory):
+    """Runs that save on the way, one per layout."""
+    root, made = tmp_path_factory.mktemp("states"), {}
+
+    def make(spec: str) -> tuple[str, dict]:
+        if spec not in made:
+            project = str(root / (spec_id(spec) or "one"))
+            made[spec] = project, looped(spec, runs.initial("qwen3"), project)
+        return made[spec]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("source", "spec"),
+    [("tp=2", "tp=2"), ("tp=2", "pp=2,dp_shard=2"), ("pp=2,dp_shard=2", ONE), (ONE, "pp=2,dp_shard=2")],
+    ids=lambda spec: spec_id(spec) or "one",
+)
+def test_from_layout_to_layout(runs, saved, source, spec):
+    """The same one bit for bit; plain accelerate's own folders too, and ours in one process."""
+    project, former = saved(source)
+    expected = former if source == spec else saved(ONE)[1]
+    found = looped(spec, runs.initial("qwen3"), project, True)
+    assert set(found) == set(range(STOP + 1, STEPS + 1))
+    for step, loss in found.items():
+        assert loss == pytest.approx(expected[step], rel=0 if source == spec else TOLERANCE, abs=0)
+
+
+def damaged(spec: str, folder: str, project: str) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        loop(spec, folder, project, True)
+    return str(caught.value)
+
+
+def test_damage_is_named(runs, saved, tmp_path):
+    """On every rank; by its name if the folder is given, and it is not chosen if it is not."""
+    import shutil
+
+    from hf_parallel.checkpoint import CheckpointError  # noqa: F401 - a RuntimeError
+
+    project = shutil.copytree(saved("tp=2")[0], tmp_path / "project")
+    file = project / "checkpoints" / "checkpoint_0" / "optimizer" / "state.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 1
+    file.write_bytes(data)
+    texts = set(run(damaged, 2, "tp=2", runs.initial("qwen3"), str(project), init=False))
+    assert len(texts) == 1
+    assert "optimizer/state.safetensors differs from its checksum" in texts.pop()

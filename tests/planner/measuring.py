@@ -1,0 +1,66 @@
+"""A real training step on real ranks, measured three ways: storages, the CPU's allocator, plain sums of bytes."""
+
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from hf_parallel.planner.ledger import local
+from hf_parallel.planner.observe import build_optimizer, observe
+from tests import models
+from tests.counting import CountCollectives
+
+
+def measured(name: str, spec: str, rows: int, length: int, accumulation: int = 1, **sizes: Any) -> dict[str, Any]:
+    """What this rank keeps and sends in its second step, as plain numbers."""
+    from hf_parallel import parallelize
+
+    model = parallelize(models.build(name, **sizes), spec).train()
+    tokens = torch.arange(rows * length).view(rows, length) % models.VOCABULARY
+    batches = [{"input_ids": tokens, "labels": tokens} for _ in range(accumulation)]
+    seen = observe(model, batches)
+    traffic = {
+        axis: {kind: (t.count, t.payload, t.sent) for kind, t in kinds.items()}
+        for axis, kinds in seen.communication.items()
+    }
+    return {"peak": dict(seen.peak), "kept": dict(seen.kept), "traffic": traffic, "sums": plain_sums(model, batches)}
+
+
+def plain_sums(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, int]:
+    """Bytes of parameters, gradients and optimizer states, added up without any bookkeeping; and collectives."""
+    optimizer = build_optimizer("adamw", model)
+    with CountCollectives() as counted:
+        for batch in batches[-1:]:
+            model(**batch)["loss"].backward()
+    gradients = sum(local(p.grad).nbytes for p in model.parameters())
+    optimizer.step()
+    states = [x for values in optimizer.state.values() for x in values.values()]
+    return {
+        "parameters": sum(local(x).nbytes for x in (*model.parameters(), *model.buffers())),
+        "gradients": gradients,
+        "optimizer": sum(local(state).nbytes for state in states),
+        **{f"number of {kind}s": count for kind, count in counted.counts.items()},
+    }
+
+
+def allocated(name: str, spec: str, rows: int, length: int, **sizes: Any) -> int:
+    """Bytes at the fullest moment of a step on this rank, by what the CPU's allocator reports."""
+    from hf_parallel import parallelize
+
+    model = parallelize(models.build(name, **sizes), spec).train()
+    tokens = torch.arange(rows * length).view(rows, length) % models.VOCABULARY
+    optimizer = build_optimizer("adamw", model)
+    held = sum(local(x).nbytes for x in (*model.parameters(), *model.buffers()))
+    for step in range(2):
+        if step:
+            held += sum(local(x).nbytes for values in optimizer.state.values() for x in values.values())
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            model(input_ids=tokens, labels=tokens)["loss"].backward()
+            optimizer.step()
+        optimizer.zero_grad()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    total = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        total += event.nbytes()
+        most = max(most, total)
+    return held + most

@@ -1,0 +1,157 @@
+"""`--parallel auto`: chosen at the script's first model, the same on all ranks, and then as if it had been asked for."""
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+
+from hf_parallel.config import SpecError
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.rows import data
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    models.build("llama").save_pretrained(path)
+    return str(path)
+
+
+def arguments(out, **changes):
+    given = {"per_device_train_batch_size": 4, "max_steps": 2, "report_to": [], "disable_tqdm": True}
+    return TrainingArguments(str(out), **given, **changes)
+
+
+def chosen():
+    """The active layout, who asked for it, and whether the patches are in place."""
+    from hf_parallel import hooks
+    from hf_parallel.hooks import auto, runtime
+
+    current = runtime.current()
+    assert auto.waiting() is None
+    return current.config.to_spec(), current.source, hooks.active()
+
+
+def trained(folder, out, route):
+    from hf_parallel import hooks
+
+    if route == "flag":
+        import hf_parallel  # noqa: F401 - gives TrainingArguments its field
+
+        args = arguments(out, parallel="auto")
+    else:
+        hooks.activate("auto", source="the test")
+        args = arguments(out)
+    if route == "from_config":
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = Trainer(model=model, args=args, train_dataset=data("llama", 16, 1))
+    trainer.train()
+    return *chosen(), trainer.state.global_step, trainer.model._hf_parallel.config.to_spec()
+
+
+@pytest.mark.parametrize("route", ["from_pretrained", "from_config", "flag"])
+def test_trainer(folder, tmp_path, route):
+    results = run(trained, 2, folder, tmp_path, route)
+    assert results[0] == results[1]
+    spec, source, active, steps, of_model = results[0]
+    assert source.endswith("(auto)")
+    assert (active, steps, of_model) == (True, 2, spec)
+
+
+def prepared(folder):
+    from accelerate import Accelerator
+
+    from hf_parallel import hooks
+
+    hooks.activate("auto", source="the test")
+    accelerator = Accelerator(cpu=True)
+    config = AutoConfig.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tokens = torch.arange(16).view(2, 8)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    return chosen()
+
+
+def test_accelerate_loop(folder):
+    results = run(prepared, 2, folder)
+    assert results[0] == results[1]
+
+
+def no_model_shown():
+    from hf_parallel import hooks
+    from hf_parallel.hooks import auto
+
+    hooks.activate("auto", source="the runner")
+    auto.check_chosen()
+
+
+def two_wishes():
+    from hf_parallel import hooks
+
+    hooks.activate("auto", source="the first")
+    hooks.activate("tp=2", source="the second")
+
+
+def too_late(folder, out):
+    from hf_parallel import hooks
+
+    hooks.activate("auto", source="the test")
+    Trainer(model_init=lambda: AutoModelForCausalLM.from_pretrained(folder), args=arguments(out))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [(no_model_shown, ["the runner", "auto", "no Transformers model"]), (two_wishes, ["the first", "the second"])],
+)
+def test_refused(script, words):
+    with pytest.raises(RankFailure) as caught:
+        run(script, 2)
+    assert caught.value.kind == "SpecError"
+    assert [word for word in words if word not in caught.value.message] == []
+
+
+def test_model_init_is_refused(folder, tmp_path):
+    with pytest.raises(RankFailure, match="model_init"):
+        run(too_late, 2, folder, tmp_path)
+
+
+def alone(folder):
+    from hf_parallel import hooks
+
+    hooks.activate("auto", source="the test")
+    AutoModelForCausalLM.from_pretrained(folder)
+    return hooks.active(), hooks.expected()
+
+
+def test_one_process_stays_as_it_is(folder):
+    assert run_alone(alone, folder) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], {"rows": 8, "accumulation": 1, "seq": 64, "precision": "fp32"}),
+        (["--per_device_train_batch_size", "3", "--block-size=16"], {"rows": 3, "seq": 16}),
+        (["--bf16", "--gradient_accumulation_steps=4"], {"precision": "bf16", "accumulation": 4}),
+        (["--bf16", "false", "--max_length", "4096"], {"precision": "fp32", "seq": 64}),
+    ],
+)
+def test_batch_from_the_command_line(argv, expected):
+    from hf_parallel.hooks.auto import script_batch
+
+    found = script_batch(models.llama(), ["train.py", *argv])
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_launcher_and_library_do_not_mix():
+    from hf_parallel.config import ParallelConfig
+
+    with pytest.raises(SpecError, match="hf-parallel plan"):
+        ParallelConfig.parse("auto")

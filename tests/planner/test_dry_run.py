@@ -1,0 +1,147 @@
+"""A dry run keeps and sends what a real run on four ranks keeps and sends."""
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from hf_parallel.config import SpecError
+from hf_parallel.planner.dry_run import dry_run
+from tests import models
+from tests.distributed import run, run_alone
+from tests.planner.measuring import allocated, measured
+
+ROWS, LENGTH = 4, 32
+LLAMA_70B = {
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+
+
+def planned(name, spec, rank, accumulation=1, **options):
+    """The dry run of a tiny model in a process of its own, in plain numbers."""
+    sizes = options.pop("sizes", {})
+    given = {"rows": ROWS, "seq": LENGTH, "precision": "fp32", "world_size": 4} | options
+    ran = dry_run(getattr(models, name)(**sizes), spec, rank=rank, accumulation=accumulation, **given)
+    traffic = {
+        axis: {kind: (t.count, t.payload, t.sent) for kind, t in kinds.items()}
+        for axis, kinds in ran.communication.items()
+    }
+    return {"peak": dict(ran.peak), "kept": dict(ran.kept), "traffic": traffic}
+
+
+CASES = [
+    ("llama", "dp_shard=4", 1),
+    ("llama", "dp_replicate=2,dp_shard=2", 2),
+    ("llama", "tp=2,dp_shard=2,activation_checkpointing=full", 1),
+    ("gpt2", "tp=4,sequence_parallel=false", 1),
+    ("qwen3", "pp=2,tp=2,pipeline_microbatches=4", 1),
+    ("llama", "pp=2,dp_shard=2,pipeline_microbatches=4,pipeline_schedule=interleaved_zero_bubble", 1),
+]
+
+
+@pytest.mark.parametrize(("name", "spec", "accumulation"), CASES)
+def test_bytes_are_those_of_a_real_run(name, spec, accumulation):
+    """Weights, gradients, optimizer and every axis' traffic to the byte; the fullest moment within 3 %.
+
+    Real collectives of activations keep their tensors until they are done, which a world without wires cannot know:
+    that is what differs under tp and pp. Over data axes alone the fullest moments are equal too.
+    """
+    real = run(measured, 4, name, spec, ROWS, LENGTH, accumulation)
+    for rank in (0, 3):
+        plan, did = run_alone(planned, name, spec, rank, accumulation), real[rank]
+        assert plan["traffic"] == did["traffic"]
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert plan["kept"][kind] == did["kept"][kind] == did["sums"][kind]
+        total = sum(did["peak"].values())
+        assert sum(plan["peak"].values()) == pytest.approx(total, rel=1e-12 if spec.startswith("dp_") else 0.03)
+
+
+def test_number_of_collectives_is_what_another_counter_counts():
+    """`sums` come from a loop and a counter that share nothing with the ledger."""
+    counted = run(measured, 4, "llama", "tp=4", ROWS, LENGTH)[0]["sums"]
+    plan = run_alone(planned, "llama", "tp=4", 0)["traffic"]["tp"]
+    assert plan["all_gather"][0] == counted["number of gathers"]
+    assert plan["reduce_scatter"][0] == counted["number of scatters"]
+    assert plan["all_reduce"][0] == counted["number of reduces"]
+
+
+def test_fullest_moment_is_what_the_allocator_reports():
+    """The allocator also sees what kernels need while they run: little beside layers that are not tiny."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512}
+    reported = run(allocated, 4, "llama", "dp_shard=4", 4, 128, **sizes)
+    plan = run_alone(planned, "llama", "dp_shard=4", 0, sizes=sizes, seq=128)
+    assert sum(plan["peak"].values()) == pytest.approx(reported[0], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "spec", ["dp_shard=4,activation_checkpointing=full", "pp=2,dp_shard=2,pipeline_microbatches=2"]
+)
+def test_more_layers_are_a_straight_line(spec):
+    """Three and four layers tell what sixteen do."""
+    sizes = {"num_hidden_layers": 16}
+    few, all_ = (run_alone(planned, "llama", spec, 1, sizes=sizes, whole=whole) for whole in (False, True))
+    assert few == all_
+
+
+def rank_of_a_large_world():
+    spec = "tp=8,pp=4,dp_shard=32,pipeline_microbatches=4"
+    ran = dry_run(LlamaConfig(**LLAMA_70B), spec, rank=1023, rows=4, seq=4096)
+    return ran.seconds, ran.kept["parameters"], ran.place, ran.layers_run
+
+
+def test_70b_on_1024_ranks_takes_seconds():
+    seconds, parameters, place, layers_run = run_alone(rank_of_a_large_world)
+    assert place == {"dp_replicate": 0, "pp": 3, "dp_shard": 31, "cp": 0, "tp": 7}
+    assert layers_run == (3,)
+    layer = (8192 * (8192 + 1024) * 2 + 3 * 8192 * 28672) // 8 + 2 * 8192
+    whole = 19 * layer + 128256 // 8 * 8192 + 8192
+    assert parameters == pytest.approx(2 * whole / 32, rel=1e-4)
+    assert seconds < 60  # ten on two free cores
+
+
+def refusal(call):
+    try:
+        call()
+    except SpecError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"precision": "fp8"}, "precision=fp8"),
+        ({"optimizer": "lion"}, "optimizer=lion"),
+        ({"world_size": 3}, "dp_shard"),
+    ],
+)
+def test_refusals(options, words):
+    given = {"config": "dp_shard=2", **options}
+    spec = given.pop("config")
+    assert words in run_alone(refusal, lambda: dry_run(models.llama(), spec, seq=8, **given))
+
+
+def in_a_real_world():
+    return refusal(lambda: dry_run(models.llama(), "dp_shard=2", seq=8))
+
+
+def test_not_in_a_process_that_has_a_group():
+    assert "process group" in run(in_a_real_world, 1)[0]
+
+
+def test_process_is_as_before():
+    """No group is left, and transformers knows fake tensors again."""
+
+    def after():
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from transformers.utils.import_utils import is_fake_tensor
+
+        dry_run(models.llama(), "dp_shard=2", seq=8)
+        with FakeTensorMode():
+            return torch.distributed.is_initialized(), is_fake_tensor(torch.empty(1))
+
+    assert run_alone(after) == (False, True)

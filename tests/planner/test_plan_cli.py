@@ -1,0 +1,161 @@
+"""`hf-parallel plan`: table, JSON, specs, pictures, own clusters, and what it refuses in one line."""
+
+import json
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from hf_parallel import cli
+from hf_parallel.config import ParallelConfig
+from hf_parallel.planner.clusters import detect, read_cluster
+from tests import models
+from tests.distributed import run_alone
+
+SMALL = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8}
+WHERE = ["--gpus", "8", "--gpu", "a100-80gb", "--seq", "256", "--global-batch", "32"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    models.llama(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    return str(path)
+
+
+def planned(capsys, *argv):
+    assert cli.main(["plan", *argv]) == 0
+    return capsys.readouterr().out
+
+
+def test_table(folder, capsys):
+    out = planned(capsys, folder, *WHERE, "--top", "3", "--dollars", "2.5", "--parallel", "tp=8")
+    assert "LlamaForCausalLM" in out
+    assert "$ / 1e9 tokens" in out
+    assert "Run the first:  hf-parallel launch --num_processes 8 --parallel" in out
+    assert "yours (dp_shard=1,tp=8)" in out
+
+
+def test_json_from_a_file_and_from_numbers(folder, capsys, tmp_path):
+    table = json.loads(planned(capsys, f"{folder}/config.json", *WHERE, "--json"))
+    assert table["layouts"][0].keys() >= {"spec", "step_time_s", "memory", "time", "bytes_by_axis", "mfu"}
+    numbers = {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 2, "ffn_hidden": 1024, "vocab": 64}
+    (tmp_path / "numbers.json").write_text(json.dumps(numbers))
+    other = json.loads(planned(capsys, str(tmp_path / "numbers.json"), *WHERE, "--json"))
+    assert other["layouts"][0]["step_time_s"] == pytest.approx(table["layouts"][0]["step_time_s"], rel=0.1)
+
+
+def test_specs_are_ready_for_parallel(folder, capsys, tmp_path):
+    table = json.loads(planned(capsys, folder, *WHERE, "--json", "--specs", str(tmp_path / "specs"), "--top", "4"))
+    files = sorted((tmp_path / "specs").iterdir())
+    assert [file.name for file in files] == ["01.yaml", "02.yaml", "03.yaml", "04.yaml"]
+    specs = [ParallelConfig.parse(str(file)) for file in files]
+    assert specs == [ParallelConfig.parse(layout["spec"]) for layout in table["layouts"]]
+
+
+def test_pictures(folder, capsys, tmp_path):
+    memory, timeline = tmp_path / "memory.svg", tmp_path / "timeline.svg"
+    planned(capsys, folder, *WHERE, "--top", "40", "--picture", str(memory), "--timeline", str(timeline))
+    parts = [x for x in ET.parse(memory).iter() if x.get("class") == "part"]
+    widths = [float(part.get("width")) for part in parts]
+    assert len(parts) > 40
+    assert min(widths) > 0
+    assert any("box" in x.get("class", "") for x in ET.parse(timeline).iter())
+
+
+def test_png(folder, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    files = [tmp_path / "memory.png", tmp_path / "timeline.png"]
+    planned(capsys, folder, *WHERE, "--top", "40", "--picture", str(files[0]), "--timeline", str(files[1]))
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in files)
+
+
+def verified(folder):
+    import contextlib
+    import io
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        code = cli.main(["plan", folder, *WHERE, "--top", "1", "--verify", "--precision", "fp32"])
+    return code, out.getvalue()
+
+
+def test_verify_runs_the_real_code(folder):
+    code, out = run_alone(verified, folder)
+    assert code == 0
+    assert "Dry run of" in out
+    assert "parameters" in out
+
+
+CLUSTER = """
+gpu: {like: h100-80gb, name: mine, memory_gib: 60, tflops: {bf16: 500}}
+gpus_per_node: 4
+network: {name: two cables, gb_s: 3, latency_us: 20}
+"""
+
+
+def test_own_cluster(folder, capsys, tmp_path):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(CLUSTER)
+    cluster = read_cluster(str(path), 8)
+    assert (cluster.gpu.name, cluster.gpu.memory_gib, cluster.per_node, cluster.nodes) == ("mine", 60, 4, 2)
+    assert cluster.gpu.peak("bf16") == 500e12
+    assert (cluster.between.bandwidth, cluster.inside.name) == (3e9, "nvlink4")
+    out = planned(capsys, folder, "--cluster", str(path), "--gpus", "8", "--seq", "256", "--global-batch", "32")
+    assert "8 x mine (nvlink4 in nodes of 4, two cables between)" in out
+
+
+def test_detect(folder, capsys):
+    cluster = detect(4, 4)
+    assert (cluster.gpus, cluster.nodes) == (4, 1)
+    assert cluster.gpu.peak("fp32") > 1e8
+    assert cluster.gpu.memory_gib > 0
+    assert "layouts looked at" in planned(capsys, folder, "--detect", "--gpus", "4", "--seq", "64")
+
+
+def refused(capsys, *argv, code=2):
+    assert cli.main(["plan", *argv]) == code
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ([], ["--gpu", "--cluster", "--detect"]),
+        (["--gpu", "a100-80gb"], ["--gpus"]),
+        (["--gpu", "a100-80gb", "--detect"], ["--gpu and --detect"]),
+        (["--gpu", "h1000", "--gpus", "8"], ["gpu=h1000", "h100-80gb"]),
+        (["--gpu", "h100-80gb", "--gpus", "8", "--network", "wet-string"], ["network=wet-string"]),
+        (["--cluster", "missing.yaml"], ["missing.yaml"]),
+        ([*WHERE, "--parallel", "tp=5"], ["tp=5", "8 processes"]),
+        ([*WHERE, "--picture", "memory.gif"], ["memory.gif", ".svg"]),
+        ([*WHERE, "--top", "0"], ["--top 0"]),
+        ([*WHERE, "--precision", "int3"], ["precision=int3"]),
+    ],
+)
+def test_refusals(folder, capsys, argv, words):
+    cli_argv = [folder, *argv]
+    if "--picture" in argv:
+        assert cli.main(["plan", *cli_argv]) == 2
+        err = capsys.readouterr().err
+    else:
+        err = refused(capsys, *cli_argv)
+    assert [word for word in words if word not in err] == [], err
+
+
+def test_model_that_is_not_there(capsys, tmp_path):
+    assert "no-such-folder" in refused(capsys, str(tmp_path / "no-such-folder"), *WHERE)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("gpus: 8\n", "gpu"), ("gpu: h100-80gb\n", "--gpus 8"), ("gpu: h100-80gb\ngpuz: 1\n", "gpuz is no key")],
+)
+def test_cluster_files_that_are_wrong(folder, capsys, tmp_path, text, words):
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    assert words in refused(capsys, folder, "--cluster", str(path))
+
+
+def test_nothing_fits(folder, capsys):
+    assert "nothing fits" in refused(capsys, folder, *WHERE, "--memory", "0.5", code=1)

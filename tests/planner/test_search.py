@@ -1,0 +1,126 @@
+"""The search returns what the engine takes, fits, is ranked, and says why not what else one might expect."""
+
+import time
+
+import pytest
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.planner import make_cluster
+from hf_parallel.planner.search import plan, search
+from tests import models
+
+#: The numbers of the Llama 3 models (Dubey et al., 2024, table 3).
+LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
+LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
+
+
+def searched(model=LLAMA_8B, gpus=16, network=None, gpu="a100-80gb", per_node=8, **options):
+    given = {"seq": 4096, "global_batch": 64} | options
+    return search(model=model, cluster=make_cluster(gpu, gpus, per_node, network), **given)
+
+
+def test_1024_gpus_take_less_than_ten_seconds():
+    """Seconds of one core, so that other work on the machine does not count."""
+    began = time.process_time()
+    found = searched(LLAMA_70B, 1024, gpu="h100-80gb", global_batch=1024)
+    assert time.process_time() - began < 10
+    assert found.looked_at > 100
+    assert len(found.choices) == 10
+
+
+def test_ranked_and_fitting():
+    found = searched(top=20)
+    times = [choice.step_time_s for choice in found.choices]
+    assert times == sorted(times)
+    assert all(choice.prediction.fits for choice in found.choices)
+    assert len({choice.config.to_spec() for choice in found.choices}) == len(found.choices) > 5
+
+
+def test_specs_are_what_the_engine_takes():
+    """Every emitted spec parses back to its config, fills the GPUs, and stops neither at the model nor at the batch."""
+    from hf_parallel.doctor import examine
+    from hf_parallel.pipeline.schedules import micro_batch_count
+    from hf_parallel.planner.model_count import build_on_meta
+
+    config = models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=6)
+    model, found = build_on_meta(config), searched(config, gpus=8, seq=64, top=50)
+    assert {choice.config.pp_size for choice in found.choices} > {1, 2}
+    for choice in found.choices:
+        assert ParallelConfig.parse(choice.config.to_spec()) == choice.config
+        assert choice.config.world_size == 8
+        assert choice.rows * choice.accumulation * choice.config.data_parallel_size == 64
+        assert examine(model, choice.config, 8).problems == []
+        if choice.config.pp_size > 1:
+            assert choice.rows % micro_batch_count(choice.rows, choice.config) == 0
+
+
+def test_memory_decides():
+    roomy, tight = searched(top=50), searched(top=50, memory_gib=30)
+    assert max(choice.prediction.memory_gib for choice in tight.choices) <= 30
+    assert tight.choices[0].step_time_s > roomy.choices[0].step_time_s
+
+
+def test_nothing_fits():
+    found = searched(LLAMA_70B, gpus=8, gpu="rtx4090-24gb")
+    assert found.choices == []
+    assert "--lora" in found.advice
+    assert "GPUs" in found.advice
+
+
+def test_why_not():
+    found = searched(LLAMA_70B, gpus=64, network="ethernet-25g", gpu="h100-80gb", global_batch=256)
+    reasons = dict(found.why_not)
+    assert "ethernet-25g" in reasons["ZeRO-3 over all GPUs (dp_shard=64)"]
+    assert "needs" in reasons["plain data parallelism (dp_replicate=64,dp_shard=1)"]
+    assert found.choices[0].config.pp_size > 1
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [("tp=3,dp_shard=2", "attention heads"), ("pp=48", "32 layers"), ("dp_shard=6", "does not divide among 6")],
+)
+def test_why_not_what_you_expected(spec, words):
+    config = ParallelConfig.parse(spec)
+    gpus = config.resolve(48).world_size if "pp" in spec else 6
+    found = searched(gpus=gpus, expected=spec, global_batch=100, gpu="h200")
+    assert words in dict(found.why_not)[f"yours ({config.resolve(gpus).to_spec()})"]
+
+
+def test_script_with_a_fixed_batch():
+    """Then the number of data ranks decides how many rows a step has, and rows per second are compared."""
+    found = searched(gpus=8, global_batch=None, rows=4, accumulation=2)
+    assert {choice.rows for choice in found.choices} == {4}
+    assert {choice.accumulation for choice in found.choices} == {2}
+    assert found.choices[0].config.data_parallel_size > 1
+    assert [c.seconds_per_row for c in found.choices] == sorted(c.seconds_per_row for c in found.choices)
+
+
+def test_accept_is_asked_about_what_is_returned():
+    asked = []
+
+    def accept(config):
+        asked.append(config)
+        return config.tp_size == 1
+
+    found = searched(accept=accept, top=3)
+    assert [choice.config.tp_size for choice in found.choices] == [1, 1, 1]
+    assert len(asked) < 40
+
+
+def test_warnings_in_the_words_of_practice():
+    pcie = searched(LLAMA_70B, gpus=16, gpu="h100-pcie-80gb", top=40)
+    assert any("without NVLink" in warning for choice in pcie.choices for warning in choice.warnings)
+    large = searched(gpus=64, global_batch=8192, seq=4096, top=1)
+    assert any("M tokens per step" in warning for warning in large.choices[0].warnings)
+
+
+def test_batch_that_cannot_be_shared_out():
+    with pytest.raises(SpecError, match="global_batch=7"):
+        searched(gpus=64, global_batch=7, per_node=1)
+
+
+def test_public_name():
+    import hf_parallel
+
+    assert hf_parallel.plan is plan
+    assert plan(LLAMA_8B, gpu="h100-80gb", gpus=8, global_batch=32, top=1).choices[0].config.world_size == 8

@@ -1,0 +1,91 @@
+"""What cannot be written is told on every rank in the same words; nothing that was whole is lost."""
+
+import contextlib
+import os
+import resource
+from functools import partial
+
+import pytest
+import torch
+
+from tests.distributed import run
+from tests.reliability.faults import LIMIT_S, SPEC, full_disk
+from tests.resuming import train
+from tests.training import axes
+
+#: Whose disk is full: the file that does not fit, and the rank that writes it.
+FILES = {
+    "model.safetensors": 0,
+    "optimizer/state.safetensors": 0,
+    "optimizer/index.json": 0,
+    "scheduler.pt": 0,
+    "rng_state_1.pth": 1,
+    "trainer_state.json": 0,
+    "config.json": 0,
+    "training_args.bin": 0,
+    "manifest.json": 0,
+}
+
+
+@contextlib.contextmanager
+def small_files(size: int):
+    """The kernel refuses to let any file grow beyond this many bytes."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def no_rename():
+    rename = os.rename
+
+    def refused(source, target):
+        raise OSError(5, "Input/output error", target)
+
+    os.rename = refused
+    try:
+        yield
+    finally:
+        os.rename = rename
+
+
+def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
+    """A run of one step, saved; then saves of another step on disks that are full: what they say, and what is left."""
+    from hf_parallel import checkpoint, hooks
+
+    hooks.activate(SPEC, source="test")
+    faults = {name: partial(full_disk, name) for name in FILES}
+    faults |= {"any file above 64 KB": partial(small_files, 1 << 16), "the folder's name": no_rename}
+    _, trainer = train(initial, out, axes(SPEC)["data_ranks"], max_steps=1, save_steps=1)
+    found = {}
+    for name, fault in faults.items():
+        trainer.state.global_step = 2
+        try:
+            with fault():
+                trainer._save_checkpoint(trainer.model, None)
+            found[name] = "", []
+        except checkpoint.CheckpointError as error:
+            torch.distributed.barrier()
+            found[name] = str(error), sorted(name for name in os.listdir(out) if "checkpoint" in name)
+        torch.distributed.barrier()
+    trainer._save_checkpoint(trainer.model, None)
+    assert not checkpoint.flaws(f"{out}/checkpoint-2")
+    return found
+
+
+@pytest.fixture(scope="module")
+def told(runs, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("full"))
+    return run(saved_in_vain, axes(SPEC)["world"], runs.initial("qwen3"), out, init=False, timeout=LIMIT_S)
+
+
+@pytest.mark.parametrize("name", [*FILES, "any file above 64 KB", "the folder's name"])
+def test_a_full_disk(told, name):
+    (text, left), (other, _) = (rank[name] for rank in told)
+    assert text == other
+    assert "checkpoint-2 was not written; checkpoint-1 is the newest whole one (rank " in text
+    assert f"rank {FILES.get(name, 0)}: " in text
+    assert left == ["checkpoint-1"]

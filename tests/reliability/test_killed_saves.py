@@ -1,0 +1,69 @@
+"""A rank that is killed at any moment of a save: the others say so at once, and the last good checkpoint resumes."""
+
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from hf_parallel.checkpoint import damages
+from tests.reliability.faults import BAD, LAST, PHASES, SPEC, STEPS, die_at, failure, whole
+from tests.resuming import log_differences
+from tests.training import none
+
+CASES = [(phase, rank, "") for phase in PHASES for rank in (0, 1)]
+CASES += [("weights", 0, ",async_save=true"), ("optimizer", 1, ",async_save=true"), ("rename", 0, ",async_save=true")]
+LIMIT_S = 20  # of the 60 that are allowed
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory):
+    """Where the killed runs have left their folders, and the newest step that must be whole in each."""
+    return tmp_path_factory.mktemp("killed"), {}
+
+
+@pytest.mark.parametrize(("phase", "rank", "key"), CASES)
+def test_killed(runs, left, phase, rank, key):
+    root, newest = left
+    out = root / f"{phase}-{rank}{key}"
+    start = time.monotonic()
+    ended = failure(SPEC + key, runs.initial("qwen3"), str(out), partial(die_at, phase, rank))
+    assert time.monotonic() - start < LIMIT_S
+    assert ended.kinds[rank] == "Killed"
+    assert ended.kinds[1 - rank] in ("CheckpointError", "RuntimeError"), str(ended)
+    renamed = phase == "after" or (phase == "rename" and rank == 1)
+    newest[out] = LAST + renamed
+    assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{1 + n}" for n in range(1 + renamed)}
+    if not renamed and not key:
+        lost = f"when all of checkpoint-{BAD} was written" if phase == "rename" else f"checkpoint-{LAST} is the newest"
+        assert ended.kinds[1 - rank] == "CheckpointError"
+        assert lost in str(ended)
+
+
+def test_what_they_have_left_is_whole(runs, left):
+    """Byte for byte what a run has written that nobody disturbed; some are resumed, and end as that one does."""
+    root, newest = left
+    initial = runs.initial("qwen3")
+    some = list(newest)[:: max(1, len(newest) // 3)]
+    through, *resumed = whole(
+        SPEC, (initial, str(root / "through"), None), *((initial, str(out), True) for out in some)
+    )
+    found = []
+    for out, on in zip(some, resumed, strict=True):
+        texts = log_differences(on, through, range(newest[out] + 1, STEPS + 1), 0)
+        texts += [f"{path.name} is still there" for path in out.glob("_tmp-*")]
+        found += [f"{out.name}: {text}" for text in texts]
+    for out in newest.keys() - set(some):
+        step = newest[out]
+        folder, reference = (place / f"checkpoint-{step}" for place in (out, root / "through"))
+        found += [f"{out.name}: {text}" for text in damages(str(folder)) + file_differences(folder, reference)]
+    none(found)
+
+
+def file_differences(folder: Path, reference: Path) -> list[str]:
+    """Files that are not equal, but for those that name the run and its folder."""
+    own = {"training_args.bin", "hf_parallel.json", "manifest.json"}
+    names = [{str(path.relative_to(place)) for path in place.rglob("*.*")} for place in (folder, reference)]
+    found = [f"{name} is on one side only" for name in names[0] ^ names[1]]
+    same = sorted((names[0] & names[1]) - own)
+    return found + [f"{n} differs" for n in same if (folder / n).read_bytes() != (reference / n).read_bytes()]
