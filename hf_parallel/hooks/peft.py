@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
