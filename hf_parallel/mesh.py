@@ -14,6 +14,7 @@ The data rank comes from coordinates, never from `rank // n`: here the ranks of 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from dataclasses import dataclass, field
@@ -130,6 +131,12 @@ class ParallelMesh:
     def is_last_stage(self) -> bool:
         """Does this rank hold the head and compute the loss?"""
         return self.index("pp") == self.config.rank_of_stage(self.config.pipeline_stages - 1)
+
+    def fork_random_state(self) -> contextlib.AbstractContextManager:
+        """In here random numbers may be drawn: afterwards those of this process's devices go on as before."""
+        if self.device.type == "cpu":
+            return torch.random.fork_rng([])
+        return torch.random.fork_rng([self.device.index or 0], device_type=self.device.type)
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""

@@ -292,7 +292,7 @@ def _generate_without_cache(model: Any, state: ParallelState, *args: Any, **kwar
     seed = torch.randint(2**31, (1,)).to(state.mesh.device)
     for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
         dist.broadcast(seed, group=state.mesh.group(axis), group_src=0)
-    with torch.random.fork_rng():
+    with state.mesh.fork_random_state():
         torch.manual_seed(int(seed))
         return type(model).generate(model, *args, **kwargs, use_cache=False)
 

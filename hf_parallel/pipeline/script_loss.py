@@ -84,7 +84,7 @@ def find_plan(engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietl
     if not engine.last:
         verdicts.fill_(1)
     elif suits:
-        with quietly(), torch.random.fork_rng(), counted(engine, batch):
+        with quietly(), engine.mesh.fork_random_state(), counted(engine, batch):
             Session(engine).run(lambda: verdicts.copy_(_verdicts(engine, batch, made, loss_of)))
     dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
