@@ -104,7 +104,8 @@ def test_sft(folder, case, spec):
             "reference": "dp_shard=2,tp=2 pp=2",
             "adapters": BOTH,
             "precomputed": "dp_shard=2,tp=2 pp=2",
-            "ragged": "dp_shard=2 tp=2",
+            "ragged": "dp_shard=2",
+            "few": "tp=2",
         },
     ),
 )
