@@ -34,6 +34,7 @@ PREFERENCE = {
     "adapters": LORA,
     "precomputed": "--precompute_ref_log_probs true",
     "ragged": RAGGED,
+    "few": "--dataset_train_split validation --max_steps 2",  # less than one batch
 }
 REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged": RAGGED}
 #: Of what depends on time, or on how wide a batch is padded.
