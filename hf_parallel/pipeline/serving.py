@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
 from hf_parallel.pipeline.outputs import detached_node, share
@@ -50,7 +50,7 @@ class Call:
     @property
     def has_tensors(self) -> bool:
         """Did the script make tensors of its own for it?"""
-        return any(torch.is_tensor(value) for value in self.kwargs.values())
+        return any(torch.is_tensor(value) for value in tree_leaves(self.kwargs))
 
     def arguments(self, batch: Batch, device: torch.device) -> Batch:
         """The arguments on a stage that has this batch."""
@@ -64,7 +64,7 @@ class Call:
 
 
 def _without_tensors(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {key: torch.Tensor if torch.is_tensor(value) else value for key, value in kwargs.items()}
+    return tree_map(lambda value: torch.Tensor if torch.is_tensor(value) else value, kwargs)
 
 
 @dataclass
