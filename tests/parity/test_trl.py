@@ -61,7 +61,12 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
         for step, (ours, theirs) in enumerate(zip(outcome.logs, reference.logs, strict=True), 1):
             names = [key for key in theirs if not any(part in key for part in NOT_COMPARED)]
             if not metrics:
-                kept = ("loss", "grad_norm", "eval_loss", *(("num_tokens",) if "pp=" in spec else ()))
+                kept = (
+                    "loss",
+                    "grad_norm",
+                    "eval_loss",
+                    *(("num_tokens",) if "pp=" in spec and "--packing" not in flags else ()),
+                )
                 names = [key for key in names if key in kept]
             for key in names:
                 if not (gap := abs(ours[key] - theirs[key])) <= tolerance * max(1, abs(theirs[key])):
