@@ -31,7 +31,8 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<unk>"]
-ROWS = {"train": 64, "test": 13}  # 13: a ragged last batch, of which a data rank of two has less than the other
+#: 13: a ragged last batch, of which a data rank of two has less than the other; 6: less than one batch.
+ROWS = {"train": 64, "test": 13, "validation": 6}
 STEPS = 5
 #: Imported here, once: each run would spend a second on it.
 TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer)

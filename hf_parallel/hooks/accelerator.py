@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.peft_before import make_parallel_below
 from hf_parallel.parallelize import parallelize
 from hf_parallel.sharding import clip_grad_norm, sharded_modules
 
@@ -42,12 +44,12 @@ _former: Any = WeakIdKeyDictionary()
 
 def make_parallel(model: nn.Module) -> None:
     """`parallelize` on the active mesh, remembering which parameters its new ones replace."""
-    if hasattr(model, "peft_config"):
-        raise SpecError(
-            "the model has adapters, but was made before the layout was active; launch with --parallel first"
-        )
     before = list(model.named_parameters())
-    parallelize(model, mesh=runtime.mesh())
+    make = functools.partial(parallelize, mesh=runtime.mesh())
+    if hasattr(model, "peft_config"):
+        make_parallel_below(model, make)
+    else:
+        make(model)
     runtime.equalise_random_state("tp")
     reference = weakref.ref(model)
     for name, parameter in before:

@@ -96,6 +96,8 @@ def all_patches() -> list[Patch]:
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
+        Patch("peft.tuners.lora.layer:LoraLayer.pissa_init", peft.start_from_base, "factorises shards"),
+        Patch("peft.tuners.lora.layer:LoraLayer.olora_init", peft.start_from_base, "factorises shards"),
         Patch("peft:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
         Patch("peft.utils.other:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
         Patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", peft.first_magnitudes, "reads norms off shards"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -30,7 +31,7 @@ from hf_parallel.pipeline.elsewhere import follow_wrappers
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer, holding, local
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
-from hf_parallel.sharding import adopt_parameters
+from hf_parallel.sharding import adopt_parameters, sharded_modules
 
 _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
@@ -48,6 +49,8 @@ def inject_adapter(original: Callable) -> Callable:
         state: Any = runtime.parallel_state(model)
         for axis in ("dp_replicate", "dp_shard", "pp", "tp"):
             runtime.equalise_random_state(axis, 0)
+        for module in sharded_modules(state.root):
+            module.reshard()  # what was gathered for a pass would hide what is stored
         with whole(model, state):
             peft_settings.check_copies(model, config.modules_to_save or ())
             original(self, model, adapter_name, *args, **kwargs)
@@ -92,6 +95,35 @@ def first_magnitudes(original: Callable) -> Callable:
         value = value if order is None else order.to_own(value)
         with holding(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
             original(self, base_layer=base_layer, **kwargs)
+
+    return replacement
+
+
+def start_from_base(original: Callable) -> Callable:
+    """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
+
+    def replacement(self: Any, adapter: str, *args: Any) -> None:
+        base = self.get_base_layer()
+        weight = base.weight
+        if weight.is_meta:  # of another stage
+            return
+        if not isinstance(weight, DTensor):
+            original(self, adapter, *args)
+            return
+        order, dtype = getattr(base, "stored_orders", {}).get("weight"), weight.dtype
+        whole_weight = weight.full_tensor().detach()
+        whole_weight = (whole_weight if order is None else order.to_own(whole_weight)).float()
+        with holding(base, {"weight": nn.Parameter(whole_weight.clone(), requires_grad=False)}):
+            original(self, adapter, *args)
+        down, up = self.lora_A[adapter].weight.detach(), self.lora_B[adapter].weight.detach()
+        for axis in ("dp_replicate", "dp_shard", "tp"):  # devices may factorise in ways of their own
+            for tensor in (down, up):
+                dist.broadcast(tensor, group=runtime.mesh().group(axis), group_src=0)
+        taken = self.scaling[adapter] * (up @ down)
+        turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
+        rest = whole_weight - (taken.t() if turned else taken)
+        with torch.no_grad():
+            local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
 
     return replacement
 

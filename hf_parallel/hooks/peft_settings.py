@@ -22,9 +22,11 @@ _KEPT = {
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "bias", "use_dora"),
 }
+#: Of `init_lora_weights`: what draws numbers, or reads the base's weights, which are gathered one by one.
+_STARTS = (False, "gaussian", "orthogonal", "pissa", "olora")
 #: What works instead of some of the others.
 _WORKS = {
-    "init_lora_weights": 'True, False or "gaussian"',
+    "init_lora_weights": 'True, False, "gaussian", "orthogonal", "pissa" or "olora"',
     "target_parameters": "target_modules",
 }
 
@@ -44,16 +46,17 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
             raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
-    if config.use_dora and getattr(model, "is_loaded_in_4bit", False):
-        raise SpecError(
-            "LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; use_dora=False works"
-        )
+    if getattr(model, "is_loaded_in_4bit", False):
+        if config.use_dora:
+            raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
+        if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+            raise SpecError(f"init_lora_weights={config.init_lora_weights!r} on a base of 4 bits: 'gaussian' works")
     default = type(config)()
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
         if setting.name in _KEPT or value == getattr(default, setting.name):
             continue
-        if setting.name == "init_lora_weights" and value in (False, "gaussian"):
+        if setting.name == "init_lora_weights" and value in _STARTS:
             continue
         _refuse(setting.name, value)
 

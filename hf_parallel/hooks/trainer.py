@@ -164,6 +164,9 @@ def _runs_scheduled(trainer: Any) -> bool:
 
 def _blocks(trainer: Any, batch: Any, full: int) -> int:
     """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell."""
+    known = trl.rows_per_example(trainer)
+    if known is not None:  # where the whole data set is less than one batch, nothing else tells
+        return known
     held = rows.count(batch) or full
     if held % full == 0:
         trainer._rows_of_example = held // full

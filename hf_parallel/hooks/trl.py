@@ -1,6 +1,6 @@
 """TRL: what its trainers and collators do per process, made to mean what it means in one process.
 
-Its losses need nothing: they run where a script's own loss runs (`losses.py`). Nothing here imports TRL.
+Its losses run where a script's own loss runs (`losses.py`). Nothing here imports TRL.
 """
 
 from __future__ import annotations
@@ -41,6 +41,13 @@ def check(trainer: Any) -> None:
     if hasattr(kind, "_generate"):
         why = "generates while it trains: ranks of one model would draw other tokens and take other prompts"
     raise SpecError(f"{kind.__name__} {why}; the trainers of `trl sft`, `trl dpo`, `trl kto` and `trl reward` work")
+
+
+def rows_per_example(trainer: Any) -> int | None:
+    """2 where batches hold pairs; None if it is no trainer of TRL's."""
+    if _is_one_of(trainer, _PAIRS):
+        return 2
+    return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
 def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
