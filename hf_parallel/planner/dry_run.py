@@ -288,7 +288,8 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
     """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same."""
     ranks = run.config.pp_size
     asked = micro_batch_count(run.rows, run.config) if ranks > 1 else 1
-    few = 2 * ranks + asked % ranks
+    # With several stages on a rank it takes longer until a schedule is full.
+    few = (2 if run.config.stages_per_rank == 1 else 4) * ranks + asked % ranks
     if ranks == 1 or asked <= few + ranks:
         return run.continued(fewest, counts)
     one, two = (
