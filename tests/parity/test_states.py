@@ -56,7 +56,7 @@ def loop(spec: str, folder: str, project: str, resume: bool = False) -> dict:
         scheduler.step()
         optimizer.zero_grad()
         counter.steps += 1
-        losses[counter.steps] = accelerator.gather(loss.detach()).mean().item()
+        losses[counter.steps] = [accelerator.gather(loss.detach()).mean().item(), scheduler.get_last_lr()[0]]
         if counter.steps == STOP and not resume:
             accelerator.save_state()
     return losses
@@ -91,8 +91,8 @@ def test_from_layout_to_layout(runs, saved, source, spec):
     expected = former if source == spec else saved(ONE)[1]
     found = looped(spec, runs.initial("qwen3"), project, True)
     assert set(found) == set(range(STOP + 1, STEPS + 1))
-    for step, loss in found.items():
-        assert loss == pytest.approx(expected[step], rel=0 if source == spec else TOLERANCE, abs=0)
+    for step, loss_and_rate in found.items():
+        assert loss_and_rate == pytest.approx(expected[step], rel=0 if source == spec else TOLERANCE, abs=0)
 
 
 def damaged(spec: str, folder: str, project: str) -> str:
