@@ -2,6 +2,7 @@
 #
 #   make demo      train the example in one process and under tp=2,pp=2, compare, let plain transformers generate
 #   make test      lint, types, import contracts, then the tests      (PYTEST_ARGS="-k mesh" selects)
+#   make test-all  the same with every combination of models, layouts and settings
 #   make lint      the checks of `make test` without the tests
 #   make format    let ruff rewrite the files
 #   make matrix    run the parity tests and write the support matrix into README.md
@@ -11,12 +12,14 @@ PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
 EXTRAS      ?= dev,data,lora,qlora,trl
 PYTEST_ARGS ?=
+# Two at a time: a test with four ranks waits for its messages half of the time.
+WORKERS     ?= 2
 VENV        := .venv
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format matrix clean
+.PHONY: help install demo test test-all lint format matrix clean
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -38,7 +41,10 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+test-all: lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all $(PYTEST_ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Fixtures of the whole suite, and the recorder behind the README's support matrix."""
 
+import collections
 import json
 from pathlib import Path
 
@@ -9,6 +10,16 @@ import tests.distributed
 from tests import support_matrix, training
 
 RESULTS = Path(__file__).parent / "results" / "support.json"
+#: Of the combinations of each test in these files `make test` runs every n-th, `make test-all` all.
+EVERY = {
+    "test_families.py": 3,
+    "test_lora.py": 3,
+    "test_loading.py": 2,
+    "test_new_heads.py": 3,
+    "test_pipeline.py": 2,
+    "test_trainer.py": 2,
+    "test_variants.py": 2,
+}
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +35,8 @@ def runs(tmp_path_factory):
 
 
 def pytest_addoption(parser):
-    """`--record-support` rewrites the results the README's support matrix is made from."""
+    """`--all` runs every combination, `--record-support` too, for the README's support matrix."""
+    parser.addoption("--all", action="store_true", help="run every combination of models, layouts and settings")
     parser.addoption("--record-support", action="store_true", help="write tests/results/support.json")
 
 
@@ -33,6 +45,21 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "support(spec, column): the cell of the support matrix this test stands for")
     if config.getoption("--record-support"):
         config.pluginmanager.register(Recorder(), "support-recorder")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave out combinations whose parts other tests show, unless all are asked for, or some by name."""
+    chosen = any(config.getoption(option) for option in ("--all", "--record-support", "keyword"))
+    if chosen or any("::" in argument for argument in config.args):
+        return
+    seen: collections.Counter = collections.Counter()
+    kept, left_out = [], []
+    for item in items:
+        step = EVERY.get(item.path.name, 1)
+        (left_out if seen[item.function] % step else kept).append(item)
+        seen[item.function] += 1
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
 
 
 class Recorder:
