@@ -158,11 +158,14 @@ def test_modules_trained_whole(runs, spec):
 @pytest.mark.parametrize(
     ("model", "spec"),
     [
-        ("llama", "dp_shard=2"),
-        ("llama", "tp=2,dp_shard=2"),
-        ("qwen3", "tp=2,pp=2"),
-        ("gpt2", "tp=2"),
-        ("phi3", "tp=2"),
+        pytest.param(model, spec, marks=pytest.mark.support(spec, "DoRA"))
+        for model, spec in (
+            ("llama", "dp_shard=2"),
+            ("llama", "tp=2,dp_shard=2"),
+            ("qwen3", "tp=2,pp=2"),
+            ("gpt2", "tp=2"),
+            ("phi3", "tp=2"),
+        )
     ],
 )
 def test_dora(runs, model, spec):

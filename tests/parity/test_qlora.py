@@ -90,7 +90,10 @@ def references(folder, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("spec", "double"),
-    [("dp_shard=2", False), ("tp=2", True), ("tp=2,pp=2", False)],
+    [
+        pytest.param(spec, double, marks=pytest.mark.support(spec, "QLoRA"))
+        for spec, double in (("dp_shard=2", False), ("tp=2", True), ("tp=2,pp=2", False))
+    ],
     ids=lambda value: spec_id(value) if isinstance(value, str) else ("double" if value else "single"),
 )
 def test_same_numbers_as_one_process(folder, references, tmp_path, spec, double):

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import VOCABULARY
-from tests.training import Recorder, axes, close, none, spec_id
+from tests.training import Recorder, axes, close, layouts, none
 
 
 class Preferences(Dataset):
@@ -120,7 +120,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["reference", "adapters"])
-@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", layouts("two models", "dp_shard=2", "tp=2", "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2"))
 def test_preferences(kind, spec, folder, tmp_path, capfd):
     expected, keys = run_alone(prefer, None, folder, str(tmp_path / "one"), kind)
     outcomes = run(prefer, axes(spec)["world"], spec, folder, str(tmp_path / "many"), kind, init=False)

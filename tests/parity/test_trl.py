@@ -41,10 +41,13 @@ REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged":
 NOT_COMPARED = ("runtime", "per_second", "total_flos")
 
 
-def cases(specs):
-    """A parameter per case and layout of `specs`."""
+def cases(row, specs):
+    """A parameter per case and layout of `specs`, with its cell of the support matrix."""
     pairs = [(case, spec) for case, layouts in specs.items() for spec in layouts.split()]
-    return [pytest.param(case, spec, id=f"{case}-{spec_id(spec)}") for case, spec in pairs]
+    return [
+        pytest.param(case, spec, marks=pytest.mark.support(spec, row), id=f"{case}-{spec_id(spec)}")
+        for case, spec in pairs
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +89,7 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
+        "trl sft",
         {
             "text": "tp=2",
             "completion": "pp=2",
@@ -106,6 +110,7 @@ def test_sft(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
+        "trl dpo",
         {
             "reference": "dp_shard=2,tp=2 pp=2",
             "adapters": BOTH,
@@ -122,6 +127,7 @@ def test_dpo(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
+        "trl kto",
         {"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "ragged": "dp_shard=2"},
     ),
 )
@@ -134,6 +140,7 @@ def test_kto(folder, case, spec):
 @pytest.mark.parametrize(
     ("case", "spec"),
     cases(
+        "trl reward",
         {"whole": "pp=2", "adapters": "dp_shard=2,tp=2", "ragged": "dp_shard=2"},
     ),
 )
