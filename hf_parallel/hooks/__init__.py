@@ -44,11 +44,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     if auto.waiting() is not None:
         raise SpecError(f"{source} asks for {config.to_spec()}, but {auto.waiting()} for auto; give one of them")
     if current is not None:
-        if current.config != config:
-            raise SpecError(
-                f"{source} asks for {config.to_spec()}, but {current.source} set {current.config.to_spec()}; "
-                "give one of them, or the same in both"
-            )
+        _check_same(source, config, current.source, current.config)
         return
     if config.world_size == 1:
         if config.async_save:
@@ -64,6 +60,27 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         runtime.stop()
         raise
     PATCHES.extend(all_patches())
+
+
+def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, other_spec: str) -> None:
+    """Before processes connect: two places that both ask for a layout must ask for the same.
+
+    Raises:
+        SpecError: they do not. Where one asks for auto, `activate` tells.
+    """
+    if AUTO in (spec, other_spec):
+        return
+    ours, theirs = ParallelConfig.parse(spec), ParallelConfig.parse(other_spec)
+    if ours != theirs:  # they may still come to the same for this number of processes
+        _check_same(source, ours.resolve(_world_size()), other_source, theirs.resolve(_world_size()))
+
+
+def _check_same(source: str, config: ParallelConfig, other_source: str, other: ParallelConfig) -> None:
+    if other != config:
+        raise SpecError(
+            f"{source} asks for {config.to_spec()}, but {other_source} set {other.to_spec()}; "
+            "give one of them, or the same in both"
+        )
 
 
 def read_checkpoints() -> None:

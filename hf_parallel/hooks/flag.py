@@ -145,9 +145,12 @@ def _activate(args: Any) -> None:
     from hf_parallel import hooks
 
     from_environment = os.environ.get("HF_PARALLEL")
-    if from_environment and not hooks.expected():  # first, so that a differing flag is told about it
+    flag = args.parallel if args.__dataclass_fields__.get(NAME) is FIELD else None
+    if from_environment and not hooks.expected():
+        if flag:  # told now: once processes connect, one that refuses would tear down another that still does
+            hooks.check_agreement(SOURCE, flag, "HF_PARALLEL", from_environment)
         hooks.activate(from_environment, source="HF_PARALLEL")
-    if args.__dataclass_fields__.get(NAME) is FIELD and args.parallel:
+    if flag:
         hooks.activate(args.parallel, source=SOURCE)
         if not isinstance(args.parallel, str):  # a ParallelConfig: the arguments must stay JSON
             args.parallel = args.parallel.to_spec() or "dp_shard=-1"  # all defaults spell as nothing
