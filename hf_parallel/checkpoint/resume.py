@@ -6,7 +6,7 @@
 
 A folder of their own, as programs take every safetensors file beside a config.json for weights.
 
-Writing is streamed as that of weights is; reading takes only this rank's slices. What a plain Trainer wrote
+All ranks write, as they do weights; reading takes only this rank's slices. What a plain Trainer wrote
 (`optimizer.pt`, parameters by number) is read too.
 """
 
@@ -24,15 +24,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.checkpoint.files import open_for_writing
-from hf_parallel.checkpoint.gather import entries_of, gathered, sends
-from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.checkpoint.files import TensorFile, write
+from hf_parallel.checkpoint.gather import entries_of
+from hf_parallel.checkpoint.hub_format import Group
 from hf_parallel.checkpoint.names import named, of_stages
 from hf_parallel.checkpoint.ranges import RangeFile
-from hf_parallel.checkpoint.save import shards
+from hf_parallel.checkpoint.save import shards, taken
 from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.packed import stored_order
 
@@ -79,28 +80,29 @@ def save_optimizer(
     entries = entries_of(model, mesh, state.tensors)
     for numbers, options in of_stages((state.numbers, state.options), mesh):
         state.numbers, state.options = {**numbers, **state.numbers}, {**options, **state.options}
-    plan = shards({entry.name: entry.nbytes for entry in entries}, "state", max_shard_size)
-    by_name = {entry.name: entry for entry in entries}
-    files = {
-        os.path.join(directory, folder, file): [by_name[key] for key in keys]
-        for file, keys in plan.filename_to_tensors.items()
-    }
+    groups = {entry.name: Group((entry,), (entry,)) for entry in entries}
+    plan = shards({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
+    where = os.path.join(directory, folder)
     with current(mesh) as saving:
         if mesh.rank == 0:
             with saving.noting():
-                os.makedirs(os.path.join(directory, folder), exist_ok=True)
-                _write_index(state, sorted(plan.filename_to_tensors), os.path.join(directory, folder))
-        local = {entry.name: state.tensors[entry.name] for entry in entries if sends(entry, mesh)}
-        saving.stream(local, functools.partial(_write_tensors, saving, files))
+                os.makedirs(where, exist_ok=True)
+                _write_index(state, sorted(plan.filename_to_tensors), where)
+        items = assign(groups.values(), saving.writers(where), mesh.config)
+        files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
+        write_all = functools.partial(_write_tensors, saving, files, groups, items)
+        saving.stream(taken(state.tensors, items, mesh), write_all)
 
 
-def _write_tensors(saving: Saving, files: dict[str, list[Entry]], local: dict[str, torch.Tensor]) -> None:
-    for path, entries in files.items():
-        with open_for_writing(path, entries, saving) as out:
-            for _, tensor in gathered(saving.mesh, entries, local):
-                if out is not None and tensor is not None:
-                    out.append(tensor)
-                del tensor  # before the next one is put together
+def _write_tensors(
+    saving: Saving,
+    files: dict[str, list[str]],
+    groups: dict[str, Group],
+    items: list[Item],
+    local: dict[str, torch.Tensor],
+) -> None:
+    described = {path: [entry for name in names for entry in groups[name].entries] for path, names in files.items()}
+    write(saving, [TensorFile(path, entries, saving) for path, entries in described.items()], items, local)
 
 
 def write_refusal(path: str) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.checkpoint.manifest import Checksums
+from hf_parallel.checkpoint.writers import writing_ranks
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
 
@@ -36,6 +37,7 @@ class Saving:
         self.error: str | None = None
         self.checksums: dict[str, Checksums] = {}
         self._streams: list[Callable[[], None]] = []
+        self._writers: list[int] = []
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
@@ -46,6 +48,11 @@ class Saving:
             raise
         except Exception as error:
             self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+
+    def writers(self, directory: str) -> list[int]:
+        """The ranks that may write, by a folder of it that exists. Collective at the first call."""
+        self._writers = self._writers or writing_ranks(self.mesh, directory)
+        return self._writers
 
     def stream(self, local: Mapping[str, Any], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
