@@ -135,7 +135,7 @@ class _Alone(Saving):
         self.error, self.checksums = None, {}
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self, path: str = "") -> Iterator[None]:
         yield
 
 

@@ -8,9 +8,10 @@ rank 0    gives the files their names if no rank has met an error, and keeps the
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from hf_parallel.checkpoint.slices import runs
 from hf_parallel.checkpoint.unread import DTYPES
 from hf_parallel.checkpoint.writers import Item, rounds
 
+#: Bytes that a rank writes before it asks whether others could: a save that fails, fails soon.
+BATCH = 1 << 30
+
 
 class TensorFile:
     """A file on its way to `path`; after an error, which the save keeps, this rank writes no more."""
@@ -36,7 +40,7 @@ class TensorFile:
     def create(self) -> None:
         """Make the file. At its full length first: later nobody takes its end for where others have not written."""
         self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        with self.saving.noting():
+        with self.saving.noting(self.path):
             if self.handle is not None:
                 os.ftruncate(self.handle, self.size)
                 self._write(self.handle, self.header, 0)
@@ -45,7 +49,7 @@ class TensorFile:
         """The values of a tensor; or a part of them, which begins at byte `start` of it."""
         if self.handle is None:
             self._open(os.O_WRONLY)
-        with self.saving.noting():
+        with self.saving.noting(self.path):
             if self.handle is not None and self.saving.error is None and tensor.numel():
                 self._write(self.handle, as_bytes(tensor.cpu()).numpy().data, self.starts[name] + start)
 
@@ -53,7 +57,7 @@ class TensorFile:
         """What this rank has written is on disk."""
         if self.handle is None:
             return
-        with self.saving.noting():
+        with self.saving.noting(self.path):
             os.fsync(self.handle)
         with contextlib.suppress(OSError):  # that of the bytes that could not be flushed, again
             os.close(self.handle)
@@ -61,7 +65,7 @@ class TensorFile:
 
     def publish(self, sums: Iterable[Checksums]) -> None:
         """All ranks have closed it: give it its name."""
-        with self.saving.noting():
+        with self.saving.noting(self.path):
             self.sums.pieces = [piece for one in sums for piece in one.pieces]
             if self.sums.facts()["bytes"] != self.size:
                 raise ValueError(f"{self.path} lacks its last bytes")
@@ -75,7 +79,7 @@ class TensorFile:
 
     def _open(self, flags: int) -> None:
         if self.saving.error is None:
-            with self.saving.noting():
+            with self.saving.noting(self.path):
                 self.handle = os.open(f"{self.path}.tmp", flags, 0o666)
 
     def _write(self, handle: int, data: Any, start: int) -> None:
@@ -95,16 +99,28 @@ def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Map
     if saving.mesh.rank == 0:
         for file in files:
             file.create()
-    dist.barrier(group=saving.mesh.host_group)  # then it is there for all
     places = {name: file for file in files for name in file.starts}
-    for item in items:
-        if item.writer is None and saving.mesh.rank in item.holders[0]:
-            _put_rows(item, places, saving, local)
-    for together in rounds(items):
-        _put_whole(together, places, saving, local)
+    for some in _batches(items, BATCH * saving.mesh.config.world_size):
+        if not saving.all_well():  # nobody comes here before the files are there
+            break
+        for item in some:
+            if item.writer is None and saving.mesh.rank in item.holders[0]:
+                _put_rows(item, places, saving, local)
+        for together in rounds(some):
+            _put_whole(together, places, saving, local)
     for file in files:
         file.close()
     return _publish(saving, files)
+
+
+def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
+    """Items of about `size` bytes together."""
+    total, of_item = 0, []
+    for item in items:
+        of_item.append(total // size)
+        total += item.group.nbytes
+    for _, some in itertools.groupby(zip(of_item, items, strict=True), key=lambda pair: pair[0]):
+        yield [item for _, item in some]
 
 
 def _put_rows(item: Item, places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]) -> None:

@@ -40,14 +40,15 @@ class Saving:
         self._writers: list[int] = []
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self, path: str = "") -> Iterator[None]:
         """An error of what this rank writes, by itself, is kept for `agree`. Refusals, equal on all ranks, pass."""
         try:
             yield
         except (NotImplementedError, SpecError):
             raise
         except Exception as error:
-            self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+            where = f" ({path})" if path and path not in str(error) else ""
+            self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}{where}"
 
     def writers(self, directory: str) -> list[int]:
         """The ranks that may write, by a folder of it that exists. Collective at the first call."""
@@ -67,6 +68,12 @@ class Saving:
         """Write the tensors. Collective."""
         while self._streams:
             self._streams.pop(0)()
+
+    def all_well(self) -> bool:
+        """Has no rank noted an error so far? Collective; nobody leaves before all have come."""
+        wrong = torch.tensor([self.error is not None], dtype=torch.uint8)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.mesh.host_group)
+        return not wrong.item()
 
     def agree(self) -> None:
         """Wait for all ranks. Collective.
