@@ -21,7 +21,7 @@ from torch import nn
 from hf_parallel.checkpoint.files import TensorFile, write
 from hf_parallel.checkpoint.gather import entries_of, gathered
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
-from hf_parallel.checkpoint.saving import Saving, current, wait_for_writer
+from hf_parallel.checkpoint.saving import Saving, current, lost_peer, wait_for_writer
 from hf_parallel.checkpoint.writers import Item, all_to, assign, rounds
 from hf_parallel.mesh import ParallelMesh
 
@@ -86,8 +86,11 @@ def full_state_dict(
     local = taken(model.state_dict(), items, mesh)
     parts = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in local.items()}
     found: dict[str, torch.Tensor] = {}
-    for together in rounds(items):
-        found.update(gathered(mesh, together, parts))
+    try:
+        for together in rounds(items):
+            found.update(gathered(mesh, together, parts))
+    except RuntimeError as error:
+        raise lost_peer(error, "the weights could not be gathered") from error
     return {entry.name: found[entry.name] for entry in entries if entry.name in found}
 
 

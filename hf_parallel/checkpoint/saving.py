@@ -24,6 +24,11 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is not whole. One text for all ranks."""
 
 
+def lost_peer(error: RuntimeError, what: str) -> CheckpointError:
+    """What to raise when a transfer of a save has failed, as all do when a rank has ended."""
+    return CheckpointError(f"{what} (a rank was lost: {' '.join(str(error).split())[:200]})")
+
+
 class Saving:
     """What is written in one save.
 
@@ -41,10 +46,10 @@ class Saving:
 
     @contextlib.contextmanager
     def noting(self, path: str = "") -> Iterator[None]:
-        """An error of what this rank writes, by itself, is kept for `agree`. Refusals, equal on all ranks, pass."""
+        """An error of what this rank writes, by itself, is kept for `agree`. Refusals and lost ranks pass."""
         try:
             yield
-        except (NotImplementedError, SpecError):
+        except (NotImplementedError, SpecError, CheckpointError):
             raise
         except Exception as error:
             where = f" ({path})" if path and path not in str(error) else ""
@@ -52,8 +57,15 @@ class Saving:
 
     def writers(self, directory: str) -> list[int]:
         """The ranks that may write, by a folder of it that exists. Collective at the first call."""
-        self._writers = self._writers or writing_ranks(self.mesh, directory)
+        try:
+            self._writers = self._writers or writing_ranks(self.mesh, directory)
+        except RuntimeError as error:
+            raise self.lost_peer(error) from error
         return self._writers
+
+    def lost_peer(self, error: RuntimeError) -> CheckpointError:
+        """What to raise when a transfer has failed."""
+        return lost_peer(error, "not everything was written")
 
     def stream(self, local: Mapping[str, Any], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
@@ -114,8 +126,13 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
     wait_for_writer()
     with going_on(Saving(mesh)) as saving:
         yield saving
-        saving.finish_streams()
-        saving.agree()
+        try:
+            saving.finish_streams()
+            saving.agree()
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise saving.lost_peer(error) from error
 
 
 @contextlib.contextmanager

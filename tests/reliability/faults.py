@@ -81,7 +81,7 @@ def kill_in_bad_save() -> Callable:
         init(self, mesh, final, *args, **kwargs)
 
     folder.Checkpoint.__init__ = noted
-    return lambda: begun[-1] == f"checkpoint-{BAD}" and kill()
+    return lambda: begun[-1] in (f"checkpoint-{BAD}", f"checkpoint_{BAD - 1}") and kill()
 
 
 def _before(act: Callable) -> None:
@@ -171,6 +171,7 @@ PHASES: dict[str, Callable] = {
     "before": _before,
     "small files": _small_files,
     "weights": _weights,
+    "adapter": _adapter,
     "optimizer": _optimizer,
     "flush": _flush,
     "publish": _publish,
