@@ -72,8 +72,16 @@ def read_sources(root: str, out: str, spec: str) -> None:
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
         load_weights(model, folder)
+        places = memory(optimizer)
         load_optimizer(model, optimizer, folder)
+        assert memory(optimizer) == places  # no second copy beside the state that was there
         save(model, optimizer, f"{out}/{spec_id(source)}-{name}", "50GB")
+
+
+def memory(optimizer) -> list[int]:
+    """Where the moments lie."""
+    states = [state[slot] for state in optimizer.state.values() for slot in ("exp_avg", "exp_avg_sq")]
+    return [getattr(moment, "_local_tensor", moment).data_ptr() for moment in states]
 
 
 def groups() -> list[list[str]]:

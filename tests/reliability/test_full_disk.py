@@ -5,6 +5,7 @@ import os
 import resource
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -88,7 +89,20 @@ def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
         torch.distributed.barrier()
     trainer._save_checkpoint(trainer.model, None)
     assert not checkpoint.flaws(f"{out}/checkpoint-2")
+    found["plain"] = saved_over(trainer.model, f"{out}/checkpoint-1")
     return found
+
+
+def saved_over(model, folder: str) -> tuple[str, list[str]]:
+    """Over weights of another step, in more files, while rank 1 has a full disk: what it says, and what has changed."""
+    from hf_parallel import checkpoint
+
+    former = {path.name: path.read_bytes() for path in Path(folder).glob("model*")}
+    with full_disk(".safetensors", 1), pytest.raises(checkpoint.CheckpointError) as caught:
+        model.save_pretrained(folder, max_shard_size="50KB")
+    now = {path.name: path.read_bytes() for path in Path(folder).glob("model*")}
+    torch.distributed.barrier()
+    return str(caught.value), sorted(name for name in now.keys() | former if now.get(name) != former.get(name))
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +120,11 @@ def test_a_full_disk(told, name):
     assert name not in ON_ONE_RANK or text.count("rank ") == 1
     assert not name.endswith(".safetensors") or name in text
     assert left == ["checkpoint-1"]
+
+
+def test_a_full_disk_under_a_plain_save(told):
+    """The folder holds what it has held before, and nothing else."""
+    (text, changed), (other, _) = (rank["plain"] for rank in told)
+    assert text == other
+    assert text.startswith("rank 1: OSError: [Errno 28]")
+    assert changed == []
