@@ -94,7 +94,7 @@ def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
 
 
 def saved_over(model, folder: str) -> tuple[str, list[str]]:
-    """Over weights of another step, in more files, while rank 1 has a full disk: what it says, and what has changed."""
+    """Over weights of another step, in more files, on a full disk of rank 1: what it says, and what has changed."""
     from hf_parallel import checkpoint
 
     former = {path.name: path.read_bytes() for path in Path(folder).glob("model*")}
