@@ -35,7 +35,7 @@ def train(original: Callable) -> Callable:
             chosen = _chosen(self, resume_from_checkpoint, run)
             if chosen is not None:
                 _compare(self, chosen)
-            with stopping.saves_on_sigterm(self), unfinished_save_is_awaited(self):
+            with stopping.steps_together(self), unfinished_save_is_awaited(self):
                 return original(self, chosen, *args, **kwargs)
 
     return replacement
