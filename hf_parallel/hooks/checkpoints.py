@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import meet
 from hf_parallel.config import AXES, SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import data_rank
@@ -35,6 +36,7 @@ def save_model(original: Callable) -> Callable:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
 
     def replacement(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        meet("trainer.save_model")
         wait_for_save(self)
         self._save(self.args.output_dir if output_dir is None else output_dir)
         if self.args.push_to_hub and not _internal_call:
