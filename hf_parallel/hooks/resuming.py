@@ -33,6 +33,8 @@ def train(original: Callable) -> Callable:
             raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
         with restarts.own_folder(self) as run:
             chosen = _chosen(self, resume_from_checkpoint, run)
+            if chosen is not None and run.restarted:
+                restarts.keep_rows_per_step(self, layout_of(chosen).get("global_batch"))
             if chosen is not None:
                 _compare(self, chosen)
             with stopping.steps_together(self), unfinished_save_is_awaited(self):
