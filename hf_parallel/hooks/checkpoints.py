@@ -4,20 +4,16 @@ checkpoint-20/   weights, optimizer, schedule, random states, trainer_state.json
                  manifest.json, which says what the others must be
 
 With async_save=true training goes on once weights and optimizer state are copied to host memory; a thread writes them.
-What Trainer does after a save (uploads, `on_save` callbacks) is done when the folder has its name, at the end of the
-first step for which all ranks know (`stopping.py`), as of the step that was saved.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import json
 import os
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +23,8 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import meet
-from hf_parallel.config import AXES, SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.config import AXES
+from hf_parallel.hooks import after_saves, runtime
 from hf_parallel.mesh import data_rank
 
 
@@ -117,53 +113,12 @@ def wait_for_save(trainer: Any) -> None:
     if unfinished is None:
         return
     unfinished.wait()
-    with _as_of(trainer, unfinished):
+    with after_saves.as_of(trainer, unfinished):
         if trainer.args.push_to_hub:
             trainer._push_from_checkpoint(unfinished.saving.final)
         if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now
             call = trainer.callback_handler.call_event
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
-
-
-def is_writing(trainer: Any) -> bool:
-    """Is a thread of this rank still at a checkpoint?"""
-    unfinished = trainer.__dict__.get("_unfinished_save")
-    return unfinished is not None and unfinished.thread is not None and unfinished.thread.is_alive()
-
-
-def on_save(trainer: Any, original: Callable, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-    """Callbacks are told of a checkpoint when it has its name; at once if it was not written in the background."""
-    unfinished = trainer.__dict__.get("_unfinished_save")
-    if unfinished is None:
-        return original(args, state, control, **kwargs)
-    unfinished.announce, control.should_save = True, False
-    return control
-
-
-@contextlib.contextmanager
-def _as_of(trainer: Any, unfinished: _Unfinished) -> Iterator[None]:
-    """Whoever asks is told the step that was saved; the model has gone on, and must not be taken for that step's."""
-    state, model = trainer.state, trainer.model
-    now = {"global_step": state.global_step, "epoch": state.epoch}
-    state.global_step, state.epoch = unfinished.step, unfinished.epoch
-    late, own = now["global_step"] != unfinished.step, vars(model).get("save_pretrained")
-    if late:
-        model.save_pretrained = functools.partial(_refuse_late_weights, unfinished.saving.name, now["global_step"])
-    try:
-        yield
-    finally:
-        vars(state).update(now)
-        if late:
-            del model.save_pretrained
-        if late and own is not None:
-            model.save_pretrained = own
-
-
-def _refuse_late_weights(name: str, step: int, *args: Any, **kwargs: Any) -> None:
-    raise SpecError(
-        f"async_save=true: on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
-        "save_pretrained would give it the wrong name; copy that folder instead, or async_save=false works"
-    )
 
 
 def finalize_training(original: Callable) -> Callable:

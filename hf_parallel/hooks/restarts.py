@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, runtime
@@ -54,14 +55,17 @@ def own_folder(trainer: Any) -> Iterator[Run]:
 def _claimed(folder: str) -> tuple[folders.Lock | None, list[Run]]:
     found: list[Any] = [None, None]
     lock = None
-    agents: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(agents, _agent())
-    if dist.get_rank() == 0:
+    agents, several = [_agent()], dist.is_initialized()
+    if several:
+        agents *= dist.get_world_size()
+        dist.all_gather_object(agents, _agent())
+    if not several or dist.get_rank() == 0:
         try:
             lock, found[0] = _claim(folder, sorted({agent for agent in agents if agent is not None}))
         except (folders.CheckpointError, OSError) as error:
             found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
+    if several:
+        dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise folders.CheckpointError(found[1])
     return lock, found[:1]
@@ -93,21 +97,34 @@ def is_restart(former: dict[str, Any], count: int, agents: list[str]) -> bool:
     )
 
 
-def keep_rows_per_step(trainer: Any, rows: int | None) -> None:
+class Signature(TrainerCallback):
+    """One process saves as plain Trainer does: the run's name goes where Trainer keeps what callbacks remember."""
+
+    PLACE = "hf_parallel"
+
+    def __init__(self, run: Run, trainer: Any):
+        self.facts = {"run": run.identity, "global_batch": trainer.get_total_train_batch_size(trainer.args)}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.stateful_callbacks[self.PLACE] = self.facts
+
+
+def keep_rows_per_step(trainer: Any, rows: int | None, data_ranks: int) -> None:
     """With fewer or more data ranks than before: as many rows per step, by other accumulation or smaller batches.
 
     Else rows would be skipped or repeated, and the learning rate would be another one per row.
     """
     args, now = trainer.args, trainer.get_total_train_batch_size(trainer.args)
-    found = rows_per_rank(rows, runtime.mesh().data_size, args.per_device_train_batch_size) if rows != now else None
+    found = rows_per_rank(rows, data_ranks, args.per_device_train_batch_size) if rows != now else None
     if rows is None or found is None or trainer._train_batch_size != args.per_device_train_batch_size:
         return
     former = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
     args.per_device_train_batch_size, args.gradient_accumulation_steps = found
     trainer._train_batch_size = found[0]
-    check_arguments(args)
+    if runtime.current() is not None:
+        check_arguments(args)
     report.say(
-        f"{rows} rows per step are kept with {runtime.mesh().data_size} data ranks: per_device_train_batch_size "
+        f"{rows} rows per step are kept, by {data_ranks} data ranks now: per_device_train_batch_size "
         f"{former[0]} -> {found[0]}, gradient_accumulation_steps {former[1]} -> {found[1]}"
     )
 
@@ -119,6 +136,11 @@ def rows_per_rank(rows: int | None, data_ranks: int, batch: int) -> tuple[int, i
     share = rows // data_ranks
     size = next(size for size in range(min(batch, share), 0, -1) if share % size == 0)
     return size, share // size
+
+
+def under_torchrun() -> bool:
+    """Has a launcher that starts ranks again started this process?"""
+    return _agent() is not None
 
 
 def _agent() -> str | None:

@@ -34,7 +34,7 @@ def train(original: Callable) -> Callable:
         with restarts.own_folder(self) as run:
             chosen = _chosen(self, resume_from_checkpoint, run)
             if chosen is not None and run.restarted:
-                restarts.keep_rows_per_step(self, layout_of(chosen).get("global_batch"))
+                restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
             if chosen is not None:
                 _compare(self, chosen)
             with stopping.steps_together(self), unfinished_save_is_awaited(self):
@@ -50,11 +50,32 @@ def train_without_layout(original: Callable) -> Callable:
         chosen = resume_from_checkpoint
         if chosen is True:
             chosen = next(iter(folders.candidates(self.args.output_dir)), True)
+        if restarts.under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
+            with restarts.own_folder(self) as run, _last_one(self, run, chosen) as chosen:
+                return original(self, chosen, *args, **kwargs)
         if chosen and chosen is not True and folders.has_manifest(chosen):
             refuse_damages(chosen, folders.damages(chosen))
         return original(self, chosen, *args, **kwargs)
 
     return replacement
+
+
+@contextlib.contextmanager
+def _last_one(trainer: Any, run: restarts.Run, chosen: Any) -> Iterator[Any]:
+    """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
+    own = (path for path in folders.candidates(trainer.args.output_dir) if _run_of(path) == run.identity)
+    newest = next((path for path in own if not _damages(path, 0, 1)), None) if run.restarted else None
+    if newest is not None:
+        report.say(f"started again by the launcher: going on from {newest}")
+        restarts.keep_rows_per_step(trainer, facts_of(newest).get("global_batch"), 1)
+    elif chosen and chosen is not True:
+        refuse_damages(chosen, _damages(chosen, 0, 1))
+    signature = restarts.Signature(run, trainer)
+    trainer.add_callback(signature)
+    try:
+        yield newest or chosen
+    finally:
+        trainer.remove_callback(signature)
 
 
 def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
@@ -98,8 +119,19 @@ def _newest_whole(folder: str, run: str | None = None) -> str | None:
 def _run_of(folder: str) -> str | None:
     """The name of the run that wrote a checkpoint."""
     with contextlib.suppress(ValueError):  # damaged
-        return layout_of(folder).get("run")
+        return facts_of(folder).get("run")
     return None
+
+
+def facts_of(folder: str) -> dict[str, Any]:
+    """Which run wrote a checkpoint, and its rows per step, as far as that is known."""
+    path = os.path.join(folder, "trainer_state.json")
+    layout = layout_of(folder)
+    if layout or not os.path.isfile(path):
+        return layout
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file).get("stateful_callbacks", {}).get(restarts.Signature.PLACE, {})
+    return found if isinstance(found, dict) else {}
 
 
 def all_damages(folder: str) -> list[str]:

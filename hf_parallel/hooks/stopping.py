@@ -1,9 +1,10 @@
 """What all ranks decide on together at the end of a step.
 
 - SIGTERM (a job that is preempted, a node that is drained): all ranks save after the same step, and end.
-- A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks.
+- A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks. It has failed
+  on one of them: all of them end.
 
-Both are agreed on beside the optimizer's step, in two numbers.
+Agreed on beside the optimizer's step, in three numbers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.checkpoints import is_writing, wait_for_save
+from hf_parallel.hooks.after_saves import has_failed, is_writing
+from hf_parallel.hooks.checkpoints import wait_for_save
 
 #: As a shell reports the end of a process by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
@@ -31,7 +33,7 @@ class StepsTogether(TrainerCallback):
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.asked = torch.zeros(2, dtype=torch.int32)  # to stop; to leave a save to its thread
+        self.asked = torch.zeros(3, dtype=torch.int32)  # to stop; to leave a save to its thread; to end by its error
         self.agreed = self.asked.clone()
         mesh = runtime.mesh()
         # Apart from training's own groups, and from those of a thread that writes checkpoints.
@@ -46,16 +48,16 @@ class StepsTogether(TrainerCallback):
         signal.signal(number, signal.SIG_DFL)
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.asked[1] = is_writing(self.trainer)
+        self.asked[1], self.asked[2] = is_writing(self.trainer), has_failed(self.trainer)
         self.agreed.copy_(self.asked)
         self.pending = dist.all_reduce(self.agreed, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         self.pending.wait()
-        stops, writing = self.agreed.tolist()
+        stops, writing, failed = self.agreed.tolist()
         if stops:
             self.stops = control.should_save = control.should_training_stop = True
-        if not writing:
+        if failed or not writing:
             wait_for_save(self.trainer)
         return control
 
