@@ -20,7 +20,7 @@ from tests.distributed import run_alone
 from tests.reliability.launching import environment
 from tests.training import none
 
-LOST_IN, LIMIT_S = 5, 120
+LOST_IN, JOINED_IN, LIMIT_S = 5, 8, 120
 
 SCRIPT = """
 import json
@@ -135,13 +135,18 @@ def differences(ours: dict, theirs: dict) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_lost_node(tmp_path):
-    """Four processes with two rows each; then two, which take as many rows a step in two goes."""
+@pytest.mark.parametrize(
+    ("spec", "batch", "joins"),
+    [("dp_shard=-1", "2", False), ("tp=2,dp_shard=-1", "4", False), ("dp_shard=-1", "2", True)],
+    ids=["lost", "lost_tp2", "joined"],
+)
+def test_as_undisturbed(tmp_path, spec, batch, joins):
+    """Two nodes with eight rows a step; then one, which takes as many in twice as many goes; then two again."""
     script, out, errors = tmp_path / "train.py", tmp_path / "out", tmp_path / "errors"
     script.write_text(SCRIPT)
     out.mkdir()
     expected = run_alone(in_one_process, script, tmp_path / "one")
-    with nodes("dp_shard=-1", str(script), str(out), "2", str(LOST_IN)) as made:
+    with nodes(spec, str(script), str(out), batch, str(LOST_IN), *[str(JOINED_IN)] * joins) as made:
         stays = made.join(errors)
         time.sleep(1.0)  # the first to come keeps the list of who is there, and must not be the one that is lost
         lost = made.join(tmp_path / "of-the-lost")
@@ -149,7 +154,14 @@ def test_a_lost_node(tmp_path):
         until(lambda: notes.exists() and f"step {LOST_IN}" in notes.read_text(), stays, errors)
         made.lose(lost)
         (out / f"go-{LOST_IN}").touch()
+        if joins:
+            until(lambda: f"step {JOINED_IN}" in notes.read_text(), stays, errors)
+            joined = made.join(tmp_path / "of-the-joined")
+            until(lambda: "SIGTERM, saving after this step" in errors.read_text(), stays, errors)
+            (out / f"go-{JOINED_IN}").touch()
+            assert joined.wait(LIMIT_S) == 0, (tmp_path / "of-the-joined").read_text()[-3000:]
         assert stays.wait(LIMIT_S) == 0, errors.read_text()[-3000:]
-    assert notes.read_text().split("\n")[LOST_IN + 1] == f"begin {LOST_IN - 1}"
-    assert "8 rows per step are kept, by 2 data ranks now" in errors.read_text()
+    begun = [line for line in notes.read_text().split("\n") if line.startswith("begin")]
+    assert begun == ["begin 0", f"begin {LOST_IN - 1}", *[f"begin {JOINED_IN}"] * joins]
+    assert "8 rows per step are kept" in errors.read_text()
     none(differences(json.loads((out / "losses.json").read_text()), expected))
