@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.anatomy import flops_per_token, loss_sums_over_tokens, reads_item_count, transformer_blocks
 from hf_parallel.checkpoint import save_pretrained
+from hf_parallel.collectives import meet, watch
 from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
@@ -227,15 +228,22 @@ def use_attention(model: Any, name: str) -> None:
 
 
 def _mark(model: Any, state: ParallelState) -> None:
+    watch()
     model._hf_parallel = state
     model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
     if hasattr(model, "save_pretrained"):
         # On the object, so that plain loops without the hooks save whole weights too.
-        model.save_pretrained = lambda *args, **kwargs: save_pretrained(model, state.mesh, *args, **kwargs)
+        model.save_pretrained = functools.partial(_save_pretrained, model, state.mesh)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = _refuse_resize
     if state.pipeline is not None and hasattr(model, "generate"):
         model.generate = functools.partial(_generate_without_cache, model, state)
+
+
+def _save_pretrained(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("state_dict") is None:
+        meet("save_pretrained")
+    save_pretrained(model, mesh, *args, **kwargs)
 
 
 def _refuse_resize(*args: Any, **kwargs: Any) -> None:

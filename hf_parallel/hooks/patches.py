@@ -21,6 +21,7 @@ from hf_parallel.hooks import (
     states,
     trainer,
     trl,
+    without_layout,
 )
 from hf_parallel.hooks.patching import Patch
 
@@ -154,9 +155,8 @@ def all_patches() -> list[Patch]:
 
 def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
-    load = resuming.load_optimizer_without_layout
     return [
-        Patch(f"{_TRAINER}.train", resuming.train_without_layout, "reads what is damaged"),
-        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only"),
+        Patch(f"{_TRAINER}.train", without_layout.train, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", without_layout.load_optimizer, "knows optimizer.pt only"),
         Patch(f"{_ACCELERATOR}.load_state", states.load_state_without_layout, "knows optimizer.bin only"),
     ]
