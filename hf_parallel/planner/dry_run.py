@@ -12,17 +12,14 @@ every part of a step (see `observe.py`) grows by the same amount with each furth
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -37,7 +34,8 @@ from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.parallelize import parallelize, state_of, transformer_blocks, with_schedule
 from hf_parallel.pipeline.schedules import micro_batch_count
 from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
-from hf_parallel.planner.ledger import Traffic
+from hf_parallel.planner.continuation import extend, fullest
+from hf_parallel.planner.fake_world import fake_world, materialise, taken_for_real
 from hf_parallel.planner.observe import Communication, Observed, observe
 
 #: Precision -> dtype of the weights, and whether products are computed in bf16 all the same.
@@ -193,7 +191,7 @@ class _Run:
         for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
             if want > have:
                 more = self.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
-                _extend(total, base, more, want - have)
+                extend(total, base, more, want - have)
         return total
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
@@ -230,58 +228,12 @@ class _Run:
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
-        with _taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
-            _materialise(model)
+        with taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
+            materialise(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
             layers = tuple(tuple(view) for view in views if view)
             return observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
-
-
-def _materialise(model: nn.Module) -> None:
-    """Fake memory for meta weights; modules that shared a parameter share one again."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    model.to_empty(device="cpu")
-    for first, *others in names.values():
-        for other in others:
-            owner, _, leaf = other.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(first)
-
-
-@contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one of `size`, with collectives that leave tensors as they are.
-
-    Raises:
-        SpecError: it is part of a real world.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise SpecError("dry run: this process has a process group; run it in one that has none")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _taken_for_real() -> Iterator[None]:
-    """Transformers takes fake tensors for a traced graph and makes masks there that a training step does not need."""
-    from transformers.utils import import_utils
-
-    original = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = original
-
-
-# ---- more layers, more micro-batches -----------------------------------------------------------------------------
 
 
 def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
@@ -301,25 +253,5 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
         for count in (few, few + ranks)
     )
     total = Observed([Counter(one.peak)], Counter(one.kept), copy.deepcopy(one.communication))
-    _extend(total, _fullest(one), _fullest(two), (asked - few) // ranks)
+    extend(total, fullest(one), fullest(two), (asked - few) // ranks)
     return total
-
-
-def _fullest(seen: Observed) -> Observed:
-    return dataclasses.replace(seen, peaks=[seen.peak])
-
-
-def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
-    """Add what one further layer, or round of micro-batches, adds: `times` times."""
-    for whole, one, two in zip(total.peaks, base.peaks, more.peaks, strict=True):
-        _add(whole, one, two, times)
-    _add(total.kept, base.kept, more.kept, times)
-    for axis, kinds in more.communication.items():
-        mine, former = total.communication.setdefault(axis, {}), base.communication.get(axis, {})
-        for kind, moved in kinds.items():
-            mine[kind] = mine.get(kind, Traffic()).grown(former.get(kind, Traffic()), moved, times)
-
-
-def _add(whole: Counter[str], one: Counter[str], two: Counter[str], times: int) -> None:
-    for kind in {*one, *two}:
-        whole[kind] += times * (two[kind] - one[kind])
