@@ -16,6 +16,7 @@ import copy
 import dataclasses
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,8 +39,13 @@ from hf_parallel.planner.continuation import extend, fullest
 from hf_parallel.planner.fake_world import fake_world, materialise, taken_for_real
 from hf_parallel.planner.observe import Communication, Observed, observe
 
-#: Precision -> dtype of the weights, and whether products are computed in bf16 all the same.
-PRECISIONS = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False), "mixed": (torch.float32, True)}
+#: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+    "mixed": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
 _FEWEST = 3  # layers on a stage: a first one, a last one and one between
 #: What a fake tensor answers when the code asks for its value: torch's schedules ask whether all stages know their
 #: shapes (1: yes), ours which micro-batch to run (all have the same shape).
@@ -90,6 +96,8 @@ def dry_run(
     precision: str = "bf16",
     whole: bool = False,
     layers: int | None = None,
+    adapt: Callable[[Any], None] | None = None,
+    pack: Callable[[Any], None] | None = None,
 ) -> DryRun:
     """Run `parallelize` and two training steps as `rank` of a world that is not there.
 
@@ -98,9 +106,12 @@ def dry_run(
         world_size: number of processes; default: what the sizes of `config` multiply to.
         rows: of one call of the model on one data rank; a pipeline cuts them into micro-batches.
         accumulation: calls per optimizer step.
-        precision: "bf16" and "fp32": of the weights and all else; "mixed": fp32 weights under autocast to bf16.
+        precision: "bf16" and "fp32": of the weights and all else; "mixed" and "fp16": fp32 weights under autocast to
+            bf16 or fp16, as Trainer's bf16=True and fp16=True have it.
         whole: run all layers and micro-batches, even if they are equal.
         layers: as if the model had only so many.
+        adapt: puts adapters into the parallel model, which is on the meta device: `lora` of hooks/planned_adapters.py.
+        pack: what `parallelize` takes: `four_bit` of the same file.
 
     Raises:
         SpecError: the layout cannot hold, this process has a process group, or the model needs values.
@@ -118,7 +129,7 @@ def dry_run(
     config, counts = _settled(model, config, rank)
     shorten = not whole and stack is not None and _alike(stack)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
-    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision)
+    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack)
     total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
     return DryRun(
         rank,
@@ -183,6 +194,8 @@ class _Run:
     accumulation: int
     optimizer: str
     precision: str
+    adapt: Callable[[Any], None] | None
+    pack: Callable[[Any], None] | None
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
         """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
@@ -224,7 +237,9 @@ class _Run:
     def _step(self, model: Any, config: ParallelConfig) -> Observed:
         mesh = ParallelMesh.create(config, torch.device("cpu"))
         model.train()
-        parallelize(model, mesh=mesh)
+        parallelize(model, mesh=mesh, pack=self.pack)
+        if self.adapt is not None:
+            self.adapt(model)
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]

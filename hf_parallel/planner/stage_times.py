@@ -113,9 +113,9 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
         count = max(1, matrix.count // layout.ep)
         m = tokens / layout.tp * layout.ep * matrix.share
     if not backward:
-        return count * gemm_seconds(gpu, job.precision, m, n, k)
-    data = gemm_seconds(gpu, job.precision, m, k, n)
-    return count * (data + (0 if job.lora else gemm_seconds(gpu, job.precision, n, k, m)))
+        return count * gemm_seconds(gpu, job.products, m, n, k)
+    data = gemm_seconds(gpu, job.products, m, k, n)
+    return count * (data + (0 if job.lora else gemm_seconds(gpu, job.products, n, k, m)))
 
 
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
@@ -130,7 +130,7 @@ def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens:
 def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Bytes that a forward reads and writes per token between the matrix products, if each step is one kernel."""
     c = job.width
-    stream = c * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
+    stream = job.stored * hidden * (2 * 2 + 2 * 3)  # two norms: read, write; two residual additions: read twice, write
     heads = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
     inner = c * block.inner * (3 if block.gated else 2)
     routed = 4 * c * block.top_k * hidden
@@ -152,8 +152,8 @@ def _layer_communication(
     gathered = reduced = 0.0
     if layout.zero_stage == 3:
         dense = (block.parameters - block.expert_parameters) / layout.tp
-        gathered = transfer_seconds("all_gather", dense * job.width, links["zero"])
-        reduced = 0.0 if job.lora else transfer_seconds("reduce_scatter", dense * job.width, links["zero"])
+        gathered = transfer_seconds("all_gather", dense * job.stored, links["zero"])
+        reduced = 0.0 if job.lora else transfer_seconds("reduce_scatter", dense * job.stored, links["zero"])
     forward = {"tp": reductions, "cp": ring, "ep": routed, "zero": gathered}
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[job.recompute]
     backward = {
@@ -198,7 +198,16 @@ def stage_times(shape: ModelShape, stage: Stage, layout: Layout, job: Job, clust
     total = end_times(shape, layout, job, cluster) if stage.is_last else Times({}, {})
     for block, count in stage.counts:
         total += block_times(block, shape.hidden, layout, job, cluster).times(count)
-    return total + Times({}, {"accumulating gradients": _accumulating(stage, layout, job, cluster)})
+    total += Times({}, {"accumulating gradients": _accumulating(stage, layout, job, cluster)})
+    return total + _lowering(stage, layout, job, cluster) if job.autocast else total
+
+
+def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+    """Autocast reads fp32 weights and writes 16-bit copies, again where a forward is recomputed; gradients go back."""
+    weights = stage.dense_parameters(layout.tp) + stage.expert_parameters(layout.ep)
+    once = moved(cluster.gpu, weights * (job.stored + job.width))
+    back = 0 if job.lora else once
+    return Times({"autocast": once}, {"autocast": back + (once if job.recompute == "full" else 0.0)})
 
 
 def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
@@ -206,4 +215,4 @@ def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> f
     if job.lora or job.micro_batches == 1:
         return 0.0
     dense = stage.dense_parameters(layout.tp) / (layout.shards if layout.zero_stage == 3 else 1)
-    return moved(cluster.gpu, (dense + stage.expert_parameters(layout.ep)) * (job.width + 8))
+    return moved(cluster.gpu, (dense + stage.expert_parameters(layout.ep)) * (job.stored + 8))

@@ -122,7 +122,7 @@ def step_time(shape: ModelShape, stages: tuple[Stage, ...], layout: Layout, job:
 def _sending(shape: ModelShape, layout: Layout, job: Job, cluster: Cluster) -> float:
     if layout.pp == 1:
         return 0.0
-    stream = job.micro_batch * job.seq / layout.cp * shape.hidden * job.width
+    stream = job.micro_batch * job.seq / layout.cp * shape.hidden * job.stored
     parts = layout.tp if layout.sequence_parallel else 1
     return transfer_seconds("p2p", stream / parts, groups(layout, cluster)["pp"])
 
@@ -142,11 +142,11 @@ def _tail(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster,
     reduction = gather = 0.0
     if layout.zero_stage < 3:
         kind = "all_reduce" if layout.zero_stage == 0 else "reduce_scatter"
-        whole = transfer_seconds(kind, dense * job.width, links["zero"])
+        whole = transfer_seconds(kind, dense * job.stored, links["zero"])
         reduction = max(0.0, whole - e.hidden_gradients * backward)
-        gather = transfer_seconds("all_gather", dense * job.width, links["zero"]) if layout.zero_stage else 0.0
+        gather = transfer_seconds("all_gather", dense * job.stored, links["zero"]) if layout.zero_stage else 0.0
     if layout.dp_replicate > 1:
-        reduction += transfer_seconds("all_reduce", dense / shards * job.width, links["replicate"])
+        reduction += transfer_seconds("all_reduce", dense / shards * job.stored, links["replicate"])
     return {
         "gradients' reduction": reduction,
         "gathering updated weights": gather,
