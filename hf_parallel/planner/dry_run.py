@@ -215,8 +215,10 @@ class _Run:
                 return self._step(model, config)
         except _NEEDS_VALUES as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
+            eager = getattr(model.config, "_experts_implementation", None) == "eager"
+            works = '; experts_implementation="grouped_mm" works' if eager else ""
             raise SpecError(
-                f"dry run: {type(model).__name__} looks at values, which fake tensors do not have ({first})"
+                f"dry run: {type(model).__name__} looks at values, which fake tensors do not have ({first}){works}"
             ) from error
 
     def _shortened(self, counts: tuple[int, ...]) -> tuple[Any, ParallelConfig]:

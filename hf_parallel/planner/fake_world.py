@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -43,12 +44,18 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def taken_for_real() -> Iterator[None]:
-    """Transformers takes fake tensors for a traced graph and makes masks there that a training step does not need."""
+    """Let Transformers run what it runs on real tensors.
+
+    It takes fake tensors for a traced graph and makes masks there that a training step does not need. And torch knows
+    the shapes of grouped products in bf16 only: experts in fp32 take Transformers' own operation, which keeps as much.
+    """
+    from transformers.integrations import moe
     from transformers.utils import import_utils
 
-    original = import_utils.is_fake_tensor
+    is_fake, can_group = import_utils.is_fake_tensor, moe._can_use_grouped_mm
     import_utils.is_fake_tensor = lambda tensor: False
+    moe._can_use_grouped_mm = lambda tokens, weight, ends: weight.dtype == torch.bfloat16
     try:
         yield
     finally:
-        import_utils.is_fake_tensor = original
+        import_utils.is_fake_tensor, moe._can_use_grouped_mm = is_fake, can_group

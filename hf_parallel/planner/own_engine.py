@@ -176,8 +176,10 @@ def lowered_of(block: Block, layout: Layout) -> float:
     """Weights of a block that autocast keeps a copy of on one rank.
 
     Products that gather their input, as columns under sequence parallelism, lower their weight again in the backward.
+    Grouped products of experts it does not lower.
     """
-    kept = [m for m in block.matrices if m.split == "row" or not layout.sequence_parallel]
+    lowered = [m for m in block.matrices if m.split != "expert"]
+    kept = [m for m in lowered if m.split == "row" or not layout.sequence_parallel]
     return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in kept)
 
 

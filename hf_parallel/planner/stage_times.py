@@ -204,7 +204,7 @@ def stage_times(shape: ModelShape, stage: Stage, layout: Layout, job: Job, clust
 
 def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """Autocast reads fp32 weights and writes 16-bit copies, again where a forward is recomputed; gradients go back."""
-    weights = stage.dense_parameters(layout.tp) + stage.expert_parameters(layout.ep)
+    weights = stage.dense_parameters(layout.tp)  # experts compute in fp32
     once = moved(cluster.gpu, weights * (job.stored + job.width))
     back = 0 if job.lora else once
     return Times({"autocast": once}, {"autocast": back + (once if job.recompute == "full" else 0.0)})
