@@ -236,6 +236,21 @@ def num_processes(original: Any) -> Any:
     return property(lambda self: runtime.mesh().data_size, doc="Number of data ranks.")
 
 
+def process_index(original: Any) -> Any:
+    """The global rank; inside `as_data_rank` the data rank."""
+    return property(lambda self: vars(self).get("_data_rank", original.fget(self)), doc="Rank of this process.")
+
+
+@contextlib.contextmanager
+def as_data_rank(accelerator: Any) -> Iterator[None]:
+    """In here `process_index` says which rows of what is gathered are this rank's own."""
+    accelerator._data_rank = runtime.mesh().data_rank
+    try:
+        yield
+    finally:
+        del accelerator._data_rank
+
+
 def scheduler_state(original: Any) -> Any:
     """AcceleratedScheduler steps once per process that reads data."""
     return lambda *args, **kwargs: types.SimpleNamespace(num_processes=runtime.mesh().data_size)

@@ -38,7 +38,7 @@ PREFERENCE = {
 }
 REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged": RAGGED}
 #: Of what depends on time, or on how wide a batch is padded.
-NOT_COMPARED = ("runtime", "per_second", "total_flos")
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time")
 
 
 def cases(row, specs):
