@@ -12,7 +12,10 @@ ENDS = 0.15  # of all draws: rows must have other lengths, and data ranks other 
 
 
 def draw_by_row(data_rank: int = 0) -> None:
-    """From now on a draw of this process depends on the call of `generate`, the row of the global batch, the token."""
+    """From now on a draw of this process depends on the call of `generate`, the row of the global batch, the token.
+
+    How the rows of a generation batch are shuffled depends on the call alone.
+    """
     place = {"call": 0, "token": 0}
     sample = GenerationMixin._sample
 
@@ -28,7 +31,11 @@ def draw_by_row(data_rank: int = 0) -> None:
         tokens = torch.searchsorted(probabilities.double().cumsum(1), inside).clamp(max=probabilities.shape[1] - 1)
         return torch.where(numbers[:, None] < ENDS, END, tokens)
 
-    GenerationMixin._sample, torch.multinomial = counted, multinomial
+    def randperm(count: int, generator: torch.Generator | None = None, **kwargs) -> torch.Tensor:
+        return shuffle(count, generator=generator or torch.Generator().manual_seed(place["call"]), **kwargs)
+
+    shuffle = torch.randperm
+    GenerationMixin._sample, torch.multinomial, torch.randperm = counted, multinomial, randperm
 
 
 def _number(call: int, row: int, token: int) -> torch.Tensor:

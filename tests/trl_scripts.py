@@ -35,7 +35,10 @@ SPECIAL = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<unk>"]
 ROWS = {"train": 64, "test": 13, "validation": 6}
 STEPS = 5
 #: Imported here, once: each run would spend a second on it.
-TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer, trl.RLOOTrainer)
+TRAINERS = (
+    *(trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer),
+    *(trl.GRPOTrainer, trl.RLOOTrainer),
+)
 
 
 def write_tokenizer(folder: str) -> None:

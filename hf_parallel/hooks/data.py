@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.rows import count
 
 
 def prepare_data_loader(original: Callable) -> Callable:
@@ -110,6 +111,32 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
 
     dataloader.slice_fn = slice_fn
+    base = dataloader.base_dataloader
+    collate = base.collate_fn
+
+    def collated(examples: list) -> Any:
+        batch = collate(examples)
+        if len(examples) < (base.batch_size or 0) and (count(batch) or 0) > len(examples):
+            refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
+        return batch
+
+    base.collate_fn = collated
+
+
+def refuse_cut_examples(dataloader: Any) -> None:
+    """The last batch of a stream is shared out row by row: examples of several rows would be torn apart.
+
+    Raises:
+        SpecError: this may happen to `dataloader`.
+    """
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    ranks = runtime.mesh().data_size
+    if ranks > 1 and isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last:
+        raise SpecError(
+            f"an IterableDataset whose examples have several rows, with {ranks} data ranks: the last batch would be "
+            "shared out by rows; dataloader_drop_last=True works, and so does a data set with a length"
+        )
 
 
 class RandomStream:
