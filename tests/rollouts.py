@@ -5,7 +5,7 @@ decides over a token follows from the row's place in the global batch, so that o
 """
 
 import torch
-from transformers import GenerationMixin
+from transformers import GenerationMixin, TrainerCallback
 
 END = 0  # of sequence, among the tokens of `trl_scripts.write_tokenizer`
 ENDS = 0.15  # of all draws: rows must have other lengths, and data ranks other longest rows
@@ -36,6 +36,13 @@ def draw_by_row(data_rank: int = 0) -> None:
 
     shuffle = torch.randperm
     GenerationMixin._sample, torch.multinomial, torch.randperm = counted, multinomial, randperm
+
+
+class SeedEachStep(TrainerCallback):
+    """Each step goes on from a random state of its own: real draws compare, whatever was drawn before."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        torch.manual_seed(state.global_step)
 
 
 def _number(call: int, row: int, token: int) -> torch.Tensor:

@@ -68,7 +68,7 @@ def write_model(folder: str, kind: str = "llama", classifier: bool = False, **ch
 
 
 def write_data(root: str) -> None:
-    """Folders `text`, `completion`, `chat`, `preference`, `prompt`: what the trainers call language modelling, … data."""
+    """Folders `text`, `completion`, …: what the trainers call language modelling, prompt-completion, … data."""
     words = topics["assert"].split()
     draw = random.Random(3)
 
@@ -116,16 +116,24 @@ class AllLogs(Recorder):
 GENERATING = ("grpo", "rloo")
 
 
-def script(name: str, flags: tuple[str, ...], root: str, out: str, spec: str | None = None, batch: int = 8) -> Outcome:
-    """Run `trl NAME FLAGS` in steps of `batch` rows over all data ranks."""
+def script(
+    name: str,
+    flags: tuple[str, ...],
+    root: str,
+    out: str,
+    spec: str | None = None,
+    batch: int = 8,
+    real_draws: bool = False,
+) -> Outcome:
+    """Run `trl NAME FLAGS` in steps of `batch` rows over all data ranks. Draws belong to rows, or to a step."""
     datasets.config.HF_DATASETS_CACHE = Path(root, "cache")
-    if name in GENERATING:
-        rollouts.draw_by_row(_activate(spec))
-    elif spec:
-        _activate(spec)
+    data_rank = _activate(spec)
+    if name in GENERATING and not real_draws:
+        rollouts.draw_by_row(data_rank)
     datasets.disable_progress_bars()
     recorder = AllLogs()
-    trainer.DEFAULT_CALLBACKS = [recorder, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
+    callbacks = [recorder, rollouts.SeedEachStep()] if real_draws else [recorder]
+    trainer.DEFAULT_CALLBACKS = [*callbacks, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
     PrinterCallback.on_log = lambda *args, **kwargs: None
     rows = str(batch // (axes(spec)["data_ranks"] if spec else 1))
     common = {
@@ -150,14 +158,13 @@ def _activate(spec: str | None) -> int:
     return hooks.runtime.mesh().data_rank
 
 
-def grpo(model: str, out: str, spec: str) -> None:
-    """A trainer that draws tokens while it trains."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, Any], **more: Any) -> None:
+    """A trainer that draws tokens while it trains, made but not run."""
+    _activate(spec)
     prompts = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
-    arguments = trl.GRPOConfig(out, report_to="none", bf16=False, use_cpu=True)
-    trl.GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), arguments, prompts)
+    config, trainer_class = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
+    arguments = config(out, report_to="none", bf16=False, use_cpu=True, **settings)
+    trainer_class(model, rollouts.reward, arguments, prompts, **more)
 
 
 class Folder:
