@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests import training
+from tests.adapters import ATTENTION, ENDS, MLP, lora
 from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
@@ -36,42 +37,9 @@ from tests.training import (
 
 pytest.importorskip("peft")
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-ENDS = ("embed_tokens", "lm_head")
-SPECS = (
-    "dp_shard=2",
-    "dp_replicate=2",
-    "tp=2",
-    "pp=2",
-    "dp_replicate=2,dp_shard=2",
-    "tp=2,dp_shard=2",
-    "pp=2,dp_shard=2",
-    "tp=2,pp=2",
-)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("one", "own")
 CHECKPOINTED = (("gradient_checkpointing", True),)
-
-
-def lora(targets, **settings):
-    """The script with adapters whose B does not start at zero: both halves then have gradients in the first step."""
-    chosen = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets, **settings}
-    return tuple(chosen.items())
-
-
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
-def test_all_linear_layers(runs, model, accumulation, spec):
-    script = Script(model=model, lora=lora("all-linear")).with_accumulation(accumulation)
-    runs.check(script, spec)
-
-
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
-def test_embedding_and_head_with_checkpointing(runs, model, spec):
-    runs.check(Script(model=model, lora=lora(ATTENTION + MLP + ENDS), arguments=CHECKPOINTED), spec)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "opt", "phi3", "deepseek_v3", "gemma3"])
