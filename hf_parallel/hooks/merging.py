@@ -25,10 +25,12 @@ def delta_weight(original: Callable) -> Callable:
     """This rank's part of s B A. Weights that are stored in another order have adapters in the same one."""
 
     def replacement(self: Any, adapter: str) -> torch.Tensor:
-        weight = self.get_base_layer().weight
+        weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
+        if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
+            return original(self, adapter)
         with _whole(self, adapter):
             delta = original(self, adapter).detach()
-        if not isinstance(weight, DTensor):
+        if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
             return delta
         part = read(delta, local_part(weight)).contiguous()
         return DTensor.from_local(

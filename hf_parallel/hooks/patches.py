@@ -105,9 +105,11 @@ def all_patches() -> list[Patch]:
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
         Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
         Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
-        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
-        Patch(
-            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        *(
+            Patch(
+                f"peft.tuners.lora.layer:{kind}.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+            )
+            for kind in ("Linear", "Embedding", "ParamWrapper")
         ),
         Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
         Patch(

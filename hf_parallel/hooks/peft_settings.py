@@ -20,14 +20,13 @@ _KEPT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("modules_to_save", "bias", "use_dora"),
+    *("modules_to_save", "bias", "use_dora", "target_parameters"),
 }
 #: Of `init_lora_weights`: what draws numbers, or reads the base's weights, which are gathered one by one.
 _STARTS = (False, "gaussian", "orthogonal", "pissa", "olora")
 #: What works instead of some of the others.
 _WORKS = {
     "init_lora_weights": 'True, False, "gaussian", "orthogonal", "pissa" or "olora"',
-    "target_parameters": "target_modules",
 }
 
 
@@ -51,6 +50,10 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
             raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
         if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
             raise SpecError(f"init_lora_weights={config.init_lora_weights!r} on a base of 4 bits: 'gaussian' works")
+        if config.target_parameters:
+            raise SpecError("target_parameters: weights of 4 bits have other shapes; target_modules works")
+    if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
+        raise SpecError(f"init_lora_weights={config.init_lora_weights!r} with target_parameters: True works")
     default = type(config)()
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
