@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.anatomy import text_config
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
@@ -271,15 +272,20 @@ def _mark(model: Any, state: ParallelState) -> None:
         # On the object, so that plain loops without the hooks save whole weights too.
         model.save_pretrained = lambda *args, **kwargs: save_pretrained(model, state.mesh, *args, **kwargs)
     if hasattr(model, "resize_token_embeddings"):
-        model.resize_token_embeddings = _refuse_resize
+        model.resize_token_embeddings = functools.partial(_keep_size, model)
     if state.pipeline is not None and hasattr(model, "generate"):
         model.generate = functools.partial(_generate_without_cache, model, state)
 
 
-def _refuse_resize(*args: Any, **kwargs: Any) -> None:
+def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
+    """`resize_token_embeddings` to the size they have, as scripts ask for after they have loaded a tokenizer."""
+    rows = getattr(text_config(model), "vocab_size", 0)
+    wanted, step = rows if wanted is None else wanted, pad_to_multiple_of or 1
+    if -(-wanted // step) * step == rows:
+        return model.get_input_embeddings()
     raise NotImplementedError(
-        "hf_parallel: resize_token_embeddings on a parallel model is not part of this version; "
-        "resize and save the model in one process first"
+        f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
+        "not part of this version; resize and save the model in one process first"
     )
 
 

@@ -111,6 +111,8 @@ def all_patches() -> list[Patch]:
             )
             for kind in ("Linear", "Embedding", "ParamWrapper")
         ),
+        Patch("peft.tuners.lora.layer:Linear.merge", merging.merge_layer, "takes norms of a shard's rows for DoRA"),
+        Patch("peft.tuners.lora.layer:Linear.unmerge", merging.merge_layer, "scales a shard's rows by DoRA's norms"),
         Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
         Patch(
             f"{_TUNER}.delete_adapter",

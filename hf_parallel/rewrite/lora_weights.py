@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -75,9 +75,9 @@ def _factor(half: Any) -> torch.Tensor:
 
 def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split."""
-    base = wrapper.base_layer
+    base, kind = wrapper.base_layer, type(wrapper)
     if not isinstance(wrapper, AdaptedWeight):
-        wrapper.__class__ = in_front(AdaptedWeight, type(wrapper))
+        wrapper.__class__ = in_front(AdaptedWeight, cast(Any, kind))
     if base in base.region.columns:
         base.region.columns[base] = wrapper.column
     dim = _cut_dim(base)

@@ -178,12 +178,16 @@ def test_biases(runs, bias, spec):
     runs.check(Script(model="gpt2", lora=lora("all-linear", bias=bias)), spec)
 
 
-def merged(spec, model, initial, out):
+def merged(spec, model, initial, out, **settings):
     """Logits before merging, merged in place, taken out again, and merged for good; the merged model is saved."""
     if spec:
         hooks.activate(spec, source="test")
-    targets = "all-linear" if model != "llama" else (*ATTENTION, *MLP, *ENDS)
-    adapted = load_model(Script(model=model, lora=lora(targets)), initial, 0).eval()
+    targets = "all-linear" if model != "llama" or settings else (*ATTENTION, *MLP, *ENDS)
+    adapted = load_model(Script(model=model, lora=lora(targets, **settings)), initial, 0).eval()
+    with torch.no_grad():  # magnitudes that are not the norms they start as
+        for name, parameter in adapted.named_parameters():
+            if "magnitude" in name:
+                parameter *= 1.1
 
     def logits(of):
         with torch.no_grad():
@@ -201,14 +205,24 @@ def merged(spec, model, initial, out):
 
 
 @pytest.mark.parametrize(
-    ("model", "spec"),
-    [("llama", "tp=2,pp=2"), ("phi3", "dp_shard=2,tp=2"), ("gpt2", "tp=2")],
+    ("model", "spec", "dora"),
+    [
+        ("llama", "tp=2,pp=2", False),
+        ("phi3", "dp_shard=2,tp=2", True),
+        ("gpt2", "tp=2", False),
+        ("llama", "dp_shard=2,pp=2", True),
+        ("phi3", "dp_shard=2,tp=2", False),
+        ("gpt2", "dp_shard=2,tp=2", True),
+        ("llama", "tp=4", True),
+    ],
 )
-def test_merging(runs, tmp_path, model, spec):
+def test_merging(runs, tmp_path, model, spec, dora):
     """Into each rank's part of the base: the same logits, and a folder of whole weights for plain transformers."""
     initial, one, many = runs.initial(model), str(tmp_path / "one"), str(tmp_path / "many")
-    (reference, *_) = run_alone(merged, None, model, initial, one)
-    for results in run(partial(merged, spec, model, initial, many), axes(spec)["world"], init=False, timeout=60):
+    settings = {"use_dora": True} if dora else {}
+    (reference, *_) = run_alone(merged, None, model, initial, one, **settings)
+    call = partial(merged, spec, model, initial, many, **settings)
+    for results in run(call, axes(spec)["world"], init=False, timeout=60):
         assert all((logits - reference).abs().max() < 1e-4 for logits in results)
     none(weight_differences(many, one, 1e-6))
 
