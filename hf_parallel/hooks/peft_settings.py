@@ -45,6 +45,19 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
             raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
+    _check_start(model, config)
+    default = type(config)()
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in _KEPT or value == getattr(default, setting.name):
+            continue
+        if setting.name == "init_lora_weights" and value in _STARTS:
+            continue
+        _refuse(setting.name, value)
+
+
+def _check_start(model: Any, config: Any) -> None:
+    """What a base of 4 bits does not bear, and where adapters of weights start."""
     if getattr(model, "is_loaded_in_4bit", False):
         if config.use_dora:
             raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
@@ -54,14 +67,6 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
             raise SpecError("target_parameters: weights of 4 bits have other shapes; target_modules works")
     if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
         raise SpecError(f"init_lora_weights={config.init_lora_weights!r} with target_parameters: True works")
-    default = type(config)()
-    for setting in dataclasses.fields(config):
-        value = getattr(config, setting.name)
-        if setting.name in _KEPT or value == getattr(default, setting.name):
-            continue
-        if setting.name == "init_lora_weights" and value in _STARTS:
-            continue
-        _refuse(setting.name, value)
 
 
 def check_copies(model: Any, names: Any) -> None:

@@ -82,6 +82,34 @@ def test_second_adapter_and_zero_start(runs):
     runs.check(Script(lora=settings, second_adapter=True), "tp=2,pp=2")
 
 
+def train_in_turn(spec, initial, out):
+    """Two adapters of other sizes in one model: the second is trained, then the first."""
+    from peft import LoraConfig
+
+    if spec:
+        hooks.activate(spec, source="test")
+    script, outcomes = Script(lora=lora(ATTENTION + MLP)), []
+    model = load_model(script, initial, 0)
+    second = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights="gaussian", target_modules=["o_proj", "lm_head"])
+    model.add_adapter("second", second)
+    training.load_model = lambda *_: model
+    data_ranks = axes(spec)["data_ranks"] if spec else 1
+    for name in ("second", "default"):
+        model.set_adapter(name)
+        outcomes.append(training.train(script, initial, f"{out}/{name}", data_ranks, int(os.environ.get("RANK", 0))))
+    return outcomes
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2,tp=2", "pp=2,dp_shard=2"])
+def test_adapters_trained_in_turn(runs, tmp_path, spec):
+    """What trains changes after the weights have been gathered: other gradients, and of the first adapter no more."""
+    initial = runs.initial("llama")
+    one = run_alone(train_in_turn, None, initial, f"{tmp_path}/one")
+    many = run(partial(train_in_turn, spec, initial, f"{tmp_path}/many"), 4, init=False, timeout=90)
+    for i, expected in enumerate(one):
+        none(differences([ranks[i] for ranks in many], expected, Tolerance()))
+
+
 @pytest.mark.parametrize("spec", layouts("LoRA", "tp=2,dp_shard=2", "tp=2,pp=2"))
 def test_bf16(runs, spec):
     runs.check(Script(lora=lora("all-linear"), arguments=(("bf16", True),)), spec, BF16)
@@ -349,7 +377,7 @@ def config_of(folder):
 
 REFUSED = [
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
-    ({"target_parameters": ("gate_proj.weight",)}, "target_parameters"),
+    ({"layer_replication": ((0, 2), (1, 4))}, "layer_replication"),
     ({"trainable_token_indices": (1, 2)}, "trainable_token_indices"),
 ]
 
