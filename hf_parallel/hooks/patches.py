@@ -108,10 +108,14 @@ def all_patches() -> list[Patch]:
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
         Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
         Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
-        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
-        Patch(
-            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        *(
+            Patch(
+                f"peft.tuners.lora.layer:{kind}.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+            )
+            for kind in ("Linear", "Embedding", "ParamWrapper")
         ),
+        Patch("peft.tuners.lora.layer:Linear.merge", merging.merge_layer, "takes norms of a shard's rows for DoRA"),
+        Patch("peft.tuners.lora.layer:Linear.unmerge", merging.merge_layer, "scales a shard's rows by DoRA's norms"),
         Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
         Patch(
             f"{_TUNER}.delete_adapter",
