@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.random_stream import share_random_numbers
 from hf_parallel.hooks.rows import count
 
 
@@ -42,7 +41,7 @@ def _by_data_rank(prepared: Any) -> Any:
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
     elif mesh.config.world_size > mesh.data_size:
-        _share_random_numbers(prepared)
+        share_random_numbers(prepared)
     return prepared
 
 
@@ -139,53 +138,13 @@ def refuse_cut_examples(dataloader: Any) -> None:
         )
 
 
-class RandomStream:
-    """The random numbers of the data: one stream for all ranks, apart from the model's, which stages use unequally."""
+def length_grouped_sampler(original: Any) -> Callable:
+    """Rows of like length for each batch of all data ranks together."""
 
-    def __init__(self) -> None:
-        state = [self._get()]
-        dist.broadcast_object_list(state, src=0)
-        self.state = state[0]
+    def replacement(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
 
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Draw from this stream inside the block."""
-        outside = self._get()
-        self._set(self.state)
-        try:
-            yield
-        finally:
-            self.state = self._get()
-            self._set(outside)
-
-    @staticmethod
-    def _get() -> tuple:
-        return torch.get_rng_state(), np.random.get_state(), random.getstate()
-
-    @staticmethod
-    def _set(state: tuple) -> None:
-        torch.set_rng_state(state[0])
-        np.random.set_state(state[1])
-        random.setstate(state[2])
-
-
-def _share_random_numbers(dataloader: Any) -> None:
-    """Order and collation come from the shared stream, so that stages cannot disagree about a batch."""
-    base, stream = dataloader.base_dataloader, RandomStream()
-    iterate = base.__iter__
-
-    def shared_iterator() -> Iterator[Any]:
-        with stream.active():
-            batches = iterate()
-        while True:
-            with stream.active():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-
-    base.__iter__ = shared_iterator
+    return replacement
 
 
 def gather(original: Callable) -> Callable:

@@ -96,6 +96,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_optimizer_and_scheduler", resuming.load_optimizer, "optimizer state is sharded"),
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
+        Patch("transformers.trainer:LengthGroupedSampler", data.length_grouped_sampler, "groups by process"),
         Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
         # bitsandbytes, when a script imports it.
         Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor", late=True),

@@ -1,0 +1,84 @@
+"""The random numbers of reading data, on layouts whose ranks share a model.
+
+In one process the loaders and the model draw from the same generators in turn. Here ranks of one model must read the
+same batches, and do not all draw what the model draws: so data has a stream of its own, which goes on from loader to
+loader. Where the model draws nothing, orders and masks are those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+class RandomStream:
+    """One stream for all ranks."""
+
+    latest: RandomStream | None = None
+
+    def __init__(self, began: tuple) -> None:
+        self.began = self.state = began
+
+    @classmethod
+    def here(cls) -> RandomStream:
+        """The stream of all loaders that are made at this state of rank 0's generators, as they share it there."""
+        now = cls._get()
+        known = cls.latest is not None and _equal(cls.latest.began, now)
+        told: list[Any] = [None if known else now]
+        dist.broadcast_object_list(told, src=0)
+        if told[0] is not None:
+            cls.latest = cls(told[0])
+        assert cls.latest is not None
+        return cls.latest
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from this stream inside the block."""
+        outside = self._get()
+        self._set(self.state)
+        try:
+            yield
+        finally:
+            self.state = self._get()
+            self._set(outside)
+
+    @staticmethod
+    def _get() -> tuple:
+        return torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    @staticmethod
+    def _set(state: tuple) -> None:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+
+
+def _equal(one: tuple, other: tuple) -> bool:
+    (torch_one, numpy_one, python_one), (torch_other, numpy_other, python_other) = one, other
+    same = torch.equal(torch_one, torch_other) and python_one == python_other
+    return same and all(np.array_equal(a, b) for a, b in zip(numpy_one, numpy_other, strict=True))
+
+
+def share_random_numbers(dataloader: Any) -> None:
+    """Order and collation come from the shared stream, so that stages cannot disagree about a batch."""
+    base, stream = dataloader.base_dataloader, RandomStream.here()
+    iterate = base.__iter__
+
+    def shared_iterator() -> Iterator[Any]:
+        with stream.active():
+            batches = iterate()
+        while True:
+            with stream.active():
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            yield batch
+
+    base.__iter__ = shared_iterator
