@@ -31,10 +31,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from hf_parallel.anatomy import backbone_plan
+from hf_parallel.anatomy import backbone_plan, transformer_blocks
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, coordinates
-from hf_parallel.parallelize import parallelize, state_of, transformer_blocks, with_schedule
+from hf_parallel.parallelize import parallelize, state_of, with_schedule
 from hf_parallel.pipeline.schedules import micro_batch_count
 from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
 from hf_parallel.planner.ledger import Traffic
