@@ -253,7 +253,7 @@ def not_built(config: ParallelConfig) -> list[tuple[str, str]]:
     for key, values, what, works in _NOT_BUILT:
         value = getattr(config, key)
         if value in values if values is not None else value != _DEFAULTS[key]:
-            spelled = f"{key}={_spell(value)}"
+            spelled = f"{key}={spell(value)}"
             found.append((spelled, f"{spelled}: {what} is not part of this version; {works} works"))
     return found
 

@@ -10,6 +10,9 @@ from hf_parallel.planner.memory import GIB
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
 LARGE_BATCH = 16e6
+#: A setting that this version does not run is worth a line if it would be so many times faster.
+MUCH_BETTER = 1.15
+_MOST_LINES = 3
 
 
 def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
@@ -86,3 +89,23 @@ def nothing_fits(goal: Any, needed: float) -> str:
         advice.append("--optimizer adamw_8bit keeps its state in a quarter")
     factor = max(2, round(needed / there + 0.5))
     return "; ".join([*advice, f"or {factor * goal.cluster.gpus} GPUs"])
+
+
+def better_but_refused(others: Any, best: Any) -> list[str]:
+    """A line for each set of settings that this version does not run and that would be much better, or would fit.
+
+    Fewer settings come first; one more must be much better still.
+    """
+    shown: dict[frozenset[str], Any] = {}
+    for choice in sorted(others, key=lambda choice: (len(choice.not_built), choice.seconds_per_row)):
+        kinds = frozenset(name.partition("=")[0] for name in choice.not_built)
+        known = [best, *(other for seen, other in shown.items() if seen <= kinds)]
+        paces = [other.seconds_per_row for other in known if other is not None]
+        if not paces or choice.seconds_per_row * MUCH_BETTER < min(paces):
+            shown[kinds] = choice
+    return [_refused_line(choice, best) for choice in list(shown.values())[:_MOST_LINES]]
+
+
+def _refused_line(choice: Any, best: Any) -> str:
+    gain = "would fit" if best is None else f"would take {choice.seconds_per_row / best.seconds_per_row:.2f} x the time"
+    return f"{' and '.join(choice.not_built)} {gain} ({choice.config.to_spec()}), which this version does not run"

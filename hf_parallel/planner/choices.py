@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.config import ParallelConfig, not_built
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.model_shape import ModelShape
 from hf_parallel.planner.predict import Prediction
@@ -22,6 +22,11 @@ class Choice:
     warnings: tuple[str, ...] = ()
 
     @property
+    def not_built(self) -> list[str]:
+        """Its settings that this version does not run, as `cp_size=4`."""
+        return [spelled for spelled, _ in not_built(self.config)]
+
+    @property
     def step_time_s(self) -> float:
         """Predicted seconds per optimizer step."""
         return self.prediction.step_time_s
@@ -36,6 +41,7 @@ class Choice:
         p = self.prediction
         return {
             "spec": self.config.to_spec(),
+            "not_run_by_this_version": self.not_built,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             "step_time_s": p.step_time_s,
@@ -53,7 +59,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at."""
+    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at.
+
+    `beyond`: lines about layouts that this version does not run and that would be much better.
+    """
 
     shape: ModelShape
     cluster: Cluster
@@ -63,6 +72,12 @@ class Found:
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
+    beyond: list[str] = field(default_factory=list)
+
+    @property
+    def best(self) -> Choice | None:
+        """The fastest that this version runs."""
+        return next((choice for choice in self.choices if not choice.not_built), None)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -78,6 +93,7 @@ class Found:
             "layouts": [choice.to_dict() for choice in self.choices],
             "why_not": dict(self.why_not),
             "advice": self.advice,
+            "not_run_by_this_version": self.beyond,
         }
 
 
