@@ -148,7 +148,7 @@ def _best(config: Any) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
-    from hf_parallel.planner.clusters import detect
+    from hf_parallel.planner.detect import detect
     from hf_parallel.planner.search import search
 
     batch = script_batch(config)
@@ -164,7 +164,7 @@ def _best(config: Any) -> tuple[str, list[str]]:
         top=3,
         accept=accepted(config),
     )
-    if not found.choices:
+    if found.best is None:
         raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
     counted = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens per data rank"
     lines = [f"auto, for {found.cluster.gpus} x {found.cluster.gpu.name} and {counted}, chooses"]
@@ -175,7 +175,7 @@ def _best(config: Any) -> tuple[str, list[str]]:
             f"{word}{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of "
             f"{choice.rows * choice.accumulation * choice.config.data_parallel_size} rows, {p.memory_gib:.1f} GiB"
         )
-    return found.choices[0].config.to_spec(), lines
+    return found.best.config.to_spec(), lines
 
 
 def accepted(config: Any) -> Callable[[ParallelConfig], bool]:

@@ -19,14 +19,14 @@ _MOST_STAGES = 64
 _LEAST_TOKENS = 1024  # of a rank under cp: shorter parts of a row leave its GPU idle
 _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
-WAYS: tuple[dict[str, str], ...] = tuple(
+WAYS: tuple[dict[str, Any], ...] = tuple(
     {"offload": offload, "activation_checkpointing": recompute}
     for offload in ("none", "cpu", "nvme:PATH")
     for recompute in ("none", "selective", "full")
 )
 
 
-def configured(base: ParallelConfig | None = None, **settings: Any) -> ParallelConfig:
+def configured(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
     """A config with these settings changed: a `PlannedConfig` if this version does not run it."""
     values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)} if base else {}
     planned = PlannedConfig(**{**values, **settings})

@@ -7,6 +7,7 @@ from typing import Any
 
 from hf_parallel.config import ParallelConfig, not_built
 from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.model_shape import ModelShape
 from hf_parallel.planner.predict import Prediction
 
@@ -25,6 +26,11 @@ class Choice:
     def not_built(self) -> list[str]:
         """Its settings that this version does not run, as `cp_size=4`."""
         return [spelled for spelled, _ in not_built(self.config)]
+
+    @property
+    def needed_gib(self) -> float:
+        """What the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
+        return max(rank.needed for rank in self.prediction.breakdown.ranks) / GIB
 
     @property
     def step_time_s(self) -> float:
@@ -48,6 +54,7 @@ class Choice:
             "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
             "mfu": p.mfu,
             "memory_gib": p.memory_gib,
+            "needed_gib": self.needed_gib,
             "fits": p.fits,
             "bubble": p.bubble,
             "memory": p.breakdown.memory,
@@ -69,15 +76,12 @@ class Found:
     seq: int
     global_batch: int | None
     choices: list[Choice]
+    best: Choice | None = None  # the fastest that this version runs
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
     beyond: list[str] = field(default_factory=list)
-
-    @property
-    def best(self) -> Choice | None:
-        """The fastest that this version runs."""
-        return next((choice for choice in self.choices if not choice.not_built), None)
+    notes: list[str] = field(default_factory=list)  # of the plan as a whole
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -94,6 +98,7 @@ class Found:
             "why_not": dict(self.why_not),
             "advice": self.advice,
             "not_run_by_this_version": self.beyond,
+            "notes": self.notes,
         }
 
 

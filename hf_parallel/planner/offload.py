@@ -1,9 +1,9 @@
 """What a step costs when gradients and optimizer state live on the host, or on its NVMe, and the CPU runs Adam.
 
-ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840): 16-bit weights stay on the GPU, gradients go down and updated weights
-come back, 2 bytes each per parameter and step over PCIe (section 3); the CPU's Adam is as fast as its memory (section 5,
-table 4). ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857): the optimizer's state is read from NVMe and written
-back, twice its size per step (section 4.1).
+ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840): 16-bit weights stay on the GPU, gradients go down and updated
+weights come back, 2 bytes each per parameter and step over PCIe (section 3); the CPU's Adam is as fast as its memory
+(table 4). ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857): the optimizer's state is read from NVMe and
+written back, twice its size per step (section 4.1).
 """
 
 from __future__ import annotations

@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, PlannedConfig, SpecError, not_built
-from hf_parallel.planner.advice import MUCH_BETTER, better_but_refused, nothing_fits, warnings_about, why_not
+from hf_parallel.planner.advice import (
+    MUCH_BETTER,
+    better_but_refused,
+    notes_about,
+    nothing_fits,
+    warnings_about,
+    why_not,
+)
 from hf_parallel.planner.candidates import WAYS, configured, heads_divide, layouts, other_schedules, runs
 from hf_parallel.planner.choices import Choice, Found, Goal
 from hf_parallel.planner.hardware import Cluster, make_cluster
@@ -25,6 +32,7 @@ from hf_parallel.planner.own_engine import count_activations
 from hf_parallel.planner.trial import TooLarge, predicted, variants
 
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
+_MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
 
 
@@ -84,14 +92,35 @@ def search(
     others = looking.beyond(_pace(first) * wanted if first else math.inf)
     lines = better_but_refused(others, first)
     shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
-    shown = [
-        dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal)))
-        for choice in itertools.islice(filter(looking.accepts, shown), max(1, top))
-    ]
-    found = Found(goal.shape, cluster, seq, global_batch, shown, [], looking.looked_at, beyond=lines)
+    shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
+    best = next(filter(looking.accepts, ranked), None)
+    shown = [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown]
+    notes = list(notes_about(goal, getattr(model, "max_position_embeddings", None)))
+    found = Found(
+        goal.shape, cluster, seq, global_batch, shown, best, [], looking.looked_at, beyond=lines, notes=notes
+    )
     yours = [] if expected is None else [_about_yours(goal, expected, found)]
-    advice = "" if ranked else nothing_fits(goal, looking.leanest)
+    advice = "" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept)))
     return dataclasses.replace(found, why_not=[*yours, *_why_not(goal, found)], advice=advice)
+
+
+def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
+    """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
+
+    def best(**changes: Any) -> Choice | None:
+        return next(iter(_Search(dataclasses.replace(goal, **changes), accept).run()), None)
+
+    if not goal.lora:
+        yield "training adapters only (--lora)", best(lora=16)
+    if goal.optimizer == "adamw" and not goal.lora:
+        yield "--optimizer adamw_8bit", best(optimizer="adamw_8bit")
+    for factor in _MORE_GPUS:
+        gpus = factor * goal.cluster.gpus
+        rows = None if goal.global_batch is None else math.lcm(goal.global_batch, gpus)
+        found = best(cluster=dataclasses.replace(goal.cluster, gpus=gpus), global_batch=rows)
+        if found or factor == _MORE_GPUS[-1]:
+            yield f"a cluster of {gpus} GPUs", found
+            return
 
 
 def _pace(choice: Choice) -> float:
@@ -147,7 +176,7 @@ class _Search:
         return sorted(best.values(), key=_pace)
 
     def _tried(
-        self, config: ParallelConfig, ways: list[dict[str, str]], limit: float, also: bool = True
+        self, config: ParallelConfig, ways: list[dict[str, Any]], limit: float, also: bool = True
     ) -> Iterator[Choice]:
         """What fits; `also`: what does not counts for the leanest."""
         for choice in variants(self.goal, config, limit, ways):
@@ -208,12 +237,14 @@ def _sizes(config: ParallelConfig) -> tuple:
 def _why_not(goal: Goal, found: Found) -> Iterator[tuple[str, str]]:
     """The layouts that people ask about first, and what keeps them from being the best."""
     gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
+    stages = math.gcd(goal.cluster.nodes, 8)
     asked = {
         "plain data parallelism": {"dp_replicate": gpus},
         "ZeRO-3 over all GPUs": {"dp_shard": gpus},
         "tensor parallelism in the node": {"tp": inside, "dp_shard": gpus // inside},
         "tensor parallelism across nodes": {"tp": min(2 * inside, gpus), "dp_shard": gpus // min(2 * inside, gpus)},
         "hybrid sharding in the node": {"dp_replicate": gpus // inside, "dp_shard": inside},
+        "tp in the node, pp between nodes": {"tp": inside, "pp": stages, "dp_shard": gpus // inside // stages},
     }
     seen = {_sizes(found.best.config)} if found.best else set()
     for name, sizes in asked.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import configured, micro_batches
@@ -31,7 +32,7 @@ class TooLarge:
 
 
 def variants(
-    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, str]]
+    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
 ) -> Iterator[Choice | TooLarge]:
     """Growing micro-batches in each of `ways`, up to the first in which any fits.
 
@@ -54,7 +55,7 @@ def variants(
 
 
 def _floor(goal: Goal, config: ParallelConfig, size: int, recompute: str) -> float:
-    """Seconds per row that its blocks alone take if no rank ever waits; the same for all ways to share out the data."""
+    """Seconds per row that its blocks alone take if no rank ever waits, however the data are shared out."""
     layout = Layout(
         tp=config.tp_size,
         cp=config.cp_size,
