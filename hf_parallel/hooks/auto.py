@@ -187,6 +187,12 @@ def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
     known: dict[ParallelConfig, bool] = {}
 
     def accept(layout: ParallelConfig) -> bool:
+        if (
+            layout.tp_size > 1
+            and layout.pp_size > 1
+            and not accept(ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size))
+        ):
+            return False  # cutting many stages takes seconds
         # How many data ranks there are beyond one makes no difference to a model.
         data = min(2, layout.data_parallel_size)
         small = dataclasses.replace(layout, dp_replicate_size=1, dp_shard_size=data)

@@ -167,11 +167,13 @@ class _Search:
         for config in layouts(self.goal):
             if not runs(config):
                 for choice in self._tried(config, self.runnable, limit, also=False):
+                    limit = min(limit, _pace(choice) * _WORTH)
                     self._keep(best, choice)
                     if choice.config.activation_checkpointing == "none":
                         self.plain.add(_sizes(config))
             if _sizes(config) not in self.plain:
                 for choice in self._tried(config, self.refused, limit, also=False):
+                    limit = min(limit, _pace(choice) * _WORTH)
                     self._keep(best, choice)
         return sorted(best.values(), key=_pace)
 
