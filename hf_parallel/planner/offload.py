@@ -16,17 +16,17 @@ _READ_AND_WRITTEN = 7  # states: weight, gradient and two moments read; weight a
 
 def state_width(job: Job) -> float:
     """Bytes of one element of the optimizer's state: fp32, except where this package's engine trains in bf16."""
-    return job.width if job.engine == "hf_parallel" else 4.0
+    return job.stored if job.engine == "hf_parallel" else 4.0
 
 
 def host_bytes(parameters: float, job: Job) -> float:
     """What `parameters` whose optimizer runs on the host take there: gradient, weight, two moments."""
-    return parameters * (job.width + 3 * state_width(job)) if job.offload == "cpu" else 0.0
+    return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
 
 
 def pcie_bytes(parameters: float, job: Job) -> tuple[float, float]:
     """Per step: gradients down, updated weights up."""
-    return parameters * job.width, parameters * job.width
+    return parameters * job.stored, parameters * job.stored
 
 
 def nvme_bytes(parameters: float, job: Job) -> float:

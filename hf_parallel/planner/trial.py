@@ -18,8 +18,8 @@ from hf_parallel.planner.memory import GIB, fits, fullest
 from hf_parallel.planner.model_shape import distinct
 from hf_parallel.planner.offload import host_bytes
 from hf_parallel.planner.predict import memory_of_ranks, predict_step
+from hf_parallel.planner.stage_times import block_times, stage_times
 from hf_parallel.planner.stages import make_stages, stages_of_rank
-from hf_parallel.planner.step_time import block_times, stage_times
 
 
 @dataclass(frozen=True)

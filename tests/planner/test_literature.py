@@ -160,8 +160,8 @@ def test_ulysses_sends_less_and_less_where_a_ring_sends_ever_more():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_exchange_tokens_twice_each_way(ranks):
-    """GShard (Lepikhin et al., 2020, section 3.2) and DeepSpeed-MoE (Rajbhandari et al., 2022): dispatch and combine in
-    the forward, both again backward; each moves top_k copies of every token, (E - 1) / E of them to other ranks."""
+    """GShard (Lepikhin et al., 2020, section 3.2), DeepSpeed-MoE (Rajbhandari et al., 2022): dispatch and combine in the
+    forward, both again backward; each moves top_k copies of every token, (E - 1) / E of them to other ranks."""
     (exchange,) = transfers(MIXTRAL, Layout(dp=ranks, ep=ranks, zero_stage=1), Job(4096, 1, 1), "ep")
     assert exchange.count == 4 * 32
     assert exchange.payload == 2 * 4096 * 4096 * 2
@@ -190,8 +190,8 @@ def test_adam_of_the_host(billions, seconds):
 
 
 def test_arithmetic_intensity_of_nvme():
-    """Rajbhandari et al., 2021 (ZeRO-Infinity), section 4.1: optimizer states of 16 bytes are read and written once a
-    step, so 8 x batch x seq FLOPs per parameter meet 32 bytes: batch x seq / 4. Ours keeps the gradient on the host."""
+    """ZeRO-Infinity (Rajbhandari et al., 2021), section 4.1: optimizer states of 16 bytes are read and written once a
+    step, so 8 x batch x seq FLOPs per parameter meet 32 bytes: batch x seq / 4. Ours keeps the gradient in memory."""
     moved = nvme_bytes(1.0, Job(1024, 2, 1, offload="nvme"))
     assert moved == 2 * 12
     assert 8 * 2 * 1024 / (moved + 2 * 4) == 2 * 1024 / 4
