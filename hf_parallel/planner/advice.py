@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hf_parallel.planner.predict import MEASURED, TRANSFERRED
+
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
 LARGE_BATCH = 16e6
 #: A setting that this version does not run is worth a line if it would be so many times faster.
 MUCH_BETTER = 1.15
 _MOST_LINES = 3
-#: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out (docs/planner.md).
-MEASURED, TRANSFERRED = 0.25, 0.45
 #: What the kinds of memory are that a name alone does not tell.
 _KINDS = {
     "temporaries": "temporaries (logits, or a layer computed again)",
@@ -121,7 +121,7 @@ def notes_about(goal: Any, positions: int | None) -> Iterator[str]:
     if goal.precision == "bf16" and not goal.lora:
         yield "bf16 as Transformers trains it: weights, gradients and moments in bf16 and no fp32 copy of the weights"
     if any(block.top_k for block in shape.blocks):
-        yield "experts are assumed to get equally many tokens; the busiest one decides, so expect less"
+        yield "nothing was fitted on models with experts; they are assumed to get equally many tokens, so expect less"
     if positions and goal.seq > positions:
         yield f"--seq {goal.seq}: the model was made for {positions} positions"
 

@@ -51,6 +51,7 @@ class Choice:
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             "step_time_s": p.step_time_s,
+            "uncertainty": p.uncertainty,
             "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
             "mfu": p.mfu,
             "memory_gib": p.memory_gib,

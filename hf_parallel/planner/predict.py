@@ -23,6 +23,10 @@ from hf_parallel.planner.step_time import live_forwards, step_time
 from hf_parallel.planner.traffic import traffic
 
 
+#: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out (docs/planner.md).
+MEASURED, TRANSFERRED = 0.25, 0.45
+
+
 @dataclass(frozen=True)
 class Breakdown:
     """Where memory and time go.
@@ -58,6 +62,11 @@ class Prediction:
     cluster: Cluster
     layout: Layout
     job: Job
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative error of the step time that one run in ten exceeds; of types without published runs it is larger."""
+        return TRANSFERRED if self.cluster.gpu.like else MEASURED
 
     def cost_per_billion_tokens(self, dollars_per_gpu_hour: float) -> float:
         """Dollars for 1e9 tokens."""

@@ -160,8 +160,8 @@ def test_ulysses_sends_less_and_less_where_a_ring_sends_ever_more():
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_exchange_tokens_twice_each_way(ranks):
-    """GShard (Lepikhin et al., 2020, section 3.2), DeepSpeed-MoE (Rajbhandari et al., 2022): dispatch and combine in the
-    forward, both again backward; each moves top_k copies of every token, (E - 1) / E of them to other ranks."""
+    """GShard (Lepikhin et al., 2020, section 3.2), DeepSpeed-MoE (Rajbhandari et al., 2022): dispatch, combine in
+    the forward, both again backward; each moves top_k copies of every token, (E - 1) / E of them to other ranks."""
     (exchange,) = transfers(MIXTRAL, Layout(dp=ranks, ep=ranks, zero_stage=1), Job(4096, 1, 1), "ep")
     assert exchange.count == 4 * 32
     assert exchange.payload == 2 * 4096 * 4096 * 2
