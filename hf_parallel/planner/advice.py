@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hf_parallel.planner.predict import MEASURED, TRANSFERRED
+from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
@@ -108,20 +108,23 @@ def notes_about(goal: Any, positions: int | None) -> Iterator[str]:
     Args:
         positions: the longest row that the model was made for, if it says so.
     """
-    gpu, shape = goal.cluster.gpu, goal.shape
+    gpu, experts = goal.cluster.gpu, any(block.top_k for block in goal.shape.blocks)
     if gpu.like:
         yield (
             f"nobody published runs on {gpu.name} that we could compare with: its efficiencies are those of "
             f"{gpu.like}, so seconds may be off by {TRANSFERRED:.0%} (one in ten); the order of layouts is surer"
         )
-    elif gpu.name != "cpu":
+    elif gpu.name != "cpu" and not experts:
         yield f"seconds are within {MEASURED:.0%} for nine of ten runs that were not fitted; the order is surer"
     if gpu.note:
         yield f"{gpu.name} {gpu.note}"
     if goal.precision == "bf16" and not goal.lora:
         yield "bf16 as Transformers trains it: weights, gradients and moments in bf16 and no fp32 copy of the weights"
-    if any(block.top_k for block in shape.blocks):
-        yield "nothing was fitted on models with experts; they are assumed to get equally many tokens, so expect less"
+    if experts:
+        yield (
+            f"nothing was fitted on models with experts: seconds may be off by {EXPERTS:.0%} (one in ten); "
+            "experts are assumed to get equally many tokens"
+        )
     if positions and goal.seq > positions:
         yield f"--seq {goal.seq}: the model was made for {positions} positions"
 

@@ -67,6 +67,25 @@ def test_nothing_fits():
     assert "GPUs" in found.advice
 
 
+def test_ways_out_are_searched():
+    """One desktop GPU: all weights of 8 billion do not fit, adapters do; two and four GPUs do not, eight do."""
+    found = searched(gpus=1, gpu="rtx4090-24gb", seq=2048, global_batch=16)
+    assert "(--lora) fits: dp_shard=1" in found.advice
+    assert "a cluster of 8 GPUs fits" in found.advice, found.advice
+
+
+def test_notes_say_what_the_figures_rest_on():
+    config = models.llama(max_position_embeddings=64)
+    (measured, *_), (copied, *_) = (searched(gpu=gpu, gpus=8).notes for gpu in ("h100-80gb", "l40s-48gb"))
+    assert "within 25%" in measured
+    assert "nobody published runs on l40s-48gb" in copied
+    assert "a100-80gb" in copied
+    assert any("no bf16 units" in note for note in searched(gpu="V100", gpus=8).notes)
+    assert "--seq 128: the model was made for 64 positions" in searched(config, gpus=8, seq=128).notes
+    experts = {**LLAMA_8B, "experts": 8, "top_k": 2}
+    assert any("experts" in note for note in searched(experts, gpus=8, gpu="h200").notes)
+
+
 def test_why_not():
     found = searched(LLAMA_70B, gpus=64, network="ethernet-25g", gpu="h100-80gb", global_batch=256)
     reasons = dict(found.why_not)
