@@ -46,7 +46,7 @@ def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
             "a larger batch per call, or fewer rows per step, does not"
         )
     if prediction.bubble > 0.2:
-        yield f"{prediction.bubble:.0%} of the pipeline is idle: more micro-batches, or fewer stages"
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, cluster)}"
     tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
@@ -55,6 +55,15 @@ def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
     needed = choice.needed_gib
     if needed > 0.92 * cluster.gpu.memory_gib:
         yield f"needs {needed:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
+
+
+def _why_idle(choice: Any, cluster: Any) -> str:
+    if choice.prediction.job.micro_batches < 4 * choice.config.pp_size:
+        return "more micro-batches, or fewer stages"
+    link = cluster.between if cluster.nodes > 1 else cluster.inside
+    return (
+        f"stages wait for what travels over {link.name}, or the slowest of them; larger micro-batches wait less often"
+    )
 
 
 def _share(prediction: Any, kind: str) -> float:
@@ -76,7 +85,8 @@ def why_not(choice: Any, best: Any) -> str:
     kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
     more = (ours[kind] - theirs.get(kind, 0.0)) / prediction.step_time_s
     link = f" over {prediction.cluster.between.name}" if _crosses(choice, kind) else ""
-    return f"{ratio:.1f} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
+    times = f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+    return f"{times} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
 
 
 def _crosses(choice: Any, kind: str) -> bool:
@@ -94,9 +104,9 @@ def nothing_fits(goal: Any, needed: float, others: list[tuple[str, Any]]) -> str
     advice = [f"the leanest layout needs {needed:.0f} GiB of {goal.cluster.gpu.memory_gib:.0f}"]
     for name, choice in others:
         if choice is None:
-            advice.append(f"{name} does not fit either")
+            advice.append(f"with {name} it does not fit either")
         else:
-            advice.append(f"{name} fits: {choice.config.to_spec()}, {choice.step_time_s:.3g} s per step")
+            advice.append(f"with {name} it fits: {choice.config.to_spec()}, {choice.step_time_s:.3g} s per step")
     if goal.lora:
         advice.append("a base of 4 bits (QLoRA, docs/qlora.md) takes a quarter of the weights")
     return "; ".join(advice)

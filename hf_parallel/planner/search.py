@@ -111,7 +111,7 @@ def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | Non
         return next(iter(_Search(dataclasses.replace(goal, **changes), accept).run()), None)
 
     if not goal.lora:
-        yield "training adapters only (--lora)", best(lora=16)
+        yield "adapters only (--lora)", best(lora=16)
     if goal.optimizer == "adamw" and not goal.lora:
         yield "--optimizer adamw_8bit", best(optimizer="adamw_8bit")
     for factor in _MORE_GPUS:
@@ -119,7 +119,7 @@ def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | Non
         rows = None if goal.global_batch is None else math.lcm(goal.global_batch, gpus)
         found = best(cluster=dataclasses.replace(goal.cluster, gpus=gpus), global_batch=rows)
         if found or factor == _MORE_GPUS[-1]:
-            yield f"a cluster of {gpus} GPUs", found
+            yield f"{gpus} GPUs", found
             return
 
 
