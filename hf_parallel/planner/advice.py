@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
@@ -139,7 +139,7 @@ def notes_about(goal: Any, positions: int | None) -> Iterator[str]:
         yield f"--seq {goal.seq}: the model was made for {positions} positions"
 
 
-def better_but_refused(others: Any, best: Any) -> list[str]:
+def better_but_refused(others: Any, best: Any, accepts: Callable[[Any], bool]) -> list[str]:
     """A line for each set of settings that this version does not run and that would be much better, or would fit.
 
     Fewer settings come first; one more must be much better still.
@@ -149,7 +149,7 @@ def better_but_refused(others: Any, best: Any) -> list[str]:
         kinds = frozenset(name.partition("=")[0] for name in choice.not_built)
         known = [best, *(other for seen, other in shown.items() if seen <= kinds)]
         paces = [other.seconds_per_row for other in known if other is not None]
-        if not paces or choice.seconds_per_row * MUCH_BETTER < min(paces):
+        if (not paces or choice.seconds_per_row * MUCH_BETTER < min(paces)) and accepts(choice):
             shown[kinds] = choice
     return [_refused_line(choice, best) for choice in list(shown.values())[:_MOST_LINES]]
 

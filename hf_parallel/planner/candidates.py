@@ -38,6 +38,12 @@ def runs(config: ParallelConfig) -> bool:
     return not not_built(config)
 
 
+def runnable_part(config: ParallelConfig) -> ParallelConfig:
+    """The config without the settings that this version does not run: what a model can be asked about."""
+    keys = {spelled.partition("=")[0] for spelled, _ in not_built(config)}
+    return configured(config, **{f.name: f.default for f in dataclasses.fields(config) if f.name in keys})
+
+
 def layouts(goal: Goal) -> Iterator[ParallelConfig]:
     """Sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
     gpus, shape = goal.cluster.gpus, goal.shape

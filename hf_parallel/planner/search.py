@@ -23,7 +23,15 @@ from hf_parallel.planner.advice import (
     warnings_about,
     why_not,
 )
-from hf_parallel.planner.candidates import WAYS, configured, heads_divide, layouts, other_schedules, runs
+from hf_parallel.planner.candidates import (
+    WAYS,
+    configured,
+    heads_divide,
+    layouts,
+    other_schedules,
+    runnable_part,
+    runs,
+)
 from hf_parallel.planner.choices import Choice, Found, Goal
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import known_precision
@@ -90,7 +98,7 @@ def search(
     first = ranked[0] if ranked else None
     wanted = _WORTH if include_unsupported else 1 / MUCH_BETTER
     others = looking.beyond(_pace(first) * wanted if first else math.inf)
-    lines = better_but_refused(others, first)
+    lines = better_but_refused(others, first, looking.accepts)
     shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
     shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
     best = next(filter(looking.accepts, ranked), None)
@@ -139,8 +147,8 @@ class _Search:
         self.refused = [way for way in ways if way not in self.runnable]
 
     def accepts(self, choice: Choice) -> bool:
-        """Whether the engine takes the layout for this model; nobody can ask about what it does not run."""
-        return self.accept is None or bool(choice.not_built) or self.accept(choice.config)
+        """Whether the engine takes the layout for this model, as far as this version runs it."""
+        return self.accept is None or self.accept(runnable_part(choice.config))
 
     def run(self) -> list[Choice]:
         """The best of each sizes that this version runs, fastest first; other schedules tried for the leading ones."""
