@@ -95,13 +95,12 @@ def search(
     ranked = looking.run()
     if not looking.looked_at:
         raise SpecError(_cannot_share(goal))
-    first = ranked[0] if ranked else None
+    best = ranked[0] if ranked else None
     wanted = _WORTH if include_unsupported else 1 / MUCH_BETTER
-    others = looking.beyond(_pace(first) * wanted if first else math.inf)
-    lines = better_but_refused(others, first, looking.accepts)
+    others = looking.beyond(_pace(best) * wanted if best else math.inf)
+    lines = better_but_refused(others, best, looking.accepts)
     shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
     shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
-    best = next(filter(looking.accepts, ranked), None)
     shown = [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown]
     notes = list(notes_about(goal, getattr(model, "max_position_embeddings", None)))
     found = Found(
@@ -142,7 +141,7 @@ class _Search:
         self.goal, self.accept = goal, accept
         self.looked_at, self.leanest = 0, math.inf
         self.plain: set[tuple] = set()  # sizes that fit without saving memory
-        ways = WAYS[:3] if goal.lora else WAYS  # adapters leave nothing to offload
+        ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters leave nothing to offload
         self.runnable = [way for way in ways if runs(configured(**way))]
         self.refused = [way for way in ways if way not in self.runnable]
 
