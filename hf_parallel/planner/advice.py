@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -101,7 +102,8 @@ def nothing_fits(goal: Any, needed: float, others: list[tuple[str, Any]]) -> str
     Args:
         others: what was tried in its place, such as `--lora`, and the best layout that it allows, or None.
     """
-    advice = [f"the leanest layout needs {needed:.0f} GiB of {goal.cluster.gpu.memory_gib:.0f}"]
+    there = goal.cluster.gpu.memory_gib
+    advice = [f"the leanest layout needs {needed:.0f} GiB of {there:.0f}"] if needed < math.inf else []
     for name, choice in others:
         if choice is None:
             advice.append(f"with {name} it does not fit either")

@@ -42,6 +42,7 @@ from hf_parallel.planner.trial import TooLarge, predicted, variants
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
+_NEAR = 1.2  # the same for layouts that this version does not run
 
 
 def search(
@@ -93,12 +94,13 @@ def search(
     )
     looking = _Search(goal, accept)
     ranked = looking.run()
-    if not looking.looked_at:
-        raise SpecError(_cannot_share(goal))
+    shared_out = looking.looked_at > 0
     best = ranked[0] if ranked else None
-    wanted = _WORTH if include_unsupported else 1 / MUCH_BETTER
+    wanted = _NEAR if include_unsupported else 1 / MUCH_BETTER
     others = looking.beyond(_pace(best) * wanted if best else math.inf)
     lines = better_but_refused(others, best, looking.accepts)
+    if not shared_out and not (include_unsupported and others):
+        raise SpecError("; ".join([_cannot_share(goal), *lines]))
     shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
     shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
     shown = [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown]
@@ -174,13 +176,13 @@ class _Search:
         for config in layouts(self.goal):
             if not runs(config):
                 for choice in self._tried(config, self.runnable, limit, also=False):
-                    limit = min(limit, _pace(choice) * _WORTH)
+                    limit = min(limit, _pace(choice) * _NEAR)
                     self._keep(best, choice)
                     if choice.config.activation_checkpointing == "none":
                         self.plain.add(_sizes(config))
             if _sizes(config) not in self.plain:
                 for choice in self._tried(config, self.refused, limit, also=False):
-                    limit = min(limit, _pace(choice) * _WORTH)
+                    limit = min(limit, _pace(choice) * _NEAR)
                     self._keep(best, choice)
         return sorted(best.values(), key=_pace)
 

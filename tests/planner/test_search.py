@@ -133,6 +133,16 @@ def test_warnings_in_the_words_of_practice():
     assert any("M tokens per step" in warning for warning in large.choices[0].warnings)
 
 
+def test_few_long_rows_for_many_gpus():
+    """Nothing that runs gives each of them work, and the error names what would."""
+    few = {"gpus": 512, "gpu": "h100-80gb", "seq": 131072, "global_batch": 2}
+    with pytest.raises(SpecError, match="global_batch=2: no layout.*cp_size="):
+        searched(**few)
+    found = searched(**few, include_unsupported=True)
+    assert found.choices[0].config.cp_size > 1
+    assert found.best is None
+
+
 def test_batch_that_cannot_be_shared_out():
     with pytest.raises(SpecError, match="global_batch=7"):
         searched(gpus=64, global_batch=7, per_node=1)
