@@ -2,6 +2,7 @@
 
     python benchmarks/planner.py published_layouts.json                  # every figure, 10 s
     python benchmarks/planner.py published_layouts.json --leave-one-out  # efficiencies fitted without each series
+    python benchmarks/planner.py published_layouts.json --transfer       # each type of GPU as the other
     python benchmarks/planner.py published_layouts.json --fit a100-80gb  # new efficiencies for the catalogue
 
 The file is a list of rows with the names that `benchmarks/published.py` reads. Fitted is one set of efficiencies per
@@ -18,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import published
-from benchmarks.planner_fit import fit, gpu_family, leave_one_out
+from benchmarks.planner_fit import fit, gpu_family, leave_one_out, transfer
 
 HALF = ("bf16", "fp16")  # what is fitted; 16-bit formats are equally fast
 
@@ -27,6 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", help="a JSON file of published layouts")
     parser.add_argument("--leave-one-out", action="store_true", help="fit without each series, test on it")
+    parser.add_argument("--transfer", action="store_true", help="test each type with the other type's efficiencies")
     parser.add_argument("--fit", metavar="GPU", help="fit the efficiencies of this type and print them")
     parser.add_argument("--seconds", type=float, default=60, help="for each fit (60)")
     args = parser.parse_args()
@@ -34,6 +36,8 @@ def main() -> None:
     if args.fit:
         found = fit(args.fit, gpu_family(published.of_time(rows, HALF), args.fit), args.seconds)
         print("\n".join(f"      {name}: {value:.3g}" for name, value in found.items()))
+    elif args.transfer:
+        transfer(published.of_time(rows, HALF))
     elif args.leave_one_out:
         leave_one_out(published.of_time(rows, HALF), args.seconds)
     else:

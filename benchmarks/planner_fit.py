@@ -15,6 +15,7 @@ from hf_parallel.planner import Job, Layout, Prediction, step_time
 from hf_parallel.planner.hardware import Efficiency, find_gpu
 from hf_parallel.planner.stages import make_stages, stages_of_rank
 
+TYPES = ("a100-80gb", "h100-80gb")  # each with efficiencies of its own
 #: Where a fit starts and what it is drawn to, and the range of each parameter. What is not here is not fitted.
 PRIOR = {
     "gemm": (0.78, 0.4, 1.0),
@@ -59,17 +60,47 @@ def fit(gpu: str, rows: list[published.Row], seconds: float, seed: int = 0) -> d
 
 
 def leave_one_out(rows: list[published.Row], seconds: float) -> None:
-    """Fit without each series, print the errors on it."""
-    for gpu in ("a100-80gb", "h100-80gb"):
+    """Fit without each series, print the errors on it, and at the end those of all rows so predicted."""
+    every: list[tuple[published.Row, float]] = []
+    for gpu in TYPES:
         family = gpu_family(rows, gpu)
         for name in sorted({row["series"] for row in family}):
             others = [row for row in family if row["series"] != name]
             left = [row for row in family if row["series"] == name]
-            values = fit(gpu, others, seconds) if others else {}
-            found = [(row, math.expm1(error)) for row, error in zip(left, _log_errors(left, values), strict=True)]
-            s, bias = published.summary(found), statistics.median(error for _, error in found)
-            line = f"median {s['median']:.1%}, 90th percentile {s['p90']:.1%}, bias {bias:+.1%}"
-            print(f"{gpu:<12}{name:<28}{len(left):4} rows left out: {line}", flush=True)
+            every += _print(f"{gpu:<12}{name}", left, fit(gpu, others, seconds) if others else {})
+    _summarise("all left out", every)
+    for name, found in published.by_series(every).items():
+        print(f"  {name:<28}{len(found):4} rows  median {statistics.median(map(abs, found)):.1%}")
+
+
+def transfer(rows: list[published.Row]) -> None:
+    """The other type's efficiencies: what to expect of a GPU that nobody published runs on."""
+    for gpu, other in (TYPES, TYPES[::-1]):
+        values = dataclasses.asdict(find_gpu(other).efficiency)
+        _print(f"{gpu} with the efficiencies of {other}", gpu_family(rows, gpu), values)
+
+
+def _print(name: str, rows: list[published.Row], values: dict[str, float]) -> list[tuple[published.Row, float]]:
+    errors = _log_errors(rows, values)
+    found = [(row, math.expm1(error)) for row, error in zip(rows, errors, strict=True)]
+    _summarise(name, found)
+    return found
+
+
+def _summarise(name: str, found: list[tuple[published.Row, float]]) -> None:
+    s, bias = published.summary(found), statistics.median(error for _, error in found)
+    order = _order(found)
+    said = "" if order is None else f", median Spearman {order:.2f}"
+    line = f"median {s['median']:.1%}, 90th percentile {s['p90']:.1%}, bias {bias:+.1%}{said}"
+    print(f"{name:<48}{len(found):4} rows: {line}", flush=True)
+
+
+def _order(found: list[tuple[published.Row, float]]) -> float | None:
+    """Rank correlation in the median group of BLOOM's prequel, if it is among the rows."""
+    seconds = {id(row): row["step_time_s"] * (1 + error) for row, error in found}
+    groups = published.groups_of_ranking([row for row, _ in found])
+    each = [published.ranking(group, lambda row: seconds[id(row)])[0] for group in groups]
+    return statistics.median(each) if each else None
 
 
 def _log_errors(rows: list[published.Row], values: dict[str, float]) -> list[float]:

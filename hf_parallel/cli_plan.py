@@ -8,6 +8,7 @@ hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import sys
@@ -45,6 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
     out = parser.add_argument_group("output")
     out.add_argument("--parallel", metavar="SPEC", help="a layout you expect: why is it not the first?")
+    out.add_argument(
+        "--include-unsupported", action="store_true", help="rank what this version does not run, too, marked as such"
+    )
     out.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (10)")
     out.add_argument("--json", action="store_true", help="the same as JSON")
     out.add_argument("--specs", metavar="FOLDER", help="write each layout as a YAML file that --parallel takes")
@@ -92,19 +96,20 @@ def _plan_model(args: argparse.Namespace) -> int:
         top=_positive("--top", args.top),
         accept=None if isinstance(model, dict) else accepted(model),
         expected=args.parallel,
+        include_unsupported=args.include_unsupported,
     )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
     elif found.choices:
         show(found, args.dollars)
-    if not found.choices:
-        print(f"hf_parallel: nothing fits: {found.advice}", file=sys.stderr)
+    if found.best is None:
+        print("\n".join([f"hf_parallel: nothing fits: {found.advice}", *found.beyond]), file=sys.stderr)
         return 1
     if args.specs:
         write_specs(args.specs, found)
     _draw(args, found)
     if args.explain:
-        print(found.choices[0].prediction.explain())
+        print(found.best.prediction.explain())
     if args.verify:
         _verify(args, found, model)
     return 0
@@ -129,22 +134,30 @@ def read_model(source: str) -> Any:
     try:
         return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and not os.path.exists(source):
+            raise SpecError(
+                f"{source}: no file or folder here, nor to be had from the Hub (wrong name, no access, or offline); "
+                "a folder with a config.json works, or a JSON file such as "
+                '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
+            ) from error
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SpecError(f"{source}: {first}") from error
 
 
 def _cluster(args: argparse.Namespace) -> Any:
-    from hf_parallel.planner.clusters import detect, read_cluster
-    from hf_parallel.planner.hardware import make_cluster
+    from hf_parallel.planner.clusters import read_cluster
+    from hf_parallel.planner.detect import detect
+    from hf_parallel.planner.hardware import find_link, make_cluster
 
     given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
     if len(given) != 1:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
         raise SpecError(f"plan needs one description of the machines, not {said}; --gpus 8 --gpu h100-80gb works")
     if args.detect:
-        return detect(args.gpus, args.gpus_per_node)
+        return detect(args.gpus, args.gpus_per_node, args.network)
     if args.cluster:
-        return read_cluster(args.cluster, args.gpus)
+        cluster = read_cluster(args.cluster, args.gpus)
+        return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
     if args.gpus is None:
         raise SpecError("--gpu needs --gpus as well: how many in all; --gpus 8 works")
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
@@ -162,7 +175,7 @@ def _draw(args: argparse.Namespace, found: Any) -> None:
     if args.picture:
         write_memory(args.picture, found)
     if args.timeline:
-        piped = [choice for choice in found.choices if choice.config.pp_size > 1]
+        piped = [choice for choice in found.choices if choice.config.pp_size > 1 and not choice.not_built]
         if not piped:
             raise SpecError(f"--timeline {args.timeline}: none of the layouts has a pipeline to draw")
         print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)
@@ -177,7 +190,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
         raise SpecError("--verify runs the model's own code: MODEL must be one of Transformers, not only its numbers")
     if args.lora:
         raise SpecError("--verify: adapters come after the model is parallel, which a dry run does not play yet")
-    choice = found.choices[0]
+    choice = found.best
     config = choice.config
     block = config.dp_shard_size * config.tp_size
     ranks = sorted({0, (config.pp_size - 1) * block})

@@ -65,7 +65,12 @@ class ParallelConfig:
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         _check_sizes(self)
         _check_choices(self)
-        _refuse_what_is_not_built(self)
+        self._check_built()
+
+    def _check_built(self) -> None:
+        """Keys of the grammar that this version understands but cannot do are named, never ignored."""
+        for _, refusal in not_built(self):
+            raise SpecError(refusal)
 
     @classmethod
     def parse(cls, spec: str | ParallelConfig) -> ParallelConfig:
@@ -228,23 +233,37 @@ def _check_virtual_stages(config: ParallelConfig) -> None:
         )
 
 
-def _refuse_what_is_not_built(config: ParallelConfig) -> None:
-    """Keys of the grammar that this version understands but cannot do: named, never ignored."""
-    wanted = [
-        (config.cp_size != 1, f"cp_size={config.cp_size}", "context parallelism", "cp_size=1"),
-        (config.ep_size != 1, f"ep_size={config.ep_size}", "expert parallelism", "ep_size=1"),
-        (config.offload != "none", f"offload={config.offload}", "offloading", "offload=none"),
-        (config.quantize_weights, "quantize_weights=true", "ZeRO++ compression", "quantize_weights=false"),
-        (config.quantize_gradients, "quantize_gradients=true", "ZeRO++ compression", "quantize_gradients=false"),
-        (config.zero_stage == 1, "zero_stage=1", "sharding the optimizer alone", "zero_stage=2"),
-        (config.zero_stage == 0, "zero_stage=0", "unsharded data parallelism by this key", "dp_replicate=-1"),
-        (
-            config.activation_checkpointing == "selective",
-            "activation_checkpointing=selective",
-            "selective checkpointing",
-            "activation_checkpointing=full",
-        ),
-    ]
-    for asked, spelled, what, works in wanted:
-        if asked:
-            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
+#: Settings of the grammar that this version understands but cannot do: key, the values (None: all but the default),
+#: what it is, what works. A version that can do one takes its line out, and the planner then ranks it with the others.
+_NOT_BUILT: list[tuple[str, tuple[Any, ...] | None, str, str]] = [
+    ("cp_size", None, "context parallelism", "cp_size=1"),
+    ("ep_size", None, "expert parallelism", "ep_size=1"),
+    ("offload", None, "offloading", "offload=none"),
+    ("quantize_weights", None, "ZeRO++ compression", "quantize_weights=false"),
+    ("quantize_gradients", None, "ZeRO++ compression", "quantize_gradients=false"),
+    ("zero_stage", (1,), "sharding the optimizer alone", "zero_stage=2"),
+    ("zero_stage", (0,), "unsharded data parallelism by this key", "dp_replicate=-1"),
+    ("activation_checkpointing", ("selective",), "selective checkpointing", "activation_checkpointing=full"),
+]
+
+
+def not_built(config: ParallelConfig) -> list[tuple[str, str]]:
+    """What of a config this version cannot do, as `cp_size=4`, and the line that refuses it; empty: it runs."""
+    found = []
+    for key, values, what, works in _NOT_BUILT:
+        value = getattr(config, key)
+        if value in values if values is not None else value != _DEFAULTS[key]:
+            spelled = f"{key}={spell(value)}"
+            found.append((spelled, f"{spelled}: {what} is not part of this version; {works} works"))
+    return found
+
+
+@dataclass(frozen=True)
+class PlannedConfig(ParallelConfig):
+    """A config to think about, whether or not this version runs it."""
+
+    def _check_built(self) -> None:
+        pass
+
+
+_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ParallelConfig)}

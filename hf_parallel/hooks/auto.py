@@ -156,7 +156,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
-    from hf_parallel.planner.clusters import detect
+    from hf_parallel.planner.detect import detect
     from hf_parallel.planner.search import search
 
     batch = script_batch(config, None, dtype, lowered)
@@ -172,7 +172,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
         top=3,
         accept=accepted(config),
     )
-    if not found.choices:
+    if found.best is None:
         raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
     rows, precision = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens", batch["precision"]
     counted = f"{rows} per data rank, precision {precision}"
@@ -184,7 +184,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
             f"{word}{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of "
             f"{choice.rows * choice.accumulation * choice.config.data_parallel_size} rows, {p.memory_gib:.1f} GiB"
         )
-    return found.choices[0].config.to_spec(), lines
+    return found.best.config.to_spec(), lines
 
 
 def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
@@ -196,6 +196,12 @@ def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
     known: dict[ParallelConfig, bool] = {}
 
     def accept(layout: ParallelConfig) -> bool:
+        if (
+            layout.tp_size > 1
+            and layout.pp_size > 1
+            and not accept(ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size))
+        ):
+            return False  # cutting many stages takes seconds
         # How many data ranks there are beyond one makes no difference to a model.
         data = min(2, layout.data_parallel_size)
         small = dataclasses.replace(layout, dp_replicate_size=1, dp_shard_size=data)

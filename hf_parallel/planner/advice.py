@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_parallel.planner.memory import GIB
+from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
 LARGE_BATCH = 16e6
+#: A setting that this version does not run is worth a line if it would be so many times faster.
+MUCH_BETTER = 1.15
+_MOST_LINES = 3
+#: What the kinds of memory are that a name alone does not tell.
+_KINDS = {
+    "temporaries": "temporaries (logits, or a layer computed again)",
+    "gathered": "gathered (weights and gradients that are whole for a while)",
+    "optimizer": "optimizer state",
+}
 
 
 def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
@@ -37,15 +47,24 @@ def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
             "a larger batch per call, or fewer rows per step, does not"
         )
     if prediction.bubble > 0.2:
-        yield f"{prediction.bubble:.0%} of the pipeline is idle: more micro-batches, or fewer stages"
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, cluster)}"
     tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
     if prediction.job.micro_batch * goal.seq < 1024:
         yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
-    needed = max(rank.needed for rank in prediction.breakdown.ranks) / GIB
+    needed = choice.needed_gib
     if needed > 0.92 * cluster.gpu.memory_gib:
         yield f"needs {needed:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
+
+
+def _why_idle(choice: Any, cluster: Any) -> str:
+    if choice.prediction.job.micro_batches < 4 * choice.config.pp_size:
+        return "more micro-batches, or fewer stages"
+    link = cluster.between if cluster.nodes > 1 else cluster.inside
+    return (
+        f"stages wait for what travels over {link.name}, or the slowest of them; larger micro-batches wait less often"
+    )
 
 
 def _share(prediction: Any, kind: str) -> float:
@@ -57,7 +76,7 @@ def why_not(choice: Any, best: Any) -> str:
     prediction, memory = choice.prediction, choice.prediction.cluster.gpu.memory_gib
     if not prediction.fits:
         kind, size = max(prediction.breakdown.memory.items(), key=lambda item: item[1])
-        return f"needs {prediction.memory_gib:.0f} GiB of {memory:.0f}, {size:.0f} of them {kind}"
+        return f"needs {prediction.memory_gib:.0f} GiB of {memory:.0f}, {size:.0f} of them {_KINDS.get(kind, kind)}"
     if best is None:
         return "fits"
     ratio = choice.seconds_per_row / best.seconds_per_row
@@ -67,7 +86,8 @@ def why_not(choice: Any, best: Any) -> str:
     kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
     more = (ours[kind] - theirs.get(kind, 0.0)) / prediction.step_time_s
     link = f" over {prediction.cluster.between.name}" if _crosses(choice, kind) else ""
-    return f"{ratio:.1f} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
+    times = f"{ratio:.1f}" if ratio < 10 else f"{ratio:.0f}"
+    return f"{times} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
 
 
 def _crosses(choice: Any, kind: str) -> bool:
@@ -76,13 +96,68 @@ def _crosses(choice: Any, kind: str) -> bool:
     return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
 
 
-def nothing_fits(goal: Any, needed: float) -> str:
-    """What to do when no layout fits."""
+def nothing_fits(goal: Any, needed: float, others: list[tuple[str, Any]]) -> str:
+    """What to do when no layout fits.
+
+    Args:
+        others: what was tried in its place, such as `--lora`, and the best layout that it allows, or None.
+    """
     there = goal.cluster.gpu.memory_gib
-    advice = [f"the leanest layout needs {needed:.0f} GiB of {there:.0f}"]
-    if not goal.lora:
-        advice.append("training adapters only (--lora) needs no optimizer state for the weights")
-    if goal.optimizer == "adamw":
-        advice.append("--optimizer adamw_8bit keeps its state in a quarter")
-    factor = max(2, round(needed / there + 0.5))
-    return "; ".join([*advice, f"or {factor * goal.cluster.gpus} GPUs"])
+    advice = [f"the leanest layout needs {needed:.0f} GiB of {there:.0f}"] if needed < math.inf else []
+    for name, choice in others:
+        if choice is None:
+            advice.append(f"with {name} it does not fit either")
+        else:
+            advice.append(f"with {name} it fits: {choice.config.to_spec()}, {choice.step_time_s:.3g} s per step")
+    if goal.lora:
+        advice.append("a base of 4 bits (QLoRA, docs/qlora.md) takes a quarter of the weights")
+    return "; ".join(advice)
+
+
+def notes_about(goal: Any, positions: int | None) -> Iterator[str]:
+    """What holds for every layout of a plan.
+
+    Args:
+        positions: the longest row that the model was made for, if it says so.
+    """
+    gpu, experts = goal.cluster.gpu, any(block.top_k for block in goal.shape.blocks)
+    if gpu.like:
+        yield (
+            f"nobody published runs on {gpu.name} that we could compare with: its efficiencies are those of "
+            f"{gpu.like}, so seconds may be off by {TRANSFERRED:.0%} (one in ten); the order of layouts is surer"
+        )
+    elif gpu.name != "cpu" and not experts:
+        yield f"seconds are within {MEASURED:.0%} for nine of ten runs that were not fitted; the order is surer"
+    if gpu.note:
+        yield f"{gpu.name} {gpu.note}"
+    if goal.precision == "bf16" and not goal.lora:
+        yield "bf16 as Transformers trains it: weights, gradients and moments in bf16 and no fp32 copy of the weights"
+    if experts:
+        yield (
+            f"nothing was fitted on models with experts: seconds may be off by {EXPERTS:.0%} (one in ten); "
+            "experts are assumed to get equally many tokens"
+        )
+    if positions and goal.seq > positions:
+        yield f"--seq {goal.seq}: the model was made for {positions} positions"
+
+
+def better_but_refused(others: Any, best: Any, accepts: Callable[[Any], bool]) -> list[str]:
+    """A line for each set of settings that this version does not run and that would be much better, or would fit.
+
+    Fewer settings come first; one more must be much better still.
+    """
+    shown: dict[frozenset[str], Any] = {}
+    for choice in sorted(others, key=lambda choice: (len(choice.not_built), choice.seconds_per_row)):
+        kinds = frozenset(name.partition("=")[0] for name in choice.not_built)
+        known = [best, *(other for seen, other in shown.items() if seen <= kinds)]
+        paces = [other.seconds_per_row for other in known if other is not None]
+        if (not paces or choice.seconds_per_row * MUCH_BETTER < min(paces)) and accepts(choice):
+            shown[kinds] = choice
+    return [_refused_line(choice, best) for choice in list(shown.values())[:_MOST_LINES]]
+
+
+def _refused_line(choice: Any, best: Any) -> str:
+    gain = (
+        "would fit" if best is None else f"would take {choice.seconds_per_row / best.seconds_per_row:.2f} x the time"
+    )
+    return f"{' and '.join(choice.not_built)} {gain} ({choice.config.to_spec()}), which this version does not run"

@@ -1,52 +1,75 @@
-"""Which layouts this package can run for a model, a cluster and a batch, and one of them predicted.
+"""Every layout that a model, a cluster and a batch allow: all axes and settings of the grammar, within reason.
 
-A layout is tried with growing micro-batches while it fits, without activation checkpointing first: checkpointing
-costs a third of the compute and is worth it only where the activations do not fit.
+What this version of the engine does not run is among them: `not_built` of config.py knows which.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import Any
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
 from hf_parallel.planner.choices import Choice, Goal
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, fits, fullest
 from hf_parallel.planner.model_shape import ModelShape
-from hf_parallel.planner.predict import memory_of_ranks, predict_step
-from hf_parallel.planner.stage_times import stage_times
-from hf_parallel.planner.stages import make_stages, stages_of_rank
 
 _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
+_LEAST_TOKENS = 1024  # of a rank under cp: shorter parts of a row leave its GPU idle
+_MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
+#: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
+WAYS: tuple[dict[str, Any], ...] = tuple(
+    {"offload": offload, "activation_checkpointing": recompute}
+    for offload in ("none", "cpu", "nvme:PATH")
+    for recompute in ("none", "selective", "full")
+)
+
+
+def configured(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
+    """A config with these settings changed: a `PlannedConfig` if this version does not run it."""
+    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)} if base else {}
+    planned = PlannedConfig(**{**values, **settings})
+    return planned if not_built(planned) else ParallelConfig(**{**values, **settings})
+
+
+def runs(config: ParallelConfig) -> bool:
+    """Whether this version of the engine takes its settings; what a model forbids is another question."""
+    return not not_built(config)
+
+
+def runnable_part(config: ParallelConfig) -> ParallelConfig:
+    """The config without the settings that this version does not run: what a model can be asked about."""
+    keys = {spelled.partition("=")[0] for spelled, _ in not_built(config)}
+    return configured(config, **{f.name: f.default for f in dataclasses.fields(config) if f.name in keys})
 
 
 def layouts(goal: Goal) -> Iterator[ParallelConfig]:
-    """Every layout of the GPUs that the engine takes for this model and batch, tp inside a node."""
+    """Sizes of all axes that fill the GPUs, tp inside a node; ZeRO-0 is what replicas alone are."""
     gpus, shape = goal.cluster.gpus, goal.shape
     inside = min(goal.cluster.per_node, gpus)
     for tp in _divisors(inside):
         if not heads_divide(shape, tp) or gpus % tp:
             continue
-        for pp in _divisors(gpus // tp):
-            if pp > min(shape.layers, _MOST_STAGES):
-                break
-            data = gpus // tp // pp
-            if goal.global_batch is not None and goal.global_batch % data:
-                continue
-            for replicate in _replicas(data, tp, goal.cluster):
-                for stage in _zero_stages(data // replicate, pp):
-                    yield ParallelConfig(
-                        dp_replicate_size=replicate,
-                        dp_shard_size=data // replicate,
-                        pp_size=pp,
-                        tp_size=tp,
-                        zero_stage=stage,
-                    )
+        for cp, kind in _context(goal, tp):
+            for pp in _divisors(gpus // tp // cp):
+                if pp > min(shape.layers, _MOST_STAGES):
+                    break
+                data = gpus // tp // cp // pp
+                if goal.global_batch is None or goal.global_batch % data == 0:
+                    sizes = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "context_parallel": kind}
+                    yield from _data(goal, sizes, data)
+
+
+def _data(goal: Goal, sizes: dict[str, Any], data: int) -> Iterator[ParallelConfig]:
+    """Replicas and shards, ZeRO's stage, experts."""
+    for replicate in _replicas(data, sizes["tp_size"] * sizes["cp_size"], goal.cluster):
+        shards = data // replicate
+        for experts in _experts(goal.shape, shards * sizes["cp_size"] * sizes["tp_size"]):
+            for stage in _zero_stages(shards, sizes["pp_size"]):
+                yield configured(
+                    **sizes, dp_replicate_size=replicate, dp_shard_size=shards, zero_stage=stage, ep_size=experts
+                )
 
 
 def heads_divide(shape: ModelShape, tp: int) -> bool:
@@ -62,131 +85,54 @@ def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _replicas(data: int, tp: int, cluster: Cluster) -> list[int]:
+def _context(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
+    """Parts of a row: a ring cuts it in twice as many as it has ranks, Ulysses needs a head for each of them."""
+    yield 1, "ring"
+    for cp in _divisors(goal.cluster.gpus // tp)[1:]:
+        if goal.seq % (2 * cp) == 0 and goal.seq // cp >= _LEAST_TOKENS:
+            yield cp, "ring"
+            if heads_divide(goal.shape, tp * cp):
+                yield cp, "ulysses"
+
+
+def _replicas(data: int, block: int, cluster: Cluster) -> list[int]:
     """Everything sharded; shards of a node, or of a few; everything replicated."""
-    inside = max(1, cluster.per_node // tp)
+    inside = max(1, cluster.per_node // block)
     shards = {data, 1} | {n for n in (inside, 4 * inside) if data % n == 0 and n < data}
     return sorted({data // shard for shard in shards})
 
 
+def _experts(shape: ModelShape, ranks: int) -> list[int]:
+    """Over how many ranks of one replica experts are spread: all on each, or as many as divide them."""
+    numbers = {matrix.count for block in shape.blocks for matrix in block.matrices if matrix.split == "expert"}
+    return [n for n in _divisors(min(numbers, default=1)) if ranks % n == 0 and all(m % n == 0 for m in numbers)]
+
+
 def _zero_stages(shards: int, pp: int) -> tuple[int, ...]:
-    return (3,) if shards == 1 or pp > 1 else (3, 2)  # in a pipeline weights stay gathered between micro-batches
+    """In a pipeline weights stay gathered between micro-batches, whatever the stage."""
+    return (3,) if shards == 1 or pp > 1 else (3, 2, 1)
 
 
-@dataclass(frozen=True)
-class TooLarge:
-    """A layout that needs `gib` on its fullest rank, which is more than there is."""
-
-    config: ParallelConfig
-    size: int
-    gib: float
-
-
-def variants(goal: Goal, config: ParallelConfig, limit: float) -> Iterator[Choice | TooLarge]:
-    """Growing micro-batches; with checkpointing only if none fits without.
-
-    A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
-    """
-    share = goal.share(config)
-    for recompute in ("none", "full"):
-        fitted = False
-        for size in _micro_batches(goal, share, config) if share else ():
-            choice = predicted(goal, dataclasses.replace(config, activation_checkpointing=recompute), size, limit)
-            if choice is None:
-                continue
-            yield choice
-            fitted = fitted or isinstance(choice, Choice)
-        if fitted:
-            return
-
-
-def _micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
+def micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
     """Rows of a micro-batch: what the script gives, or powers of two up to 64 k tokens; a pipeline cuts a call."""
     if goal.rows is not None and share % goal.rows:
         return []
     if goal.rows is not None and config.pp_size == 1:
         return [goal.rows]
-    call = goal.rows or share
-    sizes = [n for n in _divisors(call) if n == 1 or (n & (n - 1) == 0 and n * goal.seq <= 65536)]
-    if config.pp_size == 1 and share * goal.seq <= 65536:
+    call, tokens = goal.rows or share, goal.seq // config.cp_size
+    sizes = [n for n in _divisors(call) if n == 1 or (n & (n - 1) == 0 and n * tokens <= _MOST_CALL)]
+    if config.pp_size == 1 and share * tokens <= _MOST_CALL:
         sizes = sorted({*sizes, share})
     return [n for n in sizes if call // n >= config.pp_size]
 
 
-def predicted(
-    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, measure: bool = False
-) -> Choice | TooLarge | None:
-    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit`.
-
-    Args:
-        measure: predict the time of what does not fit, too.
-    """
-    share = goal.share(config)
-    assert share is not None
-    count = share // size
-    rows = size if config.pp_size == 1 else goal.rows or share  # a pipeline gets all of a step in one call
-    accumulation = share // rows
-    if config.pp_size > 1:
-        config = dataclasses.replace(config, pipeline_microbatches=rows // size)
-    layout, job = to_layout(config), to_job(goal, config, size, count)
-    stages = make_stages(goal.shape, layout, job)
-    if limit < math.inf and _least_seconds(goal, stages, layout, job) > limit * share * layout.dp:
-        return None
-    peak = fullest(memory_of_ranks(goal.shape, stages, layout, job))
-    if not measure and not fits(peak, goal.cluster):
-        return TooLarge(config, size, peak.needed / GIB)
-    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, accumulation)
-
-
-def _least_seconds(goal: Goal, stages: tuple, layout: Layout, job: Job) -> float:
-    """No schedule of one stage per rank is faster: the slowest computes, the others fill and drain its pipeline."""
-    each = [stage_times(goal.shape, stage, layout, job, goal.cluster) for stage in stages]
-    busy = [sum(t.forward.values()) + sum(t.backward.values()) for t in each]
-    ranks = [sum(busy[index] for index in stages_of_rank(layout, rank)) for rank in range(layout.pp)]
-    filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
-    return job.micro_batches * max(ranks) + filling
-
-
-def to_layout(config: ParallelConfig) -> Layout:
-    """What the planner calls this config: in a pipeline weights stay whole, as they do in ZeRO-2."""
-    sharded = config.dp_shard_size > 1
-    stage = 0 if not sharded else 2 if config.pp_size > 1 else config.zero_stage
-    return Layout(
-        tp=config.tp_size,
-        pp=config.pp_size,
-        dp=config.data_parallel_size,
-        zero_stage=stage,
-        virtual_stages=config.stages_per_rank,
-        sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
-        dp_replicate=config.dp_replicate_size if sharded else 1,
-        schedule=config.pipeline_schedule,
-        split=config.pipeline_split,
-    )
-
-
-def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
-    """What a config and a batch are to the planner."""
-    return Job(
-        goal.seq,
-        micro_batch,
-        count,
-        recompute=config.activation_checkpointing,
-        precision=goal.precision,
-        lora=goal.lora,
-        optimizer=goal.optimizer,
-        engine="hf_parallel",
-    )
-
-
-def other_schedules(goal: Goal, choice: Choice) -> Iterator[Choice]:
+def other_schedules(goal: Goal, choice: Choice) -> Iterator[ParallelConfig]:
+    """The same sizes under schedules that may shorten the bubble."""
     config, size = choice.config, choice.prediction.job.micro_batch
     if config.pp_size == 1:
         return
-    micro_batches = choice.rows // size
     for name in _SCHEDULES:
         tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.data_parallel_size > 1
         enough = goal.shape.layers >= 2 * config.pp_size
-        if enough and not tied_v and micro_batches % config.pp_size == 0:
-            other = predicted(goal, dataclasses.replace(config, pipeline_schedule=name), size)
-            if isinstance(other, Choice):
-                yield other
+        if enough and not tied_v and choice.rows // size % config.pp_size == 0:
+            yield configured(config, pipeline_schedule=name)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.config import ParallelConfig, not_built
 from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.model_shape import ModelShape
 from hf_parallel.planner.predict import Prediction
 
@@ -20,6 +21,16 @@ class Choice:
     rows: int
     accumulation: int
     warnings: tuple[str, ...] = ()
+
+    @property
+    def not_built(self) -> list[str]:
+        """Its settings that this version does not run, as `cp_size=4`."""
+        return [spelled for spelled, _ in not_built(self.config)]
+
+    @property
+    def needed_gib(self) -> float:
+        """What the fullest rank must have; its allocator may hold more, which it gives back before it fails."""
+        return max(rank.needed for rank in self.prediction.breakdown.ranks) / GIB
 
     @property
     def step_time_s(self) -> float:
@@ -36,12 +47,15 @@ class Choice:
         p = self.prediction
         return {
             "spec": self.config.to_spec(),
+            "not_run_by_this_version": self.not_built,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             "step_time_s": p.step_time_s,
+            "uncertainty": p.uncertainty,
             "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
             "mfu": p.mfu,
             "memory_gib": p.memory_gib,
+            "needed_gib": self.needed_gib,
             "fits": p.fits,
             "bubble": p.bubble,
             "memory": p.breakdown.memory,
@@ -53,16 +67,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at."""
+    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at.
+
+    `beyond`: lines about layouts that this version does not run and that would be much better.
+    """
 
     shape: ModelShape
     cluster: Cluster
     seq: int
     global_batch: int | None
     choices: list[Choice]
+    best: Choice | None = None  # the fastest that this version runs
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
+    beyond: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # of the plan as a whole
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -78,6 +98,8 @@ class Found:
             "layouts": [choice.to_dict() for choice in self.choices],
             "why_not": dict(self.why_not),
             "advice": self.advice,
+            "not_run_by_this_version": self.beyond,
+            "notes": self.notes,
         }
 
 

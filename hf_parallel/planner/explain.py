@@ -43,6 +43,14 @@ def _hardware(p: Prediction) -> Iterable[str]:
     yield _title(f"Hardware: {cluster.gpus} x {gpu.name}, {cluster.per_node} in a node")
     peak, memory = gpu.peak(p.job.precision) / 1e12, gpu.bandwidth / 1e9
     yield f"peak {peak:.0f} TFLOP/s {p.job.precision}, memory {gpu.memory_gib} GiB at {memory:.0f} GB/s [{gpu.source}]"
+    if gpu.like:
+        yield f"no published runs: efficiencies of {gpu.like}; seconds within {p.uncertainty:.0%} in nine of ten"
+    if p.job.offload != "none":
+        host = gpu.host
+        yield (
+            f"host: PCIe {host.pcie / 1e9:g} GB/s per GPU, memory {host.bandwidth / 1e9:g} GB/s, NVMe "
+            f"{host.nvme / 1e9:g} GB/s, shared by the node's GPUs [{host.source}]"
+        )
     for place, link, part in (
         ("inside a node", cluster.inside, gpu.efficiency.link),
         ("between nodes", cluster.between, gpu.efficiency.network),

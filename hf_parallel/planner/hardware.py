@@ -53,6 +53,18 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class Host:
+    """The machine around the GPUs, for what is offloaded: bytes and bytes/s of the whole node, `pcie` of each GPU."""
+
+    name: str = "server"
+    pcie: float = 25e9
+    bandwidth: float = 110e9
+    nvme: float = 12e9
+    memory_gib: float = 1000.0
+    source: str = ""
+
+
+@dataclass(frozen=True)
 class Gpu:
     """Peaks in FLOP/s by precision, memory in GiB, memory bandwidth in bytes/s."""
 
@@ -65,6 +77,9 @@ class Gpu:
     scale_out: str
     efficiency: Efficiency
     source: str = ""
+    host: Host = Host()
+    like: str = ""  # the type whose efficiencies were measured, if not this one's
+    note: str = ""  # what a user must know
 
     def peak(self, precision: str) -> float:
         """FLOP/s of dense matrix products; a precision that the GPU lacks computes in the widest it has."""
@@ -121,7 +136,7 @@ def find_gpu(name: str) -> Gpu:
     """
     entries = _catalogue()["gpus"]
     known = {_plain(alias): own for own, entry in entries.items() for alias in (own, *entry.get("names", ()))}
-    own = known.get(_plain(name)) or known.get(re.sub(r"\d+gbhbm\w*|hbm\d\w*", "", _plain(name)))
+    own = known.get(_plain(name)) or known.get(re.sub(r"hbm\w*$", "", _plain(name)))
     if own is None:
         raise SpecError(f"gpu={name}: not in the catalogue; nearest: {_nearest(name, known)}")
     return gpu_from_entry(own, entries[own])
@@ -150,7 +165,17 @@ def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) ->
         value("scale_out"),
         efficiency,
         entry.get("source", ""),
+        host_from_entry(entry["host"]) if "host" in entry or like is None else like.host,
+        like.like or like.name if like and entry.get("unmeasured") else "",
+        entry.get("note", ""),
     )
+
+
+def host_from_entry(entry: str | dict[str, Any]) -> Host:
+    """A host from its name in the catalogue, or an entry of the same form."""
+    values = _catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
+    own = {key.removesuffix("_gb_s"): value * 1e9 for key, value in values.items() if key.endswith("_gb_s")}
+    return Host(**own, **{key: value for key, value in values.items() if not key.endswith("_gb_s")})
 
 
 def find_link(name: str | Link) -> Link:

@@ -35,6 +35,7 @@ class Layout:
     sequence_parallel: bool = False
     dp_replicate: int = 1
     schedule: str = "1f1b"
+    context: str = "ring"  # how cp shares attention: "ring" or "ulysses"
     split: tuple[int, ...] | None = None  # layers per stage; default: even, or by cost where that is impossible
 
     @property

@@ -55,13 +55,15 @@ class _Rank:
         self.parameters = self.ends + sum(size * count for size, count in each)
         self.trained = lora_share(stages, job.lora) if job.lora else 1.0
         self.shards = layout.shards if layout.zero_stage else 1
-        self.sharded = layout.dp > 1  # FSDP2 is there
+        self.sharded = layout.dp * layout.cp > 1  # FSDP2 is there
+        experts = sum(stage.expert_parameters(layout.ep) for stage in stages)  # ZeRO has the ranks that ep leaves
+        self.mine = (self.parameters - experts) / self.shards + experts / max(1, self.shards // layout.ep)
         self.reshards = self.sharded and layout.zero_stage == 3 and layout.pp == 1
 
     # ---- states --------------------------------------------------------------------------------------------------
 
     def _states(self) -> dict[str, float]:
-        mine = self.parameters / self.shards
+        mine = self.mine
         moments = mine * self.trained * own_moments(self.job)
         return {"weights": mine * self.width, "optimizer": moments if self.job.offload == "none" else 0.0}
 
@@ -102,7 +104,7 @@ class _Rank:
             whole = (self.ends + self.parameters * self.trained) * self.width
         return {
             **self._states(),
-            "gradients": self.parameters * self.trained * self.width / self.shards,
+            "gradients": self.mine * self.trained * self.width,
             "gathered": whole,
             "activations": self._received() + self.tokens * self.shape.hidden * self.width / self.parts,
             "temporaries": 0.0,

@@ -67,7 +67,7 @@ def svg_memory(found: Found) -> str:
 
 def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[str]:
     y, x = _TOP + row * _STEP, float(_LEFT)
-    spec = choice.config.to_spec()
+    spec = _name(choice)
     yield _text(_LEFT - 12, y + 17, spec if len(spec) < 56 else spec[:53] + "…", anchor="end", title=spec)
     for i, kind in enumerate(kinds):
         size = choice.prediction.breakdown.memory.get(kind, 0.0)
@@ -79,6 +79,10 @@ def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[s
             )
         x += wide
     yield _text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET)
+
+
+def _name(choice: Choice) -> str:
+    return f"{choice.config.to_spec()}{' (not run by this version)' if choice.not_built else ''}"
 
 
 def _legend(kinds: list[str], y: float) -> Iterator[str]:
@@ -114,7 +118,7 @@ def _pyplot(path: Any) -> Any:
 def _png_memory(path: Any, found: Found) -> None:
     pyplot = _pyplot(path)
     figure, axes = pyplot.subplots(figsize=(12, 1.5 + 0.4 * len(found.choices)))
-    names = [choice.config.to_spec() for choice in found.choices]
+    names = [_name(choice) for choice in found.choices]
     left = [0.0] * len(names)
     for i, kind in enumerate(kinds_of(found.choices)):
         sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]

@@ -22,6 +22,10 @@ from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
 from hf_parallel.planner.step_time import live_forwards, step_time
 from hf_parallel.planner.traffic import traffic
 
+#: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
+#: on which nothing was fitted (docs/planner.md).
+MEASURED, TRANSFERRED, EXPERTS = 0.25, 0.45, 0.5
+
 
 @dataclass(frozen=True)
 class Breakdown:
@@ -58,6 +62,12 @@ class Prediction:
     cluster: Cluster
     layout: Layout
     job: Job
+
+    @property
+    def uncertainty(self) -> float:
+        """Relative error of the step time that one run in ten exceeds; larger for types without published runs."""
+        experts = EXPERTS if any(block.top_k for block in self.shape.blocks) else 0.0
+        return max(experts, TRANSFERRED if self.cluster.gpu.like else MEASURED)
 
     def cost_per_billion_tokens(self, dollars_per_gpu_hour: float) -> float:
         """Dollars for 1e9 tokens."""

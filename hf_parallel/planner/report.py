@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +18,50 @@ def show(found: Found, dollars: float | None = None, console: Any = None) -> Non
         dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
     """
     console = console or wide_console()
-    cluster, shape = found.cluster, found.shape
-    console.print(
-        f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters, on {cluster.gpus} x {cluster.gpu.name} "
-        f"({cluster.inside.name} in nodes of {cluster.per_node}, {cluster.between.name} between): "
-        f"{found.global_batch or 'rows'} x {found.seq} tokens per step; {found.looked_at} layouts looked at"
-    )
+    for line in (_heading(found), *(f"  {note}" for note in found.notes)):
+        console.print(line, markup=False)
     console.print(table(found, dollars))
+    for line in _remarks(found, dollars):
+        console.print(line, markup=False)
+    if found.best:
+        console.print(f"Run the first:  {command(found.best)}", markup=False, soft_wrap=True)
+
+
+def _heading(found: Found) -> str:
+    cluster, shape = found.cluster, found.shape
+    where = f"{cluster.gpus} x {cluster.gpu.name}"
+    if cluster.gpus > 1:
+        between = f", {cluster.between.name} between" if cluster.nodes > 1 else ""
+        where += f" ({cluster.inside.name} in nodes of {cluster.per_node}{between})"
+    batch = f"{found.global_batch or 'rows'} x {found.seq} tokens per step"
+    what = f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters"
+    return f"{what}, on {where}: {batch}; {found.looked_at} layouts looked at"
+
+
+def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
+    """What is to be said of the first, of all that share a warning, and of what is missing."""
+    if found.best:
+        yield f"The first: {_in_words(found.best, dollars)}"
+    shared: dict[str, list[str]] = {}
     for i, choice in enumerate(found.choices, 1):
         for warning in choice.warnings:
-            console.print(f"  {i}: {warning}", markup=False)
+            shared.setdefault(warning, []).append(str(i))
+    yield from (f"  {', '.join(numbers)}: {warning}" for warning, numbers in shared.items())
     if found.why_not:
-        console.print("Why not")
-    for name, reason in found.why_not:
-        console.print(f"  {name}: {reason}", markup=False)
-    if found.choices:
-        console.print(f"Run the first:  {command(found.choices[0])}", markup=False, soft_wrap=True)
+        yield "Why not"
+    yield from (f"  {name}: {reason}" for name, reason in found.why_not)
+    yield from found.beyond
+
+
+def _in_words(choice: Choice, dollars: float | None) -> str:
+    p = choice.prediction
+    rate = p.tokens_per_s_per_gpu * p.layout.gpus
+    price = f" and ${p.cost_per_billion_tokens(dollars):,.0f}" if dollars else ""
+    kinds = sorted(p.breakdown.memory.items(), key=lambda item: -item[1])
+    parts = ", ".join(
+        f"{kind} {size:.1f}" for kind, size in kinds if size > 0.02 * choice.needed_gib and "held" not in kind
+    )
+    return f"{rate:,.0f} tokens/s in all, {1e9 / rate / 3600:.1f} h{price} for 1e9 tokens; GiB: {parts}"
 
 
 def wide_console() -> Any:
@@ -55,7 +83,9 @@ def table(found: Found, dollars: float | None = None) -> Any:
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
-        shown.add_row(str(i), choice.config.to_spec(), *_cells(choice, dollars))
+        spec = choice.config.to_spec()
+        marked = f"{spec}\n(this version does not run {', '.join(choice.not_built)})" if choice.not_built else spec
+        shown.add_row(str(i), marked, *_cells(choice, dollars))
     return shown
 
 
@@ -65,7 +95,7 @@ def _cells(choice: Choice, dollars: float | None) -> Iterable[str]:
     yield f"{p.step_time_s:.3g}"
     yield f"{p.tokens_per_s_per_gpu:,.0f}"
     yield f"{p.mfu:.1%}"
-    yield f"{p.memory_gib:.1f}"
+    yield f"{choice.needed_gib:.1f}"
     yield f"{p.bubble:.1%}"
     if dollars:
         yield f"{p.cost_per_billion_tokens(dollars):,.0f}"
@@ -83,11 +113,11 @@ def command(choice: Choice) -> str:
 
 
 def write_specs(folder: str | Path, found: Found) -> list[Path]:
-    """One YAML file per layout, as --parallel takes it; what is predicted stands in comments."""
+    """One YAML file per layout that this version runs, as --parallel takes it; predictions stand in comments."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for i, choice in enumerate(found.choices, 1):
+    for i, choice in enumerate((choice for choice in found.choices if not choice.not_built), 1):
         path = folder / f"{i:02}.yaml"
         path.write_text(spec_file(found, choice), encoding="utf-8")
         written.append(path)

@@ -14,24 +14,35 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.planner.advice import nothing_fits, warnings_about, why_not
+from hf_parallel.config import ParallelConfig, PlannedConfig, SpecError, not_built
+from hf_parallel.planner.advice import (
+    MUCH_BETTER,
+    better_but_refused,
+    notes_about,
+    nothing_fits,
+    warnings_about,
+    why_not,
+)
 from hf_parallel.planner.candidates import (
-    TooLarge,
+    WAYS,
+    configured,
     heads_divide,
     layouts,
     other_schedules,
-    predicted,
-    variants,
+    runnable_part,
+    runs,
 )
 from hf_parallel.planner.choices import Choice, Found, Goal
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import known_precision
 from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.own_engine import count_activations
+from hf_parallel.planner.trial import TooLarge, predicted, variants
 
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
+_MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
+_NEAR = 1.2  # the same for layouts that this version does not run
 
 
 def search(
@@ -49,6 +60,7 @@ def search(
     top: int = 10,
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
+    include_unsupported: bool = False,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -61,6 +73,7 @@ def search(
         accept: asked about the layouts that are about to be returned, fastest first; those it does not take are left
             out.
         expected: a layout to compare with the best.
+        include_unsupported: rank what this version of the engine does not run, too; such choices say so.
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -79,40 +92,118 @@ def search(
         rows,
         accumulation,
     )
-    best: dict[tuple, Choice] = {}
-    looked_at, fastest, leanest = 0, math.inf, math.inf
-    for config in layouts(goal):
-        for choice in variants(goal, config, fastest * _WORTH):
-            looked_at += 1
-            if isinstance(choice, TooLarge):
-                leanest = min(leanest, choice.gib)
-                continue
-            key = _sizes(config)
-            if key not in best or choice.seconds_per_row < best[key].seconds_per_row:
-                best[key] = choice
-            fastest = min(fastest, choice.seconds_per_row)
-    ranked = sorted(best.values(), key=lambda choice: choice.seconds_per_row)
-    for choice in list(ranked[:_RESCHEDULED]):
-        for other in other_schedules(goal, choice):
-            looked_at += 1
-            if other.seconds_per_row < best[_sizes(choice.config)].seconds_per_row:
-                best[_sizes(choice.config)] = other
-    ranked = sorted(best.values(), key=lambda choice: choice.seconds_per_row)
-    if not looked_at:
-        raise SpecError(
-            f"global_batch={global_batch}: no layout of {cluster.gpus} GPUs can share it out; "
-            f"global_batch={4 * cluster.gpus} works"
-        )
-    taken = (choice for choice in ranked if accept is None or accept(choice.config))
-    ranked = [
-        dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal)))
-        for choice in itertools.islice(taken, max(1, top))
-    ]
-    found = Found(goal.shape, cluster, seq, global_batch, ranked, [], looked_at)
-    wanted = [] if expected is None else [ParallelConfig.parse(expected).resolve(cluster.gpus)]
-    yours = [(f"yours ({config.to_spec()})", explain_absence(goal, config, ranked)) for config in wanted]
-    advice = "" if ranked else nothing_fits(goal, leanest)
+    looking = _Search(goal, accept)
+    ranked = looking.run()
+    shared_out = looking.looked_at > 0
+    best = ranked[0] if ranked else None
+    wanted = _NEAR if include_unsupported else 1 / MUCH_BETTER
+    others = looking.beyond(_pace(best) * wanted if best else math.inf)
+    lines = better_but_refused(others, best, looking.accepts)
+    if not shared_out and not (include_unsupported and others):
+        raise SpecError("; ".join([_cannot_share(goal), *lines]))
+    shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
+    shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
+    shown = [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown]
+    notes = list(notes_about(goal, getattr(model, "max_position_embeddings", None)))
+    found = Found(
+        goal.shape, cluster, seq, global_batch, shown, best, [], looking.looked_at, beyond=lines, notes=notes
+    )
+    yours = [] if expected is None else [_about_yours(goal, expected, found)]
+    advice = "" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept)))
     return dataclasses.replace(found, why_not=[*yours, *_why_not(goal, found)], advice=advice)
+
+
+def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
+    """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
+
+    def best(**changes: Any) -> Choice | None:
+        return next(iter(_Search(dataclasses.replace(goal, **changes), accept).run()), None)
+
+    if not goal.lora:
+        yield "adapters only (--lora)", best(lora=16)
+    if goal.optimizer == "adamw" and not goal.lora:
+        yield "--optimizer adamw_8bit", best(optimizer="adamw_8bit")
+    for factor in _MORE_GPUS:
+        gpus = factor * goal.cluster.gpus
+        rows = None if goal.global_batch is None else math.lcm(goal.global_batch, gpus)
+        found = best(cluster=dataclasses.replace(goal.cluster, gpus=gpus), global_batch=rows)
+        if found or factor == _MORE_GPUS[-1]:
+            yield f"{gpus} GPUs", found
+            return
+
+
+def _pace(choice: Choice) -> float:
+    return choice.seconds_per_row
+
+
+class _Search:
+    """Two sweeps over the layouts: what this version runs, then what it does not, which must be better to be seen."""
+
+    def __init__(self, goal: Goal, accept: Callable[[ParallelConfig], bool] | None) -> None:
+        self.goal, self.accept = goal, accept
+        self.looked_at, self.leanest = 0, math.inf
+        self.plain: set[tuple] = set()  # sizes that fit without saving memory
+        ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters leave nothing to offload
+        self.runnable = [way for way in ways if runs(configured(**way))]
+        self.refused = [way for way in ways if way not in self.runnable]
+
+    def accepts(self, choice: Choice) -> bool:
+        """Whether the engine takes the layout for this model, as far as this version runs it."""
+        return self.accept is None or self.accept(runnable_part(choice.config))
+
+    def run(self) -> list[Choice]:
+        """The best of each sizes that this version runs, fastest first; other schedules tried for the leading ones."""
+        best: dict[tuple, Choice] = {}
+        limit = math.inf
+        for config in filter(runs, layouts(self.goal)):
+            for choice in self._tried(config, self.runnable, limit):
+                if _pace(choice) * _WORTH < limit and not self.accepts(choice):
+                    break  # one that the model forbids must not set the pace
+                if self._keep(best, choice) and choice.config.activation_checkpointing == "none":
+                    self.plain.add(_sizes(config))
+                limit = min(limit, _pace(choice) * _WORTH)
+        for choice in sorted(best.values(), key=_pace)[:_RESCHEDULED]:
+            for config in other_schedules(self.goal, choice):
+                other = predicted(self.goal, config, choice.prediction.job.micro_batch)
+                self.looked_at += 1
+                if isinstance(other, Choice) and self.accepts(other):
+                    self._keep(best, other)
+        return sorted(best.values(), key=_pace)
+
+    def beyond(self, limit: float) -> list[Choice]:
+        """The best of each sizes and settings that this version does not run, in less than `limit` per row."""
+        best: dict[tuple, Choice] = {}
+        for config in layouts(self.goal):
+            if not runs(config):
+                for choice in self._tried(config, self.runnable, limit, also=False):
+                    limit = min(limit, _pace(choice) * _NEAR)
+                    self._keep(best, choice)
+                    if choice.config.activation_checkpointing == "none":
+                        self.plain.add(_sizes(config))
+            if _sizes(config) not in self.plain:
+                for choice in self._tried(config, self.refused, limit, also=False):
+                    limit = min(limit, _pace(choice) * _NEAR)
+                    self._keep(best, choice)
+        return sorted(best.values(), key=_pace)
+
+    def _tried(
+        self, config: ParallelConfig, ways: list[dict[str, Any]], limit: float, also: bool = True
+    ) -> Iterator[Choice]:
+        """What fits; `also`: what does not counts for the leanest."""
+        for choice in variants(self.goal, config, limit, ways):
+            self.looked_at += 1
+            if isinstance(choice, Choice):
+                yield choice
+            elif also:
+                self.leanest = min(self.leanest, choice.gib)
+
+    def _keep(self, best: dict[tuple, Choice], choice: Choice) -> bool:
+        """Whether it is the fastest of its sizes and settings."""
+        key = (_sizes(choice.config), tuple(choice.not_built))
+        if key in best and _pace(best[key]) <= _pace(choice):
+            return False
+        best[key] = choice
+        return True
 
 
 def _counted(model: Any, precision: str) -> ModelShape:
@@ -124,7 +215,7 @@ def _counted(model: Any, precision: str) -> ModelShape:
         return shape
     try:
         return count_activations(shape, model, precision)
-    except (SpecError, RuntimeError):  # its code needs values, or tensors of another kind: the formula holds
+    except Exception:  # whatever its own code raises on rows of tokens that have no values: the formula holds
         return shape
 
 
@@ -144,29 +235,46 @@ def plan(
     return search(model=model, cluster=cluster, seq=seq, global_batch=global_batch, **options)
 
 
+def _cannot_share(goal: Goal) -> str:
+    gpus, batch = goal.cluster.gpus, goal.global_batch
+    return f"global_batch={batch}: no layout of {gpus} GPUs can share it out; global_batch={4 * gpus} works"
+
+
 def _sizes(config: ParallelConfig) -> tuple:
-    return config.dp_replicate_size, config.dp_shard_size, config.pp_size, config.tp_size, config.zero_stage
+    names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
+    return (*(getattr(config, name) for name in names), config.context_parallel, config.zero_stage)
 
 
 def _why_not(goal: Goal, found: Found) -> Iterator[tuple[str, str]]:
     """The layouts that people ask about first, and what keeps them from being the best."""
     gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
+    stages = math.gcd(goal.cluster.nodes, 8)
     asked = {
         "plain data parallelism": {"dp_replicate": gpus},
         "ZeRO-3 over all GPUs": {"dp_shard": gpus},
         "tensor parallelism in the node": {"tp": inside, "dp_shard": gpus // inside},
         "tensor parallelism across nodes": {"tp": min(2 * inside, gpus), "dp_shard": gpus // min(2 * inside, gpus)},
         "hybrid sharding in the node": {"dp_replicate": gpus // inside, "dp_shard": inside},
+        "tp in the node, pp between nodes": {"tp": inside, "pp": stages, "dp_shard": gpus // inside // stages},
     }
-    seen = {_sizes(found.choices[0].config)} if found.choices else set()
+    seen = {_sizes(found.best.config)} if found.best else set()
     for name, sizes in asked.items():
         config = ParallelConfig.from_mapping(sizes).resolve(gpus)
         if _sizes(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
             seen.add(_sizes(config))
-            yield f"{name} ({config.to_spec()})", explain_absence(goal, config, found.choices)
+            yield f"{name} ({config.to_spec()})", explain_absence(goal, config, found.best)
 
 
-def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> str:
+def _about_yours(goal: Goal, expected: ParallelConfig | str, found: Found) -> tuple[str, str]:
+    """What is to be said of the layout that the user expects, whether this version runs it or not."""
+    config = PlannedConfig.parse(expected) if isinstance(expected, str) else expected
+    config = config.resolve(goal.cluster.gpus)
+    refused = "; ".join(refusal for _, refusal in not_built(config))
+    reason = explain_absence(goal, config, found.best)
+    return f"yours ({config.to_spec()})", f"{reason}; {refused}" if refused else reason
+
+
+def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
     """In one line what keeps a layout from being first."""
     if not heads_divide(goal.shape, config.tp_size):
         return f"tp={config.tp_size} does not divide the attention heads"
@@ -175,13 +283,16 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: list[Choice]) -> s
     if goal.share(config) is None:
         ranks = config.data_parallel_size
         return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
-    found = list(variants(goal, config, math.inf))
+    given = config.activation_checkpointing != "none" or config.offload != "none"
+    mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
+    ways = [mine] if given else [way for way in WAYS if runs(configured(**way))]
+    found = list(variants(goal, config, math.inf, ways))
     if not found:
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]
     if fitting:
-        chosen: Any = min(fitting, key=lambda choice: choice.seconds_per_row)
+        chosen: Any = min(fitting, key=_pace)
     else:
         least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
         chosen = predicted(goal, least.config, least.size, measure=True)
-    return why_not(chosen, best[0] if best else None)
+    return why_not(chosen, best)

@@ -19,6 +19,7 @@ from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
 from hf_parallel.planner.stages import Stage
+from hf_parallel.planner.traffic import context_payload
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
@@ -81,8 +82,8 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     links = groups(layout, cluster)
     sent = _layer_communication(block, hidden, layout, job, links, tokens, gpu.efficiency.wait_us)
     return Times(
-        _with_communication(forward, sent[0], gpu),
-        _with_communication(backward, sent[1], gpu),
+        _with_communication(forward, sent[0], gpu, layout.context == "ulysses"),
+        _with_communication(backward, sent[1], gpu, layout.context == "ulysses"),
     )
 
 
@@ -145,8 +146,8 @@ def _layer_communication(
     stream = tokens * hidden * job.width
     wait = wait_us * 1e-6
     reductions = 2 * (transfer_seconds("all_reduce", stream, links["tp"]) + wait) if layout.tp > 1 else 0.0
-    kv = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions) * tokens * job.width / layout.tp
-    ring = transfer_seconds("all_gather", kv * layout.cp, links["cp"])
+    kind = "all_to_all" if layout.context == "ulysses" else "all_gather"
+    context = transfer_seconds(kind, context_payload(block, layout, job), links["cp"])
     routed = 2 * (transfer_seconds("all_to_all", stream / layout.tp * block.top_k, links["ep"]) + wait)
     routed = routed if layout.ep > 1 and block.top_k else 0.0
     gathered = reduced = 0.0
@@ -154,23 +155,25 @@ def _layer_communication(
         dense = (block.parameters - block.expert_parameters) / layout.tp
         gathered = transfer_seconds("all_gather", dense * job.stored, links["zero"])
         reduced = 0.0 if job.lora else transfer_seconds("reduce_scatter", dense * job.stored, links["zero"])
-    forward = {"tp": reductions, "cp": ring, "ep": routed, "zero": gathered}
+    forward = {"tp": reductions, "cp": context, "ep": routed, "zero": gathered}
     again = {"none": 0.0, "selective": 0.5, "full": 1.0}[job.recompute]
+    passes = (1 if layout.context == "ulysses" else 2) + (job.recompute == "full")
     backward = {
         "tp": reductions * (1 + again),
-        "cp": 2 * ring,
+        "cp": context * passes,
         "ep": routed * (1 + again),
         "zero": gathered + reduced,
     }
     return forward, backward
 
 
-def _with_communication(times: dict[str, float], sent: dict[str, float], gpu: Gpu) -> dict[str, float]:
+def _with_communication(times: dict[str, float], sent: dict[str, float], gpu: Gpu, ulysses: bool) -> dict[str, float]:
+    """A ring's next keys travel while attention computes; Ulysses has nothing to do before its heads are there."""
     e, compute = gpu.efficiency, sum(times.values())
     exposed = {
         "tp communication": sent["tp"],
         "ep communication": sent["ep"],
-        "cp communication": max(0.0, sent["cp"] - times["attention"] * e.hidden),
+        "cp communication": sent["cp"] if ulysses else max(0.0, sent["cp"] - times["attention"] * e.hidden),
         "ZeRO-3 communication": max(0.0, sent["zero"] - compute * e.hidden)
         + e.contention * min(sent["zero"], compute * e.hidden),
     }

@@ -78,6 +78,8 @@ def _stage(shape: ModelShape, counts: tuple[tuple[Block, int], ...], is_first: b
 
 @functools.lru_cache(maxsize=4096)
 def _split(shape: ModelShape, number: int, engine: str, recompute: str, length: int) -> tuple[int, ...]:
+    if engine == "standard" and number in (shape.layers + 1, shape.layers + 2):
+        return (*[0] * (number - shape.layers - 1), *[1] * shape.layers, 0)  # Megatron-LM: the ends count as layers
     if shape.layers < number:
         raise SpecError(
             f"pp x virtual_stages = {number}: {shape.layers} layers do not fill them; {shape.layers} works"

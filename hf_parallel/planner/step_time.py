@@ -16,6 +16,7 @@ from hf_parallel.planner.communication import groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import ModelShape
+from hf_parallel.planner.offload import offload_times
 from hf_parallel.planner.stage_times import moved, plus, stage_times
 from hf_parallel.planner.stages import Stage, stages_of_rank
 
@@ -147,9 +148,12 @@ def _tail(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster,
         gather = transfer_seconds("all_gather", dense * job.stored, links["zero"]) if layout.zero_stage else 0.0
     if layout.dp_replicate > 1:
         reduction += transfer_seconds("all_reduce", dense / shards * job.stored, links["replicate"])
+    stepping = {"optimizer": moved(cluster.gpu, updated * 40)}
+    if job.offload != "none":
+        stepping = offload_times(updated, job, cluster, backward)
     return {
         "gradients' reduction": reduction,
         "gathering updated weights": gather,
-        "optimizer": moved(cluster.gpu, updated * 40),
+        **stepping,
         "host, per step": e.step_ms * 1e-3,
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hf_parallel.planner.communication import Group, Transfer, groups
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.model_shape import ModelShape
+from hf_parallel.planner.model_shape import Block, ModelShape
 from hf_parallel.planner.stages import Stage, stages_of_rank
 
 Links = dict[str, Group]
@@ -44,12 +44,29 @@ def _tensor(layers: int, stream: float, layout: Layout, job: Job, links: Links) 
 
 
 def _context(shape: ModelShape, layers: int, layout: Layout, job: Job, links: Links) -> list[Transfer]:
-    width = max(
-        (sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions) for block in shape.blocks), default=0
-    )
-    payload = job.micro_batch * job.seq * width * job.width / layout.tp
-    passes = 4 if job.recompute == "full" else 3  # backward passes keys and values, and their gradients
-    return [Transfer("cp", "all_gather", payload, passes * layers * job.micro_batches, links["cp"], "keys and values")]
+    """Each kind's payload over all layers is written as that of the widest one."""
+    parts = [context_payload(block, layout, job) for block in shape.blocks]
+    kind = "all_to_all" if layout.context == "ulysses" else "all_gather"
+    what = "queries, keys, values, outputs" if layout.context == "ulysses" else "keys and values"
+    again = 1 if job.recompute == "full" else 0
+    passes = again + (2 if layout.context == "ulysses" else 3)
+    count = passes * layers * job.micro_batches
+    return [Transfer("cp", kind, max(parts, default=0), count, links["cp"], what)]
+
+
+def context_payload(block: Block, layout: Layout, job: Job) -> float:
+    """Bytes that one pass of a block's attention moves over cp.
+
+    A ring passes all keys and values by every rank, N - 1 of N parts: Liu et al., 2023 (arXiv:2310.01889), section 3;
+    backward they go round again, and their gradients with them. Ulysses exchanges a rank's queries, keys, values and
+    outputs: 4 N h / P where all heads are alike (Jacobs et al., 2023, arXiv:2309.14509, section 3.2).
+    """
+    rows, cut = job.micro_batch * job.seq * job.width, layout.tp
+    keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
+    if layout.context == "ring":
+        return rows * keys / cut
+    queries = sum(a.heads * (a.qk_width + a.v_width) for a in block.attentions)
+    return rows * (queries + keys) / cut / layout.cp
 
 
 def _experts(shape: ModelShape, layers: int, stream: float, layout: Layout, job: Job, links: Links) -> list[Transfer]:

@@ -8,6 +8,7 @@ from hf_parallel.planner.communication import groups, ring_factor
 from hf_parallel.planner.layout import Job, make_job
 from hf_parallel.planner.memory import GIB, StateBytes, activation_terms, kept_bytes, zero_states
 from hf_parallel.planner.model_shape import dense_block
+from hf_parallel.planner.offload import host_bytes, nvme_bytes, offload_times, pcie_bytes
 from hf_parallel.planner.stages import make_stages
 from hf_parallel.planner.step_time import live_forwards, one_f_one_b, pipeline_seconds
 from hf_parallel.planner.traffic import traffic
@@ -115,6 +116,92 @@ def test_groups_that_leave_a_node_share_its_adapters():
     assert narrow.bandwidth == pytest.approx(nic * e.network)
     assert wide.bandwidth == pytest.approx(min(8 * nic * e.network, cluster.inside.bandwidth * e.link))
     assert groups(Layout(tp=8, dp=8), cluster)["tp"].link.name == "nvlink4"
+
+
+# ---- context and experts --------------------------------------------------------------------------------------------
+
+GPT_7B = {"layers": 32, "hidden": 4096, "heads": 32, "ffn_hidden": 16384, "vocab": 50304}
+MIXTRAL = {**LLAMA_8B, "vocab": 32000, "experts": 8, "top_k": 2}
+
+
+def transfers(numbers, layout, job, axis, gpus=None):
+    shape, cluster = shape_of(numbers), make_cluster("h100-80gb", gpus or layout.gpus)
+    found = traffic(shape, make_stages(shape, layout, job), layout, job, cluster)
+    return [t for t in found if t.axis == axis]
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("numbers", [GPT_7B, LLAMA_8B])
+def test_a_ring_sends_keys_and_values_to_every_other_rank(numbers, ranks):
+    """Liu et al., 2023, section 3: each of N - 1 times a rank sends its part of keys and values, 4 b c h bytes in 16
+    bits where all heads have their own; backward once more, and with the gradients of both."""
+    (ring,) = transfers(numbers, Layout(cp=ranks), Job(8192, 1, 1), "cp")
+    part, width = 8192 / ranks, 128 * numbers.get("kv_heads", 32)
+    assert ring.bytes == pytest.approx(3 * 32 * (ranks - 1) * 2 * 2 * part * width)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_ulysses_exchanges_four_times_its_activations(ranks):
+    """Jacobs et al., 2023, section 3.2: 4 N h / P elements per layer and link, of which a rank keeps one part of P."""
+    (exchange,) = transfers(GPT_7B, Layout(cp=ranks, context="ulysses"), Job(8192, 1, 1), "cp")
+    assert exchange.kind == "all_to_all"
+    assert exchange.bytes == pytest.approx(2 * 32 * 2 * 4 * 8192 * 4096 / ranks * (ranks - 1) / ranks)
+
+
+def test_ulysses_sends_less_and_less_where_a_ring_sends_ever_more():
+    """The same paper, table 2: with more ranks the exchange shrinks; what a ring's rank sends grows to all keys."""
+    ring, exchange = (
+        [in_bytes(transfers(GPT_7B, Layout(cp=n, context=kind), Job(32768, 1, 1), "cp"), "cp") for n in (2, 4, 8)]
+        for kind in ("ring", "ulysses")
+    )
+    assert ring == sorted(ring)
+    assert exchange[0] > exchange[2]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_experts_exchange_tokens_twice_each_way(ranks):
+    """GShard (Lepikhin et al., 2020, section 3.2), DeepSpeed-MoE (Rajbhandari et al., 2022): dispatch, combine in
+    the forward, both again backward; each moves top_k copies of every token, (E - 1) / E of them to other ranks."""
+    (exchange,) = transfers(MIXTRAL, Layout(dp=ranks, ep=ranks, zero_stage=1), Job(4096, 1, 1), "ep")
+    assert exchange.count == 4 * 32
+    assert exchange.payload == 2 * 4096 * 4096 * 2
+    assert exchange.bytes == pytest.approx(4 * 32 * (ranks - 1) / ranks * exchange.payload)
+
+
+# ---- offloading -----------------------------------------------------------------------------------------------------
+
+
+def test_zero_offload_moves_four_bytes_per_parameter_and_step():
+    """Ren et al., 2021, section 3: 16-bit gradients down, 16-bit weights up, the least that any split of the work has;
+    16 of 18 bytes of the states are on the host."""
+    job = Job(1024, 1, 1, offload="cpu")
+    assert sum(pcie_bytes(1e9, job)) == 4e9
+    assert host_bytes(1e9, job) == 14e9  # 16-bit gradient, fp32 weight and two moments
+    assert nvme_bytes(1e9, job) == 0
+
+
+@pytest.mark.parametrize(("billions", "seconds"), [(1, 0.22), (2, 0.51), (4, 1.03), (8, 2.41), (10, 2.57)])
+def test_adam_of_the_host(billions, seconds):
+    """The same, table 4, on two Xeons: the time per parameter is that of the memory it reads and writes."""
+    cluster = make_cluster("a100-80gb", 1, 1)
+    found = offload_times(billions * 1e9, Job(1024, 1, 1, offload="cpu"), cluster, backward=10.0)
+    assert found["optimizer"] == pytest.approx(seconds, rel=0.25)
+    assert found["gradients to the host"] == 0
+
+
+def test_arithmetic_intensity_of_nvme():
+    """ZeRO-Infinity (Rajbhandari et al., 2021), section 4.1: optimizer states of 16 bytes are read and written once a
+    step, so 8 x batch x seq FLOPs per parameter meet 32 bytes: batch x seq / 4. Ours keeps the gradient in memory."""
+    moved = nvme_bytes(1.0, Job(1024, 2, 1, offload="nvme"))
+    assert moved == 2 * 12
+    assert 8 * 2 * 1024 / (moved + 2 * 4) == 2 * 1024 / 4
+
+
+def test_all_ranks_of_a_node_share_its_memory():
+    job = Job(1024, 1, 1, offload="cpu")
+    one, eight = (offload_times(1e9, job, make_cluster("h100-80gb", n), 0.0) for n in (1, 8))
+    assert eight["optimizer"] == pytest.approx(8 * one["optimizer"])
+    assert eight["gradients to the host"] == one["gradients to the host"] > 0
 
 
 # ---- activations (arXiv:2205.05198) ---------------------------------------------------------------------------------

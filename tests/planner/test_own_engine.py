@@ -7,7 +7,6 @@ import pytest
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner import make_cluster
-from hf_parallel.planner.candidates import to_job, to_layout
 from hf_parallel.planner.choices import Goal
 from hf_parallel.planner.communication import groups
 from hf_parallel.planner.dry_run import _settled, dry_run, on_meta
@@ -17,6 +16,7 @@ from hf_parallel.planner.own_traffic import own_traffic
 from hf_parallel.planner.predict import memory_of_ranks
 from hf_parallel.planner.report import tensors_gib
 from hf_parallel.planner.stages import make_stages, stages_of_rank
+from hf_parallel.planner.trial import to_job, to_layout
 from tests import models
 from tests.distributed import run, run_alone
 from tests.planner.measuring import measured

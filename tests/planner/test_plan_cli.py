@@ -7,7 +7,8 @@ import pytest
 
 from hf_parallel import cli
 from hf_parallel.config import ParallelConfig
-from hf_parallel.planner.clusters import detect, read_cluster
+from hf_parallel.planner.clusters import read_cluster
+from hf_parallel.planner.detect import detect
 from tests import models
 from tests.distributed import run_alone
 
@@ -144,7 +145,28 @@ def test_refusals(folder, capsys, argv, words):
 
 
 def test_model_that_is_not_there(capsys, tmp_path):
-    assert "no-such-folder" in refused(capsys, str(tmp_path / "no-such-folder"), *WHERE)
+    said = refused(capsys, str(tmp_path / "no-such-folder"), *WHERE)
+    assert "no-such-folder" in said
+    assert '"layers": 32' in said
+
+
+def test_unsupported_layouts_are_marked_and_never_written(folder, capsys, tmp_path):
+    long = ["--gpus", "8", "--gpu", "h100-80gb", "--seq", "65536", "--global-batch", "1", "--include-unsupported"]
+    out = planned(capsys, folder, *long, "--specs", str(tmp_path))
+    assert "this version does not run cp_size=" in out
+    assert "cp=" not in out[out.index("Run the first") :]
+    for file in tmp_path.iterdir():
+        ParallelConfig.parse(str(file))
+
+
+def test_vision_model(capsys, tmp_path):
+    """Its code does not take rows of tokens, so nothing is counted from dry runs."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.ViTConfig(hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4)
+    config.architectures = ["ViTForImageClassification"]
+    config.save_pretrained(tmp_path)
+    out = planned(capsys, str(tmp_path), "--gpus", "4", "--gpu", "a100-80gb", "--seq", "197", "--global-batch", "64")
+    assert "ViTForImageClassification" in out
 
 
 @pytest.mark.parametrize(

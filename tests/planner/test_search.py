@@ -67,6 +67,25 @@ def test_nothing_fits():
     assert "GPUs" in found.advice
 
 
+def test_ways_out_are_searched():
+    """One desktop GPU: all weights of 8 billion do not fit, adapters do; two GPUs do not, four do."""
+    found = searched(gpus=1, gpu="rtx4090-24gb", seq=2048, global_batch=16)
+    assert "with adapters only (--lora) it fits: dp_shard=1" in found.advice
+    assert "with 4 GPUs it fits" in found.advice, found.advice
+
+
+def test_notes_say_what_the_figures_rest_on():
+    config = models.llama(max_position_embeddings=64)
+    (measured, *_), (copied, *_) = (searched(gpu=gpu, gpus=8).notes for gpu in ("h100-80gb", "l40s-48gb"))
+    assert "within 25%" in measured
+    assert "nobody published runs on l40s-48gb" in copied
+    assert "a100-80gb" in copied
+    assert any("no bf16 units" in note for note in searched(gpu="V100", gpus=8).notes)
+    assert "--seq 128: the model was made for 64 positions" in searched(config, gpus=8, seq=128).notes
+    experts = {**LLAMA_8B, "experts": 8, "top_k": 2}
+    assert any("experts" in note for note in searched(experts, gpus=8, gpu="h200").notes)
+
+
 def test_why_not():
     found = searched(LLAMA_70B, gpus=64, network="ethernet-25g", gpu="h100-80gb", global_batch=256)
     reasons = dict(found.why_not)
@@ -114,9 +133,81 @@ def test_warnings_in_the_words_of_practice():
     assert any("M tokens per step" in warning for warning in large.choices[0].warnings)
 
 
+def test_few_long_rows_for_many_gpus():
+    """Nothing that runs gives each of them work, and the error names what would."""
+    few = {"gpus": 512, "gpu": "h100-80gb", "seq": 131072, "global_batch": 2}
+    with pytest.raises(SpecError, match="global_batch=2: no layout.*cp_size="):
+        searched(**few)
+    found = searched(**few, include_unsupported=True)
+    assert found.choices[0].config.cp_size > 1
+    assert found.best is None
+
+
 def test_batch_that_cannot_be_shared_out():
     with pytest.raises(SpecError, match="global_batch=7"):
         searched(gpus=64, global_batch=7, per_node=1)
+
+
+# ---- what this version does not run -------------------------------------------------------------------------------
+
+LONG = {"seq": 131072, "global_batch": 8, "gpus": 64, "gpu": "h100-80gb"}  # 8 rows for 64 GPUs: tp alone is too little
+
+
+def test_ranked_are_only_layouts_that_run():
+    found = searched(**LONG, top=50)
+    assert not any(choice.not_built for choice in found.choices)
+    assert any(line.startswith("cp_size=") and "this version does not run" in line for line in found.beyond), (
+        found.beyond
+    )
+
+
+def test_others_are_ranked_on_request_and_marked():
+    found = searched(**LONG, top=50, include_unsupported=True)
+    marked = [choice for choice in found.choices if choice.not_built]
+    assert marked
+    assert found.choices[0].not_built
+    assert not found.best.not_built
+    assert any(
+        choice.config.cp_size > 1 and f"cp_size={choice.config.cp_size}" in choice.not_built for choice in marked
+    )
+    with pytest.raises(SpecError, match="not part of this version"):
+        ParallelConfig.parse(marked[0].config.to_spec())
+
+
+@pytest.mark.parametrize("key", ["cp_size", "activation_checkpointing", "zero_stage", "ep_size", "offload"])
+def test_a_version_that_lifts_a_refusal_is_believed(key, monkeypatch):
+    """The search asks the table that stops a run at start; there is no other list."""
+    from hf_parallel import config
+
+    kept = [line for line in config._NOT_BUILT if line[0] != key]
+    assert len(kept) < len(config._NOT_BUILT)
+    monkeypatch.setattr(config, "_NOT_BUILT", kept)
+    experts = {**LLAMA_8B, "experts": 8, "top_k": 2, "ffn_hidden": 3584}
+    given = {
+        "cp_size": LONG,
+        "activation_checkpointing": {"gpus": 8, "memory_gib": 50, "seq": 8192},
+        "zero_stage": {"gpus": 8, "gpu": "h200"},
+        "ep_size": {"model": experts, "gpus": 8, "gpu": "h200"},
+        "offload": {"gpus": 2, "gpu": "rtx4090-24gb", "seq": 512, "global_batch": 64},
+    }[key]
+    found = searched(**given, top=200)
+    default = getattr(ParallelConfig(), key)
+    taken = {getattr(choice.config, key) for choice in found.choices} - {default}
+    assert taken - ({2} if key == "zero_stage" else {"full"}), found.choices
+    assert not any(choice.not_built for choice in found.choices)
+
+
+def test_the_only_one_that_fits_is_named():
+    found = searched(LLAMA_8B, gpus=2, gpu="rtx4090-24gb", seq=512, global_batch=64)
+    assert found.choices == []
+    assert any(line.startswith("offload=cpu") and "would fit" in line for line in found.beyond), found.beyond
+
+
+def test_what_you_expected_may_be_refused():
+    found = searched(gpus=8, expected="cp=2,dp_shard=4", gpu="h200")
+    (reason,) = [text for who, text in found.why_not if who.startswith("yours")]
+    assert "cp_size=2: context parallelism is not part of this version" in reason
+    assert "x the time" in reason or "as fast" in reason
 
 
 def test_public_name():

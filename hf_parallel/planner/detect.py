@@ -1,0 +1,202 @@
+"""The machine that this process runs on: its accelerators, the links among them, its adapters; else its processors."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import os
+import re
+import subprocess
+import time
+
+from hf_parallel.config import SpecError
+from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, find_gpu, find_link
+
+#: Links of processes on one machine without accelerators: copies through memory.
+_SHARED_MEMORY = Link("shared memory", 2e9, 50e-6, "order of magnitude of gloo over loopback")
+_NVLINK_LATENCY = 5e-6
+#: GB/s of one NVLink and direction, by generation: V100, A100, H100 and GA102 data sheets.
+_PER_NVLINK = {
+    "nvlink2": 25,
+    "nvlink3": 25,
+    "nvlink3-a800": 25,
+    "nvlink4": 25,
+    "nvlink5": 50,
+    "nvlink3-bridge": 14.0625,
+}
+
+
+def detect(gpus: int | None = None, per_node: int | None = None, network: str | None = None) -> Cluster:
+    """The machine this process runs on, `gpus` of its kind.
+
+    An accelerator is looked up by its name; its memory is what the driver reports. NVIDIA's driver says how they are
+    linked (`nvidia-smi topo -m`), the kernel which InfiniBand or RoCE adapters there are. What neither says comes from
+    the catalogue. Without an accelerator the processors count: their speed is measured in a moment.
+
+    Raises:
+        SpecError: an accelerator that the catalogue does not have.
+    """
+    import torch
+
+    if not torch.accelerator.is_available():
+        return _processors(gpus or 1, per_node or gpus or 1)
+    here = torch.accelerator.device_count()
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    about = torch.get_device_module(kind).get_device_properties(0)
+    try:
+        gpu = find_gpu(about.name)
+    except SpecError as error:
+        raise SpecError(
+            f"this machine's {about.name}: {error}; --gpu or --cluster FILE.yaml says what it is"
+        ) from error
+    gpu = dataclasses.replace(gpu, memory_gib=about.total_memory / 2**30)
+    between = find_link(network) if network else _adapters(here) or find_link(gpu.scale_out)
+    return Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between)
+
+
+def _asked(*argv: str) -> str:
+    """What nvidia-smi prints; nothing where there is none."""
+    try:
+        return subprocess.run(["nvidia-smi", *argv], capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+# ---- links inside the node -----------------------------------------------------------------------------------------
+
+
+def _inside(gpu: Gpu, here: int) -> Link:
+    """The link of a ring through all GPUs: NVLink if it can go by NVLink all the way, else PCIe."""
+    usual = find_link(gpu.scale_up)
+    matrix = topology(_asked("topo", "-m"), here)
+    if here == 1 or not matrix:
+        return usual
+    links = min(sum(row) for row in nvlinks(matrix))
+    if links and _joined(nvlinks(matrix)):
+        return _nvlink(usual, gpu, links)
+    return _pcie(usual, gpu)
+
+
+def topology(text: str, here: int) -> list[list[str]]:
+    """The matrix of `nvidia-smi topo -m` for the GPUs that this process sees: NV12, PIX, PXB, PHB, NODE, SYS or X."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", text)  # the driver underlines its heading
+    lines = [line.split() for line in plain.splitlines()]
+    heading = next((line for line in lines if line and line[0] == "GPU0"), None)
+    if heading is None:
+        return []
+    count = sum(re.fullmatch(r"GPU\d+", word) is not None for word in heading)
+    rows = {
+        int(line[0][3:]): line[1 : count + 1]
+        for line in lines
+        if line and re.fullmatch(r"GPU\d+", line[0]) and line is not heading
+    }
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    chosen = [int(word) for word in seen] if all(word.isdigit() for word in seen) else list(range(count))
+    chosen = [index for index in chosen if index in rows][:here]
+    return [[rows[row][column] for column in chosen] for row in chosen]
+
+
+def nvlinks(matrix: list[list[str]]) -> list[list[int]]:
+    """How many NVLinks join each two GPUs."""
+    return [[int(word[2:]) if re.fullmatch(r"NV\d+", word) else 0 for word in row] for row in matrix]
+
+
+def _joined(counts: list[list[int]]) -> bool:
+    """Whether a ring by NVLink reaches all: two neighbours each, or there are only two GPUs."""
+    reached, queue = {0}, [0]
+    while queue:
+        for other, links in enumerate(counts[queue.pop()]):
+            if links and other not in reached:
+                reached.add(other)
+                queue.append(other)
+    return len(reached) == len(counts) and (len(counts) == 2 or all(sum(n > 0 for n in row) >= 2 for row in counts))
+
+
+def _nvlink(usual: Link, gpu: Gpu, links: int) -> Link:
+    """A switch shows all of a GPU's links to each of the others: more than it has do not count."""
+    name = usual.name if usual.name in _PER_NVLINK else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
+    each = _PER_NVLINK[name] * 1e9
+    most = round(usual.bandwidth / each) if usual.name in _PER_NVLINK else links
+    if links >= most and usual.name in _PER_NVLINK:
+        return usual
+    return Link(f"{links} x {name}", links * each, _NVLINK_LATENCY, f"nvidia-smi topo -m: {links} links per GPU")
+
+
+def _pcie(usual: Link, gpu: Gpu) -> Link:
+    """By the generation and the lanes that the slowest GPU has."""
+    found = re.findall(
+        r"(\d+), *(\d+)", _asked("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
+    )
+    if not found:
+        return usual if "pcie" in usual.name else find_link("pcie4")
+    generation, lanes = (min(int(pair[i]) for pair in found) for i in (0, 1))
+    link = usual if "through-host" in usual.name else find_link(f"pcie{min(5, max(3, generation))}")
+    if lanes >= 16:
+        return link
+    return dataclasses.replace(link, name=f"{link.name} x{lanes}", bandwidth=link.bandwidth * lanes / 16)
+
+
+# ---- links between nodes -------------------------------------------------------------------------------------------
+
+
+def _adapters(gpus: int, folder: str = "/sys/class/infiniband") -> Link | None:
+    """The fastest active InfiniBand or RoCE ports of this machine, shared by its GPUs."""
+    rates: list[tuple[float, str]] = []
+    for port in glob.glob(f"{folder}/*/ports/*"):
+        if "ACTIVE" in _read(f"{port}/state"):
+            rate = re.match(r"([\d.]+) Gb/sec", _read(f"{port}/rate"))
+            rates += [(float(rate.group(1)), _read(f"{port}/link_layer"))] if rate else []
+    if not rates:
+        return None
+    fastest, layer = max(rates)
+    number = sum(rate == fastest for rate, _ in rates)
+    name = f"{number} x {layer or 'InfiniBand'} {fastest:g} Gbit/s"
+    return Link(name, number * fastest / 8 * 1e9 / gpus, 12e-6 if layer == "InfiniBand" else 15e-6, folder)
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+# ---- processors ----------------------------------------------------------------------------------------------------
+
+
+def _processors(count: int, per_node: int) -> Cluster:
+    """Each process with its share of this machine's memory and cores."""
+    base, processes = find_gpu("a100-80gb"), min(count, per_node)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / processes / 2**30
+    share = min(1.0, (os.cpu_count() or 1) / processes)
+    rate = _measured_flops() * share
+    efficiency = dataclasses.replace(Efficiency(), gemm=1.0, attention=1.0, waves=0.0, kernel_us=20.0)
+    gpu = dataclasses.replace(
+        base,
+        name="cpu",
+        peaks=dict.fromkeys(("fp32", "bf16", "fp16"), rate),
+        memory_gib=memory,
+        bandwidth=1e10 * share,
+        units=1,
+        efficiency=efficiency,
+        source="measured on this machine",
+    )
+    return Cluster(gpu, count, per_node, _SHARED_MEMORY, find_link("ethernet-25g"))
+
+
+def _measured_flops(size: int = 384) -> float:
+    """FLOP/s of one thread in a matrix product, as ranks without accelerators compute."""
+    import torch
+
+    threads, a = torch.get_num_threads(), torch.ones(size, size)
+    torch.set_num_threads(1)
+    try:
+        a @ a
+        began = time.perf_counter()
+        for _ in range(5):
+            a @ a
+        return 5 * 2 * size**3 / (time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(threads)
