@@ -7,8 +7,7 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.data import as_data_rank
+from hf_parallel.hooks.data import as_data_rank, gathering
 from hf_parallel.hooks.losses import share
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
@@ -138,7 +137,8 @@ def generate(original: Callable) -> Callable:
     def replacement(self: Any, prompts: list) -> Any:
         if self._real_generated is None:
             return original(self, prompts)
-        with _gathering(self.accelerator, sum(self._real_generated)):
+        gather, real = self.accelerator.gather, sum(self._real_generated)
+        with gathering(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
             return original(self, prompts)
 
     return replacement
@@ -159,17 +159,6 @@ def calculate_rewards(original: Callable) -> Callable:
         return rewards
 
     return replacement
-
-
-@contextlib.contextmanager
-def _gathering(accelerator: Any, rows: int) -> Iterator[None]:
-    """Only the first `rows` rows of what is gathered."""
-    gather = accelerator.gather
-    accelerator.gather = lambda tensor: gather(tensor)[:rows]
-    try:
-        yield
-    finally:
-        del accelerator.gather
 
 
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------

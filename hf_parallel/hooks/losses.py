@@ -83,7 +83,8 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     self._logged, former = [], self.args.average_tokens_across_devices
     self.args.average_tokens_across_devices = False  # our share of tokens holds that factor already
     try:
-        result = own(model, inputs, *args, **kwargs)
+        with runtime.absent(self._rows_of_step == 0):
+            result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)

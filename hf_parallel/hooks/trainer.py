@@ -16,7 +16,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import losses, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
-from hf_parallel.hooks.data import real_rows, refuse_cut_examples
+from hf_parallel.hooks.data import is_ragged, real_rows, refuse_cut_examples
 from hf_parallel.pipeline.schedules import micro_batch_count
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def prediction_step(
     state, count = runtime.parallel_state(model), rows.count(inputs, blocks)
     real = 0 if count is None else real_rows(self.accelerator.gradient_state, count)
     kept = rows.opened(inputs if count is None or real == count else rows.trim(inputs, real, count, blocks))
-    self._rows_of_step = real if count is not None and real != count else None
+    self._rows_of_step = real if count is not None and is_ragged(self.accelerator.gradient_state) else None
     with _loss_only(state, prediction_loss_only), _counting(state):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     weight = None if count is None else trl.evaluation_weight(self, kept, real)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import generating, runtime
+from hf_parallel.hooks.data import gathering
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.pipeline.serving import served
 from hf_parallel.rewrite.layers import local
@@ -189,16 +190,36 @@ def prepare_dataset(original: Callable) -> Callable:
 
 
 def kl_logps(original: Callable) -> Callable:
-    """KTO averages the means of all data ranks: weighted by their rows, a ragged batch gives the whole mean."""
+    """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
 
     def replacement(self: Any, model: Any, batch: dict) -> Any:
         result, rows = original(self, model, batch), self._rows_of_step
         if result is None or rows is None:
             return result
-        mesh = runtime.mesh()
-        total = torch.tensor(float(rows), device=result.device)
-        dist.all_reduce(total, group=mesh.data_group)
-        return result * (rows * mesh.data_size / total)
+        totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
+        dist.all_reduce(totals, group=runtime.mesh().data_group)
+        return result * (rows * totals[1] / totals[0])
+
+    return replacement
+
+
+# ---- rewards -------------------------------------------------------------------------------------------------------
+
+
+def reward_metrics(original: Callable) -> Callable:
+    """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
+
+    def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+        rows, gather = self._rows_of_step, self.accelerator.gather_for_metrics
+        if not rows:
+            return original(self, model, inputs, *args, **kwargs)
+
+        def by_rows(value: torch.Tensor) -> torch.Tensor:
+            mean = value.ndim == 0 and value.is_floating_point()
+            return gather(value.expand(rows) if mean else value)
+
+        with gathering(self.accelerator, gather_for_metrics=by_rows):
+            return original(self, model, inputs, *args, **kwargs)
 
     return replacement
 
