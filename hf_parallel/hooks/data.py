@@ -266,14 +266,14 @@ def num_processes(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def gathering(accelerator: Any, **methods: Callable) -> Iterator[None]:
-    """In here the accelerator has these methods."""
-    vars(accelerator).update(methods)
+def replacing(owner: Any, **methods: Callable) -> Iterator[None]:
+    """In here the object has these methods."""
+    vars(owner).update(methods)
     try:
         yield
     finally:
         for name in methods:
-            delattr(accelerator, name)
+            delattr(owner, name)
 
 
 def process_index(original: Any) -> Any:

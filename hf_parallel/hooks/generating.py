@@ -7,6 +7,7 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.data import as_data_rank, gathering
+from hf_parallel.hooks.data import as_data_rank, replacing
 from hf_parallel.hooks.losses import share
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
@@ -125,8 +126,11 @@ def generate_and_score(original: Callable) -> Callable:
         runtime.equalise_random_state("tp", 0)
         self._real_generated = _real_rows(self, len(inputs))
         with as_data_rank(self.accelerator):
-            outputs = original(self, inputs)
-        return outputs if self._real_generated is None else _without_repeats(self, outputs)
+            if self._real_generated is None:
+                return original(self, inputs)
+            scores = functools.partial(_real_scores, self, self._get_per_token_logps_and_entropies)
+            with replacing(self, _get_per_token_logps_and_entropies=scores):
+                return _without_repeats(self, original(self, inputs))
 
     return replacement
 
@@ -138,7 +142,7 @@ def generate(original: Callable) -> Callable:
         if self._real_generated is None:
             return original(self, prompts)
         gather, real = self.accelerator.gather, sum(self._real_generated)
-        with gathering(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
+        with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
             return original(self, prompts)
 
     return replacement
@@ -176,30 +180,37 @@ def _real_rows(trainer: Any, rows: int) -> list[int] | None:
     return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
+def _real_scores(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
+    logps, *others = original(*args, **kwargs)
+    logps[trainer._real_generated[runtime.mesh().data_rank] :] = 0
+    return logps, *others
+
+
 def _without_repeats(trainer: Any, outputs: dict) -> dict:
     """Repeated rows keep their place but have no token that counts."""
-    mesh, outputs = runtime.mesh(), dict(outputs)
-    for key in ("completion_mask", "old_logps"):
-        if key in outputs:
-            outputs[key] = outputs[key].clone()
-            outputs[key][trainer._real_generated[mesh.data_rank] :] = 0
+    mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
+    mask[trainer._real_generated[mesh.data_rank] :] = 0
+    tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
+    dist.all_reduce(tokens, group=mesh.data_group)
+    _correct_logs(trainer, len(mask) * mesh.data_size, float(tokens[0] / tokens[1].clamp(min=1)))
+    changed = {"completion_mask": mask}
     if "num_items_in_batch" in outputs:
-        items = outputs["completion_mask"].sum()
-        dist.all_reduce(items, group=mesh.data_group)
-        outputs["num_items_in_batch"] = items
-    _correct_logs(trainer, len(outputs["prompt_ids"]) * mesh.data_size)
-    return outputs
+        changed["num_items_in_batch"] = tokens[1]
+    return {**outputs, **changed}
 
 
-def _correct_logs(trainer: Any, rows: int) -> None:
-    real = sum(trainer._real_generated)
-    logs = trainer._logs
+def _correct_logs(trainer: Any, rows: int, tokens_too_many: float) -> None:
+    """Take repeated rows out of tables and of what was divided by their number too."""
+    real, logs, metrics = sum(trainer._real_generated), trainer._logs, trainer._metrics["eval"]
     for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
         for _ in range(rows - real):
             column.pop()
     groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
     if groups and getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
-        trainer._metrics["eval"]["frac_reward_zero_std"][-1] *= rows / real
+        metrics["frac_reward_zero_std"][-1] *= rows / real
+    if trainer.beta and not hasattr(trainer, "loss_type"):  # RLOO's penalty is part of its rewards
+        metrics["kl"][-1] *= tokens_too_many
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import generating, runtime
-from hf_parallel.hooks.data import gathering
+from hf_parallel.hooks.data import replacing
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.pipeline.serving import served
 from hf_parallel.rewrite.layers import local
@@ -218,7 +218,7 @@ def reward_metrics(original: Callable) -> Callable:
             mean = value.ndim == 0 and value.is_floating_point()
             return gather(value.expand(rows) if mean else value)
 
-        with gathering(self.accelerator, gather_for_metrics=by_rows):
+        with replacing(self.accelerator, gather_for_metrics=by_rows):
             return original(self, model, inputs, *args, **kwargs)
 
     return replacement
