@@ -24,7 +24,7 @@ TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RL
 _SUMS = ("cispo", "dapo", "vespo")
 
 
-def check(trainer: Any, args: Any) -> None:
+def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     mesh = runtime.mesh()
     pp, data_ranks = mesh.size("pp"), mesh.data_size
@@ -41,6 +41,12 @@ def check(trainer: Any, args: Any) -> None:
         (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "it replaces the head", "False"),
         (getattr(trainer, "tools", None), "tools", "ranks would call them different numbers of times", "rewards"),
         (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
+        (
+            data_ranks > 1 and _has_no_length(eval_dataset),
+            "an eval_dataset without a length",
+            several + "its last batch would count rows twice",
+            "a Dataset",
+        ),
         (trainer._is_vlm, "a processor of images", "images are not shared out", "a tokenizer"),
         (
             data_ranks > 1 and trainer.aux_loss_enabled,
@@ -58,6 +64,11 @@ def check(trainer: Any, args: Any) -> None:
     for asked, spelled, why, works in refusals:
         if asked:
             raise SpecError(f"{type(trainer).__name__} with {spelled}: {why}; {works} works")
+
+
+def _has_no_length(dataset: Any) -> bool:
+    sets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(one is not None and not hasattr(one, "__len__") for one in sets)
 
 
 # ---- which rows, which random numbers -----------------------------------------------------------------------------

@@ -33,13 +33,13 @@ def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Any, args: Any) -> None:
+def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in generating.TRAINERS:
-        generating.check(trainer, args)
+        generating.check(trainer, args, eval_dataset)
         return
     raise SpecError(
         f"{kind.__name__} is not known to this version; "

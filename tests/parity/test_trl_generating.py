@@ -27,7 +27,7 @@ CASES = {
     # A generation batch serves two steps of two micro-batches, twice: shuffled, with log-probabilities kept.
     "reference": (
         f"--beta 0.1 {SYNCED} --gradient_accumulation_steps 2 --steps_per_generation 4 --num_iterations 2 "
-        "--loss_type bnpo"
+        "--num_generations 8 --loss_type bnpo"  # a group lies on all data ranks
     ),
     "adapters": f"{LORA} --beta 0.1 --gradient_accumulation_steps 2",
     "evaluated": f"--loss_type grpo --scale_rewards batch --top_entropy_quantile 0.5 {EVALUATED}",
@@ -79,6 +79,12 @@ def test_real_draws_under_tp(folder):
         for ours, theirs in zip(outcome.logs[:-1], expected.logs[:-1], strict=True):
             for key in ("reward", "loss", "grad_norm"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5)  # as in test_trl.py
+
+
+def test_data_ranks_draw_apart(folder):
+    """The ranks of one model go on from one seed, other data ranks from others."""
+    call = partial(trl_scripts.generating, "GRPO", str(folder.root / "llama"), folder.out(), "dp_shard=2,tp=2", {})
+    assert run(call, 4, init=False, timeout=60) == [42, 42, 43, 43]
 
 
 REFUSED = [
