@@ -39,7 +39,12 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
             "False",
         ),
         (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "it replaces the head", "False"),
-        (getattr(trainer, "tools", None), "tools", "ranks would call them different numbers of times", "rewards"),
+        (
+            getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None),
+            "tools or environments",
+            "ranks would call them different numbers of times",
+            "reward functions alone",
+        ),
         (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
         (
             data_ranks > 1 and _has_no_length(eval_dataset),
