@@ -21,7 +21,7 @@ _GIB = 2**30
 
 def say(message: str) -> None:
     """One line from rank 0."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import losses, report, rows, runtime, trl
+from hf_parallel.hooks import after_saves, losses, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import is_ragged, real_rows, refuse_cut_examples
@@ -46,6 +46,7 @@ def init(original: Callable) -> Callable:
         # On the object, so that a subclass's own methods are wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
         self.prediction_step = functools.partial(prediction_step, self, self.prediction_step)
+        self.callback_handler.on_save = functools.partial(after_saves.on_save, self, self.callback_handler.on_save)
         losses.prepare(self)
 
     return replacement
