@@ -42,6 +42,7 @@ def init(original: Callable) -> Callable:
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
         self._rows_of_example = 1
+        self._joins_metrics = trl.rows_per_example(self) is not None
         self._drawn = set()  # steps of profile_steps
         # On the object, so that a subclass's own methods are wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
