@@ -4,6 +4,8 @@ Real draws come from one random state per process: other numbers of processes dr
 decides over a token follows from the row's place in the global batch, so that one process draws what many do.
 """
 
+import os
+
 import torch
 from transformers import GenerationMixin, TrainerCallback
 
@@ -39,10 +41,13 @@ def draw_by_row(data_rank: int = 0) -> None:
 
 
 class SeedEachStep(TrainerCallback):
-    """Each step goes on from a random state of its own: real draws compare, whatever was drawn before."""
+    """Each step goes on from a random state of its own: real draws compare, whatever was drawn before.
+
+    That of another rank is another one: what ranks must share they have to make equal.
+    """
 
     def on_step_begin(self, args, state, control, **kwargs):
-        torch.manual_seed(state.global_step)
+        torch.manual_seed(state.global_step + 1000 * int(os.environ.get("RANK", 0)))
 
 
 def _number(call: int, row: int, token: int) -> torch.Tensor:

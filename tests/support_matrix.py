@@ -66,6 +66,8 @@ TABLES = {
         "trl dpo",
         "trl kto",
         "trl reward",
+        "trl grpo",
+        "trl rloo",
         "Accelerate loop",
         "library",
     ),

@@ -158,13 +158,14 @@ def _activate(spec: str | None) -> int:
     return hooks.runtime.mesh().data_rank
 
 
-def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, Any], **more: Any) -> None:
-    """A trainer that draws tokens while it trains, made but not run."""
+def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, Any], **more: Any) -> int:
+    """A trainer that draws tokens while it trains, made but not run; returns the seed it goes on from."""
     _activate(spec)
     prompts = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
     config, trainer_class = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
     arguments = config(out, report_to="none", bf16=False, use_cpu=True, **settings)
     trainer_class(model, rollouts.reward, arguments, prompts, **more)
+    return torch.initial_seed()
 
 
 class Folder:

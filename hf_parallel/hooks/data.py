@@ -155,8 +155,10 @@ def gather(original: Callable) -> Callable:
     def gather_one(tensor: torch.Tensor) -> torch.Tensor:
         mesh, state = runtime.mesh(), GradientState()
         tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
+        if runtime.is_absent():
+            tensor = tensor[:0]
         sizes = [tensor.shape[0]] * mesh.data_size
-        if state.end_of_dataloader and state.remainder > 0 and mesh.data_size > 1:
+        if is_ragged(state):
             sizes = _sizes(tensor)
         padded = tensor
         if tensor.shape[0] < max(sizes):
@@ -222,6 +224,17 @@ def num_processes(original: Any) -> Any:
     return property(lambda self: runtime.mesh().data_size, doc="Number of data ranks.")
 
 
+@contextlib.contextmanager
+def replacing(owner: Any, **methods: Callable) -> Iterator[None]:
+    """In here the object has these methods."""
+    vars(owner).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            delattr(owner, name)
+
+
 def process_index(original: Any) -> Any:
     """The global rank; inside `as_data_rank` the data rank."""
     return property(lambda self: vars(self).get("_data_rank", original.fget(self)), doc="Rank of this process.")
@@ -242,11 +255,16 @@ def scheduler_state(original: Any) -> Any:
     return lambda *args, **kwargs: types.SimpleNamespace(num_processes=runtime.mesh().data_size)
 
 
+def is_ragged(gradient_state: Any) -> bool:
+    """Is this a last batch that data ranks have unequal shares of? All of them say the same."""
+    return gradient_state.end_of_dataloader and gradient_state.remainder > 0 and runtime.mesh().data_size > 1
+
+
 def real_rows(gradient_state: Any, rows: int) -> int:
     """How many rows of this rank's batch are not repeated to fill a ragged last batch.
 
     Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
     """
-    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
+    if not is_ragged(gradient_state):
         return rows
     return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))

@@ -7,8 +7,8 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.data import as_data_rank
+from hf_parallel.hooks.data import as_data_rank, replacing
 from hf_parallel.hooks.losses import share
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
@@ -24,7 +24,7 @@ TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RL
 _SUMS = ("cispo", "dapo", "vespo")
 
 
-def check(trainer: Any, args: Any) -> None:
+def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     mesh = runtime.mesh()
     pp, data_ranks = mesh.size("pp"), mesh.data_size
@@ -39,8 +39,19 @@ def check(trainer: Any, args: Any) -> None:
             "False",
         ),
         (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "it replaces the head", "False"),
-        (getattr(trainer, "tools", None), "tools", "ranks would call them different numbers of times", "rewards"),
+        (
+            getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None),
+            "tools or environments",
+            "ranks would call them different numbers of times",
+            "reward functions alone",
+        ),
         (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
+        (
+            data_ranks > 1 and _has_no_length(eval_dataset),
+            "an eval_dataset without a length",
+            several + "its last batch would count rows twice",
+            "a Dataset",
+        ),
         (trainer._is_vlm, "a processor of images", "images are not shared out", "a tokenizer"),
         (
             data_ranks > 1 and trainer.aux_loss_enabled,
@@ -58,6 +69,11 @@ def check(trainer: Any, args: Any) -> None:
     for asked, spelled, why, works in refusals:
         if asked:
             raise SpecError(f"{type(trainer).__name__} with {spelled}: {why}; {works} works")
+
+
+def _has_no_length(dataset: Any) -> bool:
+    sets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(one is not None and not hasattr(one, "__len__") for one in sets)
 
 
 # ---- which rows, which random numbers -----------------------------------------------------------------------------
@@ -126,8 +142,11 @@ def generate_and_score(original: Callable) -> Callable:
         runtime.equalise_random_state("tp", 0)
         self._real_generated = _real_rows(self, len(inputs))
         with as_data_rank(self.accelerator):
-            outputs = original(self, inputs)
-        return outputs if self._real_generated is None else _without_repeats(self, outputs)
+            if self._real_generated is None:
+                return original(self, inputs)
+            scores = functools.partial(_real_scores, self, self._get_per_token_logps_and_entropies)
+            with replacing(self, _get_per_token_logps_and_entropies=scores):
+                return _without_repeats(self, original(self, inputs))
 
     return replacement
 
@@ -138,7 +157,8 @@ def generate(original: Callable) -> Callable:
     def replacement(self: Any, prompts: list) -> Any:
         if self._real_generated is None:
             return original(self, prompts)
-        with _gathering(self.accelerator, sum(self._real_generated)):
+        gather, real = self.accelerator.gather, sum(self._real_generated)
+        with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
             return original(self, prompts)
 
     return replacement
@@ -161,17 +181,6 @@ def calculate_rewards(original: Callable) -> Callable:
     return replacement
 
 
-@contextlib.contextmanager
-def _gathering(accelerator: Any, rows: int) -> Iterator[None]:
-    """Only the first `rows` rows of what is gathered."""
-    gather = accelerator.gather
-    accelerator.gather = lambda tensor: gather(tensor)[:rows]
-    try:
-        yield
-    finally:
-        del accelerator.gather
-
-
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
 
 
@@ -187,30 +196,37 @@ def _real_rows(trainer: Any, rows: int) -> list[int] | None:
     return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
+def _real_scores(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
+    logps, *others = original(*args, **kwargs)
+    logps[trainer._real_generated[runtime.mesh().data_rank] :] = 0
+    return logps, *others
+
+
 def _without_repeats(trainer: Any, outputs: dict) -> dict:
     """Repeated rows keep their place but have no token that counts."""
-    mesh, outputs = runtime.mesh(), dict(outputs)
-    for key in ("completion_mask", "old_logps"):
-        if key in outputs:
-            outputs[key] = outputs[key].clone()
-            outputs[key][trainer._real_generated[mesh.data_rank] :] = 0
+    mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
+    mask[trainer._real_generated[mesh.data_rank] :] = 0
+    tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
+    dist.all_reduce(tokens, group=mesh.data_group)
+    _correct_logs(trainer, len(mask) * mesh.data_size, float(tokens[0] / tokens[1].clamp(min=1)))
+    changed = {"completion_mask": mask}
     if "num_items_in_batch" in outputs:
-        items = outputs["completion_mask"].sum()
-        dist.all_reduce(items, group=mesh.data_group)
-        outputs["num_items_in_batch"] = items
-    _correct_logs(trainer, len(outputs["prompt_ids"]) * mesh.data_size)
-    return outputs
+        changed["num_items_in_batch"] = tokens[1]
+    return {**outputs, **changed}
 
 
-def _correct_logs(trainer: Any, rows: int) -> None:
-    real = sum(trainer._real_generated)
-    logs = trainer._logs
+def _correct_logs(trainer: Any, rows: int, tokens_too_many: float) -> None:
+    """Take repeated rows out of tables and of what was divided by their number too."""
+    real, logs, metrics = sum(trainer._real_generated), trainer._logs, trainer._metrics["eval"]
     for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
         for _ in range(rows - real):
             column.pop()
     groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
     if groups and getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
-        trainer._metrics["eval"]["frac_reward_zero_std"][-1] *= rows / real
+        metrics["frac_reward_zero_std"][-1] *= rows / real
+    if trainer.beta and not hasattr(trainer, "loss_type"):  # RLOO's penalty is part of its rewards
+        metrics["kl"][-1] *= tokens_too_many
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------

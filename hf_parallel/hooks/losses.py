@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import copy
 import dis
 import functools
 import inspect
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.metrics import Joined, remembered
 from hf_parallel.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.pipeline.serving import served
 
@@ -56,7 +55,7 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
 
     if plan is not None and takes(plan, inputs, engine.config):
         self._per_token, self._targets = True, None
-        loss = run_plan(engine, plan, dict(inputs), loss_of, quietly)
+        loss = run_plan(engine, plan, dict(inputs), _joining(self, loss_of), quietly)
         if plan.logs:
             self.log(_told_mean(engine, logged))
         return loss
@@ -71,6 +70,19 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     return _weighted(self, model, labels, result)
 
 
+def _joining(trainer: Any, loss_of: Callable) -> Callable:
+    """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
+    if not trainer._joins_metrics:
+        return loss_of
+    joined = Joined(trainer)
+
+    def loss_of_part(part: dict) -> torch.Tensor:
+        with joined.part():
+            return loss_of(part)
+
+    return loss_of_part
+
+
 def _verdict(plan: Plan | None, schedule: str) -> str:
     if plan is None:
         return "the script's loss needs whole batches: the pipeline keeps all activations of a batch"
@@ -83,7 +95,8 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     self._logged, former = [], self.args.average_tokens_across_devices
     self.args.average_tokens_across_devices = False  # our share of tokens holds that factor already
     try:
-        result = own(model, inputs, *args, **kwargs)
+        with runtime.absent(self._rows_of_step == 0):
+            result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
@@ -120,33 +133,11 @@ def _weighted(self: Any, model: Any, labels: Any, result: dict) -> Any:
 @contextlib.contextmanager
 def _undone(trainer: Any) -> Iterator[None]:
     """What a loss counts and collects in its trainer in here is forgotten: the batch is computed once more."""
-    counters = {name: value for name, value in vars(trainer).items() if _collects(value)}
-    before = copy.deepcopy(counters)
+    restore = remembered(trainer)
     try:
         yield
     finally:
-        for name, value in counters.items():
-            setattr(trainer, name, _restored(value, before[name]))
-
-
-def _collects(value: Any, depth: int = 3) -> bool:
-    """A number, or containers of numbers and words."""
-    if value is None or isinstance(value, int | float | str):
-        return True
-    if not depth or not isinstance(value, dict | list | collections.deque) or len(value) > 10_000:
-        return False
-    return all(_collects(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
-
-
-def _restored(value: Any, before: Any) -> Any:
-    """The same container with its former content: others may hold it too."""
-    if isinstance(value, dict):
-        value.clear()
-        value.update(before)
-    elif isinstance(value, list | collections.deque):
-        value.clear()
-        value.extend(before)
-    return value if isinstance(value, dict | list | collections.deque) else before
+        restore()
 
 
 def log(original: Callable) -> Callable:

@@ -160,6 +160,7 @@ def all_patches() -> list[Patch]:
         ),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
+        Patch(f"{_TRL}.reward_trainer:RewardTrainer.compute_loss", trl.reward_metrics, "mean of means", late=True),
         *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
     ]
 

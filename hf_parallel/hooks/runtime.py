@@ -28,6 +28,7 @@ class Runtime:
     mesh: ParallelMesh
     owns_process_group: bool
     environment: dict[str, str | None] = field(default_factory=dict)
+    absent: bool = False  # takes part in a ragged batch without a row of its own: nothing of it is gathered
     pretended: bool = False  # a dry run's, whose other ranks are not there
 
 
@@ -43,6 +44,22 @@ def mesh() -> ParallelMesh:
     """The active mesh; only called from patches, which are in place only while a runtime is active."""
     assert _current is not None
     return _current.mesh
+
+
+def is_absent() -> bool:
+    """Does this rank compute without a row of its own, only to take part?"""
+    return _current is not None and _current.absent
+
+
+@contextlib.contextmanager
+def absent(wanted: bool) -> Iterator[None]:
+    """In here this rank is absent, if `wanted`."""
+    assert _current is not None
+    _current.absent = wanted
+    try:
+        yield
+    finally:
+        _current.absent = False
 
 
 def connect() -> None:

@@ -16,7 +16,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import after_saves, losses, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
-from hf_parallel.hooks.data import real_rows, refuse_cut_examples
+from hf_parallel.hooks.data import is_ragged, real_rows, refuse_cut_examples
 from hf_parallel.hooks.random_stream import RandomStream
 from hf_parallel.pipeline.schedules import micro_batch_count
 
@@ -32,7 +32,7 @@ def init(original: Callable) -> Callable:
 
             args = TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
-        trl.check(self, args)
+        trl.check(self, args, kwargs.get("eval_dataset"))
         RandomStream.latest = None  # a trainer sets the seed
         if model is not None:
             bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
@@ -44,6 +44,7 @@ def init(original: Callable) -> Callable:
         self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
         self._per_token, self._targets = False, None
         self._rows_of_example = 1
+        self._joins_metrics = trl.rows_per_example(self) is not None
         self._drawn = set()  # steps of profile_steps
         # On the object, so that a subclass's own methods are wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
@@ -257,7 +258,7 @@ def prediction_step(
     state, count = runtime.parallel_state(model), rows.count(inputs, blocks)
     real = 0 if count is None else real_rows(self.accelerator.gradient_state, count)
     kept = rows.opened(inputs if count is None or real == count else rows.trim(inputs, real, count, blocks))
-    self._rows_of_step = real if count is not None and real != count else None
+    self._rows_of_step = real if count is not None and is_ragged(self.accelerator.gradient_state) else None
     with _loss_only(state, prediction_loss_only), _counting(state):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     weight = None if count is None else trl.evaluation_weight(self, kept, real)

@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import generating, runtime
+from hf_parallel.hooks.data import replacing
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.pipeline.serving import served
 from hf_parallel.rewrite.layers import local
@@ -32,13 +33,13 @@ def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Any, args: Any) -> None:
+def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in generating.TRAINERS:
-        generating.check(trainer, args)
+        generating.check(trainer, args, eval_dataset)
         return
     raise SpecError(
         f"{kind.__name__} is not known to this version; "
@@ -189,16 +190,36 @@ def prepare_dataset(original: Callable) -> Callable:
 
 
 def kl_logps(original: Callable) -> Callable:
-    """KTO averages the means of all data ranks: weighted by their rows, a ragged batch gives the whole mean."""
+    """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
 
     def replacement(self: Any, model: Any, batch: dict) -> Any:
         result, rows = original(self, model, batch), self._rows_of_step
         if result is None or rows is None:
             return result
-        mesh = runtime.mesh()
-        total = torch.tensor(float(rows), device=result.device)
-        dist.all_reduce(total, group=mesh.data_group)
-        return result * (rows * mesh.data_size / total)
+        totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
+        dist.all_reduce(totals, group=runtime.mesh().data_group)
+        return result * (rows * totals[1] / totals[0])
+
+    return replacement
+
+
+# ---- rewards -------------------------------------------------------------------------------------------------------
+
+
+def reward_metrics(original: Callable) -> Callable:
+    """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
+
+    def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+        rows, gather = self._rows_of_step, self.accelerator.gather_for_metrics
+        if not rows:
+            return original(self, model, inputs, *args, **kwargs)
+
+        def by_rows(value: torch.Tensor) -> torch.Tensor:
+            mean = value.ndim == 0 and value.is_floating_point()
+            return gather(value.expand(rows) if mean else value)
+
+        with replacing(self.accelerator, gather_for_metrics=by_rows):
+            return original(self, model, inputs, *args, **kwargs)
 
     return replacement
 

@@ -53,9 +53,8 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
 def _generate_together(model: Any) -> None:
     """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
 
-    Without a key/value cache transformers lets their masks grow all the same: longer than the rows.
+    That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
     """
-    model._is_fsdp_managed_module = True  # transformers' own sign
     prepare = model.prepare_inputs_for_generation
 
     def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ places, so that data ranks generate for different times. Under tp alone real dra
 """
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.parity.test_trl import LORA, SYNCED, cases, check
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
+import pandas
 
 from tests import rollouts, trl_scripts
 
@@ -27,11 +29,11 @@ CASES = {
     # A generation batch serves two steps of two micro-batches, twice: shuffled, with log-probabilities kept.
     "reference": (
         f"--beta 0.1 {SYNCED} --gradient_accumulation_steps 2 --steps_per_generation 4 --num_iterations 2 "
-        "--loss_type bnpo"
+        "--num_generations 8 --loss_type bnpo"  # a group lies on all data ranks
     ),
     "adapters": f"{LORA} --beta 0.1 --gradient_accumulation_steps 2",
     "evaluated": f"--loss_type grpo --scale_rewards batch --top_entropy_quantile 0.5 {EVALUATED}",
-    "evaluated-dapo": f"--beta 0.1 {EVALUATED}",
+    "evaluated-dapo": f'--beta 0.1 --generation_kwargs {{"use_cache":false}} {EVALUATED}',
     "model": "--reward_model_name_or_path ROOT/scores --mask_truncated_completions true "
     "--importance_sampling_level sequence --log_completions true",
     "rloo": f"--beta 0.1 --gradient_accumulation_steps 2 {EVALUATED}",
@@ -57,7 +59,19 @@ def folder(tmp_path_factory):
     ),
 )
 def test_grpo(folder, case, spec):
-    check(folder, "grpo", "prompt", BASE + CASES[case], spec)
+    flags = BASE + CASES[case]
+    check(folder, "grpo", "prompt", flags, spec)
+    if "log_completions" in flags:
+        found = read_completions(folder.root / f"run-{folder.count}")
+        expected = read_completions(folder.references["grpo", "prompt", flags].folder)
+        pandas.testing.assert_frame_equal(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def read_completions(run_folder) -> pandas.DataFrame:
+    """The prompts, completions, rewards and advantages of all steps, as TRL writes them down."""
+    files = sorted(Path(run_folder, "completions").iterdir())
+    assert len(files) == 4  # steps
+    return pandas.concat([pandas.read_parquet(file) for file in files])
 
 
 @pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2"}))
@@ -79,6 +93,12 @@ def test_real_draws_under_tp(folder):
         for ours, theirs in zip(outcome.logs[:-1], expected.logs[:-1], strict=True):
             for key in ("reward", "loss", "grad_norm"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5)  # as in test_trl.py
+
+
+def test_data_ranks_draw_apart(folder):
+    """The ranks of one model go on from one seed, other data ranks from others."""
+    call = partial(trl_scripts.generating, "GRPO", str(folder.root / "llama"), folder.out(), "dp_shard=2,tp=2", {})
+    assert run(call, 4, init=False, timeout=60) == [42, 42, 43, 43]
 
 
 REFUSED = [
