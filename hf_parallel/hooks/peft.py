@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import peft_settings, runtime
 from hf_parallel.hooks.accelerator import make_parallel
@@ -169,7 +170,7 @@ def _refuse_unplaced(model: Any, args: Any) -> None:
 
 
 def save_pretrained(original: Callable) -> Callable:
-    """peft's own folder, written by rank 0 from whole adapters. Collective."""
+    """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
 
     def replacement(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self)
@@ -177,8 +178,13 @@ def save_pretrained(original: Callable) -> Callable:
             original(self, save_directory, *args, **kwargs)
             return
         base = self.get_base_model()
-        if kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
+        if kwargs.get("state_dict") is not None:  # gathered by the script: whole on rank 0, else empty
+            if state.mesh.rank == 0:
+                with whole(base, state):
+                    original(self, save_directory, *args, **kwargs)
+            return
+        meet("save_pretrained")
+        kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
         with current(state.mesh) as saving:  # at its end all ranks wait
             if state.mesh.rank == 0:
                 with saving.noting(), whole(base, state):
