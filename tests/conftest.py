@@ -16,6 +16,7 @@ EVERY = {
     "test_families.py": 3,
     "test_lora.py": 3,
     "test_lora_grid.py": 7,
+    "test_lora_weights.py": 3,
     "test_loading.py": 2,
     "test_new_heads.py": 3,
     "test_pipeline.py": 2,

@@ -18,6 +18,7 @@ from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.peft_before import make_parallel_below
+from hf_parallel.hooks.peft_settings import check_optimizer
 from hf_parallel.parallelize import parallelize
 from hf_parallel.sharding import clip_grad_norm, sharded_modules
 
@@ -33,6 +34,7 @@ def prepare(original: Callable) -> Callable:
             normalise_over_data_ranks(model)
             _scale_in_pipeline(model, self.scaler)
         for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
+            check_optimizer(optimizer)
             follow_parameters(optimizer)
         return original(self, *args, **kwargs)
 

@@ -69,6 +69,13 @@ def _check_start(model: Any, config: Any) -> None:
         raise SpecError(f"init_lora_weights={config.init_lora_weights!r} with target_parameters: True works")
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """LoRA-FA multiplies the A of each adapter with itself, and keeps its moments under names of pairs."""
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if kind == "LoraFAOptimizer":
+        raise SpecError(f"{kind} needs whole adapters, of which ranks hold parts; AdamW works")
+
+
 def check_copies(model: Any, names: Any) -> None:
     """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
     for name, module in model.named_modules():

@@ -91,9 +91,8 @@ class FourBit(nn.Module):
     region: Any
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x […, in] times the weight of this rank; in half precision in `compute_dtype`, as bitsandbytes does."""
-        dtype = self.packing.compute_dtype if x.dtype == torch.float16 else x.dtype
-        return _Product.apply(x.to(dtype), local(self.weight), self.packing).to(x.dtype)
+        """x […, in] times the weight of this rank, in `compute_dtype` whatever x has, as bitsandbytes does."""
+        return _Product.apply(x.to(self.packing.compute_dtype), local(self.weight), self.packing).to(x.dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _plus(self.product(input), self.bias)

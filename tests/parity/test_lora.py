@@ -390,7 +390,9 @@ def test_refused_by_name(runs, settings, named):
 
 def other_ways(initial):
     """Adapters by other ways than LoRA's get_peft_model, and what changes the base; each must raise."""
+    from accelerate import Accelerator
     from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
+    from peft.optimizers import create_lorafa_optimizer
 
     hooks.activate("tp=2", source="test")
     said = []
@@ -413,10 +415,12 @@ def other_ways(initial):
     model = get_peft_model(load(), config)
     refused(NotImplementedError, lambda: model.merge_and_unload(safe_merge=True))
     refused(NotImplementedError, lambda: model.delete_adapter("default"))
+    optimizer = create_lorafa_optimizer(model, r=8, lora_alpha=8, lr=0.1)
+    refused(SpecError, lambda: Accelerator(cpu=True).prepare(model, optimizer))
     return said
 
 
 def test_other_ways_are_refused(runs):
     said = run(partial(other_ways, runs.initial("llama")), 2, init=False, timeout=60)[0]
-    assert len(said) == 6
+    assert len(said) == 7
     assert all("works" in text or "not part of this version" in text for text in said)

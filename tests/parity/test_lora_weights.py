@@ -107,7 +107,8 @@ def test_saved_merged_exported(runs, tmp_path, model, spec, targets):
     ranks = run(partial(merged, spec, model, initial, many, targets), axes(spec)["world"], init=False, timeout=60)
     for found, off in ranks:
         assert (off - without).abs().max() < 1e-4
-        assert all((logits - results[0]).abs().max() < 1e-4 for logits in found)
+        # of a tied embedding the head is changed too when it is merged, in one process as here
+        assert all((ours - theirs).abs().max() < 1e-4 for ours, theirs in zip(found, results, strict=True))
     none(weight_differences(f"{many}/merged", f"{one}/merged", 1e-6))
     assert (run_alone(logits_of, initial, f"{many}/adapter") - results[0]).abs().max() < 1e-4
     run_alone(export, f"{many}/adapter", str(tmp_path / "exported"), None, True, initial)

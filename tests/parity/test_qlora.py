@@ -76,34 +76,39 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def references(folder, tmp_path_factory):
-    """Runs in one plain process with bitsandbytes' own layers, by whether the largest values are rounded too."""
+    """Runs in one plain process with bitsandbytes' own layers, by kind of settings."""
     root, made = tmp_path_factory.mktemp("one"), {}
 
-    def reference(double):
-        if double not in made:
-            settings = {"bnb_4bit_use_double_quant": double}
-            made[double] = run_alone(train, None, folder, str(root / str(double)), settings)
-        return made[double]
+    def reference(kind):
+        if kind not in made:
+            made[kind] = run_alone(train, None, folder, str(root / kind), SETTINGS[kind])
+        return made[kind]
 
     return reference
 
 
+SETTINGS = {
+    "single": {},
+    "double": {"bnb_4bit_use_double_quant": True},  # the largest values are rounded too
+}
+
+
 @pytest.mark.parametrize(
-    ("spec", "double"),
+    ("spec", "kind"),
     [
-        pytest.param(spec, double, marks=pytest.mark.support(spec, "QLoRA"))
-        for spec, double in (("dp_shard=2", False), ("tp=2", True), ("tp=2,pp=2", False))
+        pytest.param(spec, kind, marks=pytest.mark.support(spec, "QLoRA"), id=f"{spec_id(spec)}-{kind}")
+        for spec, kind in (
+            ("dp_shard=2", "single"),
+            ("tp=2", "double"),
+            ("tp=2,pp=2", "single"),
+            ("dp_shard=2", "half"),
+        )
     ],
-    ids=lambda value: spec_id(value) if isinstance(value, str) else ("double" if value else "single"),
 )
-def test_same_numbers_as_one_process(folder, references, tmp_path, spec, double):
-    logs, keys, _, saved = references(double)
-    ranks = run(
-        partial(train, spec, folder, str(tmp_path), {"bnb_4bit_use_double_quant": double}),
-        axes(spec)["world"],
-        init=False,
-        timeout=90,
-    )
+def test_same_numbers_as_one_process(folder, references, tmp_path, spec, kind):
+    logs, keys, _, saved = references(kind)
+    call = partial(train, spec, folder, str(tmp_path), SETTINGS[kind])
+    ranks = run(call, axes(spec)["world"], init=False, timeout=90)
     found = []
     for rank, (own, *_) in enumerate(ranks):
         assert len(own) == len(logs)
@@ -120,6 +125,27 @@ def test_same_numbers_as_one_process(folder, references, tmp_path, spec, double)
     none(found + weight_differences(ranks[0][3], saved, 2e-6))
     # Half a byte per weight and four for each block of 64: stored once, in equal parts.
     assert {rank[2] for rank in ranks} == {(WEIGHTS // 2 + WEIGHTS // 16) // axes(spec)["world"]}
+
+
+def logits(spec, folder, **settings):
+    """Of a base whose activations are fp32; its products are in `bnb_4bit_compute_dtype`."""
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    from peft import prepare_model_for_kbit_training
+
+    base = prepare_model_for_kbit_training(quantised(folder, **settings), use_gradient_checkpointing=False)
+    return base.train()(input_ids=torch.arange(128).reshape(8, 16)).logits.detach()
+
+
+def test_products_in_the_dtype_asked_for(folder):
+    """Nothing is cut along a row of activations, so not a bit is another."""
+    half = {"bnb_4bit_compute_dtype": torch.bfloat16}
+    one, whole = run_alone(logits, None, folder, **half), run_alone(logits, None, folder)
+    assert not torch.equal(one, whole)
+    for found in run(partial(logits, "dp_shard=2", folder, **half), 2, init=False, timeout=60):
+        assert torch.equal(found, one)
 
 
 def test_rows_of_half_blocks_are_refused(runs, tmp_path):
