@@ -7,6 +7,8 @@ that say nothing; it was read in their sources, since the order in which modules
 from __future__ import annotations
 
 import inspect
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,3 +191,44 @@ def tied_to_embedding(model: Any) -> list[str]:
     sources = own | {tied[key] for key in own if key in tied}
     shared = {key for key in named if tied.get(key) in sources}
     return sorted(key.removesuffix(".weight") for key in own | (sources & set(named)) | shared)
+
+
+def transformer_blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated layers, which FSDP2 gathers one at a time: inner lists first."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    blocks = [block for blocks in reversed(lists) for block in blocks if type(block).__name__ in names]
+    if blocks or not lists:
+        return blocks
+    return list(max(lists, key=_parameter_count))
+
+
+def _parameter_count(modules: Iterable[nn.Module]) -> int:
+    return sum(parameter.numel() for module in modules for parameter in module.parameters())
+
+
+def loss_sums_over_tokens(model: Any) -> bool:
+    """Is the model's loss a token sum divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    if hasattr(model, "_loss_function") or getattr(getattr(model, "config", None), "is_encoder_decoder", True):
+        return False
+    # transformers takes the causal loss for types it does not know, such as that of GPT2LMHeadModel.
+    causal = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
+    return causal and reads_item_count(model)
+
+
+def reads_item_count(model: Any) -> bool:
+    """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not."""
+    try:
+        source = inspect.getsource(inspect.unwrap(type(model).forward))
+    except (OSError, TypeError):  # no source: the exact way for any loss is the safe one
+        return False
+    return re.search(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*", source) is not None
+
+
+def flops_per_token(model: nn.Module) -> float:
+    """Training FLOPs per token as Trainer counts them: six per parameter, embeddings and tied copies left out."""
+    left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
+    left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)

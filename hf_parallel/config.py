@@ -9,13 +9,13 @@ a value that would work. Nothing is ignored.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
+from hf_parallel.spec import SpecError, convert, read, spell, unknown_key
+
+__all__ = ["ParallelConfig", "SpecError"]
 
 #: The axes of the mesh from slow links to fast links: replicas across nodes, tensor parallelism inside one.
 AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
@@ -27,10 +27,6 @@ SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
 AUTO_SCHEDULE = "auto"  # chosen once the model is known
 #: The spec that leaves the layout to the planner.
 AUTO = "auto"
-
-
-class SpecError(ValueError):
-    """A specification that is not understood or cannot hold. Its message is one line, written for people."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ class ParallelConfig:
                 "auto is chosen when a script is launched; here a layout is needed: `hf-parallel plan` ranks them, "
                 "tp=2,dp_shard=-1 works"
             )
-        return cls.from_mapping(_read_yaml(text) if _is_file(text) else _split_pairs(text))
+        return cls.from_mapping(read(text))
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any]) -> ParallelConfig:
@@ -96,10 +92,10 @@ class ParallelConfig:
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
-                raise SpecError(_unknown_key(str(key), list(known)))
+                raise SpecError(unknown_key(str(key), list(known)))
             if name in chosen:
                 raise SpecError(f"{key}: given twice (as {name} and its short form); give it once")
-            chosen[name] = _convert(name, known[name].type, value)
+            chosen[name] = convert(name, known[name].type, value)
         free = [name for name, value in chosen.items() if name.endswith("_size") and value == -1]
         if len(free) > 1:
             raise SpecError(f"{' and '.join(free)} are both -1; only one axis can take the remaining processes")
@@ -154,89 +150,8 @@ class ParallelConfig:
     def to_spec(self) -> str:
         """The shortest spec string that parses back to this value."""
         changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        spelled = ",".join(f"{f.name.removesuffix('_size')}={_spell(getattr(self, f.name))}" for f in changed)
+        spelled = ",".join(f"{f.name.removesuffix('_size')}={spell(getattr(self, f.name))}" for f in changed)
         return spelled or "dp_shard=-1"
-
-
-def _is_file(text: str) -> bool:
-    return text.endswith((".yaml", ".yml")) or os.path.isfile(text)
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML itself lets the last of two equal keys win in silence."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise SpecError(f"{key}: given twice; give it once")
-        return super().construct_mapping(node, deep)
-
-
-def _read_yaml(path: str) -> dict[str, Any]:
-    if not os.path.isfile(path):
-        raise SpecError(f"{path}: no such spec file; a spec is key=value,… or the path of a YAML file")
-    with open(path, encoding="utf-8") as file:
-        try:
-            values = yaml.load(file, Loader=_StrictLoader)
-        except yaml.YAMLError as error:
-            raise SpecError(f"{path}: not a YAML file ({str(error).splitlines()[0]})") from error
-    if not isinstance(values, dict):
-        raise SpecError(f"{path}: holds a {type(values).__name__}, not a mapping; a line such as `tp_size: 2` works")
-    return values
-
-
-def _split_pairs(text: str) -> dict[str, str]:
-    """`a=1,b=[2,3]` -> {"a": "1", "b": "[2,3]"}; commas inside brackets do not separate."""
-    pairs: dict[str, str] = {}
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "[") - (char == "]")
-        if char == "," and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
-    for part in filter(None, (p.strip() for p in parts)):
-        key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not key or not equals or not value:
-            raise SpecError(f"{part}: expected key=value, for example tp=2")
-        if key in pairs:
-            raise SpecError(f"{key}: given twice ({pairs[key]} and {value}); give it once")
-        pairs[key] = value
-    return pairs
-
-
-def _convert(name: str, annotation: Any, value: Any) -> Any:
-    kind = str(annotation).replace(" | None", "")
-    optional = "None" in str(annotation)
-    if optional and (value is None or str(value).lower() in ("none", "null")):
-        return None
-    text = "" if value is None else str(value).strip()
-    try:
-        if kind == "bool":
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        if kind == "int":
-            return int(text)
-        if kind.startswith("tuple"):
-            items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
-            return tuple(int(item) for item in items)
-    except (KeyError, ValueError) as error:
-        example = {"bool": "true", "int": "2"}.get(kind, "[2,2]")
-        raise SpecError(f"{name}={text}: not a value of this key; {name}={example} works") from error
-    return text
-
-
-def _spell(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
-
-
-def _unknown_key(key: str, known: list[str]) -> str:
-    names = known + [n.removesuffix("_size") for n in known if n.endswith("_size")]
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-    return f"{key}: unknown key; {hint}"
 
 
 def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
@@ -294,7 +209,7 @@ def _check_choices(config: ParallelConfig) -> None:
         count = len(config.pipeline_split)
         if count != config.pipeline_stages:
             raise SpecError(
-                f"pipeline_split={_spell(config.pipeline_split)}: {count} numbers for {config.pipeline_stages} stages "
+                f"pipeline_split={spell(config.pipeline_split)}: {count} numbers for {config.pipeline_stages} stages "
                 f"(pp_size={config.pp_size} x {config.stages_per_rank} per rank)"
             )
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.anatomy import flops_per_token, loss_sums_over_tokens, reads_item_count, transformer_blocks
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import meet, watch
 from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
@@ -148,16 +147,6 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
-def transformer_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated layers, which FSDP2 gathers one at a time: inner lists first."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
-    blocks = [block for blocks in reversed(lists) for block in blocks if type(block).__name__ in names]
-    if blocks or not lists:
-        return blocks
-    return list(max(lists, key=_parameter_count))
-
-
 def retie(model: Any) -> None:
     """Splitting made new Parameters: let tied modules share one again before FSDP2 looks."""
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
@@ -168,33 +157,6 @@ def retie(model: Any) -> None:
         )
         owner, _, name = changed.rpartition(".")
         model.get_submodule(owner)._parameters[name] = lasting
-
-
-def loss_sums_over_tokens(model: Any) -> bool:
-    """Is the model's loss a token sum divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
-    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
-
-    if hasattr(model, "_loss_function") or getattr(getattr(model, "config", None), "is_encoder_decoder", True):
-        return False
-    # transformers takes the causal loss for types it does not know, such as that of GPT2LMHeadModel.
-    causal = LOSS_MAPPING.get(getattr(model, "loss_type", None), ForCausalLMLoss) is ForCausalLMLoss
-    return causal and reads_item_count(model)
-
-
-def reads_item_count(model: Any) -> bool:
-    """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not."""
-    try:
-        source = inspect.getsource(inspect.unwrap(type(model).forward))
-    except (OSError, TypeError):  # no source: the exact way for any loss is the safe one
-        return False
-    return re.search(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*", source) is not None
-
-
-def flops_per_token(model: nn.Module) -> float:
-    """Training FLOPs per token as Trainer counts them: six per parameter, embeddings and tied copies left out."""
-    left_out = set(getattr(model, "all_tied_weights_keys", None) or ())  # on the meta device tied by name only
-    left_out |= {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
-    return 6.0 * sum(parameter.numel() for name, parameter in model.named_parameters() if name not in left_out)
 
 
 def _check_model(model: Any, config: ParallelConfig) -> None:
@@ -303,10 +265,6 @@ def _generate_without_cache(model: Any, state: ParallelState, *args: Any, **kwar
     with state.mesh.fork_random_state():
         torch.manual_seed(int(seed))
         return type(model).generate(model, *args, **kwargs, use_cache=False)
-
-
-def _parameter_count(modules: Iterable[nn.Module]) -> int:
-    return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 def parameters_per_rank(model: nn.Module) -> list[int]:

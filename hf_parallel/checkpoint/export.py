@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hf_parallel.checkpoint.files import TensorFile, header
+from hf_parallel.checkpoint.files import TensorFile
 from hf_parallel.checkpoint.hub_format import Entry, hub_groups
 from hf_parallel.checkpoint.load import converted, in_folder
 from hf_parallel.checkpoint.manifest import damages, has_manifest
@@ -110,21 +110,22 @@ def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) ->
         chosen = [by_name[name] for name in names]
         entries = [entry for item in chosen for entry in item.entries]
         weight_map.update({entry.name: file for entry in entries})
-        target = TensorFile(os.path.join(out, file), _Alone())
-        target.write(header(entries))
+        target = TensorFile(os.path.join(out, file), entries, _Alone())
+        target.create()
         for item in chosen:
-            _append(item, target)
+            _put(item, target)
         target.close()
+        target.publish([target.sums])
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": weight_map}
         with open(os.path.join(out, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as file:
             json.dump(index, file, indent=2, sort_keys=True)
 
 
-def _append(item: Item, target: TensorFile) -> None:
+def _put(item: Item, target: TensorFile) -> None:
     """In a function of its own, which keeps no tensor while the next one is read."""
-    for value in item.values():
-        target.append(value)
+    for entry, value in zip(item.entries, item.values(), strict=True):
+        target.put(entry.name, value)
 
 
 class _Alone(Saving):
@@ -134,7 +135,7 @@ class _Alone(Saving):
         self.error, self.checksums = None, {}
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
+    def noting(self, path: str = "") -> Iterator[None]:
         yield
 
 

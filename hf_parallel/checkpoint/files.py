@@ -1,79 +1,178 @@
-"""A safetensors file written in order: header first, because all sizes are known, then tensor after tensor."""
+"""safetensors files that one rank or several fill: the place of every tensor is known before anything is written.
+
+rank 0    creates each file, at its full length, and writes the header (format description in its README)
+writers   put tensors, or rows of them, at their places, in any order, and wait until they are on disk
+rank 0    gives the files their names if no rank has met an error, and keeps the checksums of all
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from hf_parallel.checkpoint.gather import as_bytes
+from hf_parallel.checkpoint.gather import as_bytes, gathered, part_of
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.saving import Saving
+from hf_parallel.checkpoint.slices import runs
 from hf_parallel.checkpoint.unread import DTYPES
+from hf_parallel.checkpoint.writers import Item, rounds
+
+#: Bytes that a rank writes before it asks whether others could: a save that fails, fails soon.
+BATCH = 1 << 30
 
 
 class TensorFile:
-    """What is being written; after an error, which the save keeps, it takes no more."""
+    """A file on its way to `path`; after an error, which the save keeps, this rank writes no more."""
 
-    def __init__(self, path: str, saving: Saving):
-        self.path, self.saving, self.sums, self.out = path, saving, Checksums(), None
-        with saving.noting():
-            self.out = open(f"{path}.tmp", "wb")  # noqa: SIM115 - open for as long as tensors come
+    def __init__(self, path: str, entries: Iterable[Entry], saving: Saving):
+        self.path, self.saving, self.sums = path, saving, Checksums()
+        self.header, self.starts, self.size = _layout(entries)
+        self.handle: int | None = None
 
-    def append(self, tensor: torch.Tensor) -> None:
-        """The values of the next tensor of the header."""
-        self.write(as_bytes(tensor.cpu()).numpy().data)
+    def create(self) -> None:
+        """Make the file. At its full length first: later nobody takes its end for where others have not written."""
+        self._open(os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with self.saving.noting(self.path):
+            if self.handle is not None:
+                os.ftruncate(self.handle, self.size)
+                self._write(self.handle, self.header, 0)
 
-    def write(self, data: Any) -> None:
-        """The next bytes."""
-        if self.out is not None and self.saving.error is None:
-            with self.saving.noting():
-                self.out.write(data)
-                self.sums.update(data)
+    def put(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
+        """The values of a tensor; or a part of them, which begins at byte `start` of it."""
+        if self.handle is None:
+            self._open(os.O_WRONLY)
+        with self.saving.noting(self.path):
+            if self.handle is not None and self.saving.error is None and tensor.numel():
+                self._write(self.handle, as_bytes(tensor.cpu()).numpy().data, self.starts[name] + start)
 
     def close(self) -> None:
-        """The file takes its final name only when it is whole and on disk."""
-        if self.out is None:
+        """What this rank has written is on disk."""
+        if self.handle is None:
             return
-        with self.saving.noting():
-            self.out.flush()
-            os.fsync(self.out.fileno())
+        with self.saving.noting(self.path):
+            os.fsync(self.handle)
         with contextlib.suppress(OSError):  # that of the bytes that could not be flushed, again
-            self.out.close()
-        if self.saving.error is not None:
-            with contextlib.suppress(OSError):
-                os.remove(f"{self.path}.tmp")
-            return
-        with self.saving.noting():
+            os.close(self.handle)
+        self.handle = None
+
+    def publish(self, sums: Iterable[Checksums]) -> None:
+        """All ranks have closed it: give it its name."""
+        with self.saving.noting(self.path):
+            self.sums.pieces = [piece for one in sums for piece in one.pieces]
+            if self.sums.facts()["bytes"] != self.size:
+                raise ValueError(f"{self.path} lacks its last bytes")
             os.replace(f"{self.path}.tmp", self.path)
             self.saving.checksums[self.path] = self.sums
 
+    def discard(self) -> None:
+        """A rank has met an error: leave nothing behind."""
+        with contextlib.suppress(OSError):
+            os.remove(f"{self.path}.tmp")
 
-@contextlib.contextmanager
-def open_for_writing(path: str, entries: list[Entry], saving: Saving) -> Iterator[TensorFile | None]:
-    """A file for these tensors on rank 0, which writes; None on the others."""
-    if saving.mesh.rank != 0:
-        yield None
+    def _open(self, flags: int) -> None:
+        if self.saving.error is None:
+            with self.saving.noting(self.path):
+                self.handle = os.open(f"{self.path}.tmp", flags, 0o666)
+
+    def _write(self, handle: int, data: Any, start: int) -> None:
+        rest = memoryview(data).cast("B")
+        self.sums.update(rest, start)
+        while len(rest):
+            count = os.pwrite(handle, rest[: 1 << 30], start)
+            rest, start = rest[count:], start + count
+
+
+def write(saving: Saving, files: list[TensorFile], items: list[Item], local: Mapping[str, torch.Tensor]) -> bool:
+    """Fill the files; are they whole, as rank 0 knows? Collective, in any thread.
+
+    Args:
+        local: what this rank stores of those that `Item.held_by` names; plain tensors.
+    """
+    if saving.mesh.rank == 0:
+        for file in files:
+            file.create()
+    places = {name: file for file in files for name in file.starts}
+    for some in _batches(items, BATCH * saving.mesh.config.world_size):
+        if not saving.all_well():  # nobody comes here before the files are there
+            break
+        for item in some:
+            if item.writer is None and saving.mesh.rank in item.holders[0]:
+                _put_rows(item, places, saving, local)
+        for together in rounds(some):
+            _put_whole(together, places, saving, local)
+    for file in files:
+        file.close()
+    return _publish(saving, files)
+
+
+def _batches(items: list[Item], size: int) -> Iterator[list[Item]]:
+    """Items of about `size` bytes together."""
+    total, of_item = 0, []
+    for item in items:
+        of_item.append(total // size)
+        total += item.group.nbytes
+    for _, some in itertools.groupby(zip(of_item, items, strict=True), key=lambda pair: pair[0]):
+        yield [item for _, item in some]
+
+
+def _put_rows(item: Item, places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]) -> None:
+    """This rank's rows, in as many pieces as they have in the file."""
+    (entry,), (saved,), (holders,) = item.group.own, item.group.entries, item.holders
+    part = part_of(entry, holders.index(saving.mesh.rank), saving.mesh.config)
+    values = local[entry.name].cpu()
+    if not part:
+        places[saved.name].put(saved.name, values)
         return
-    file = TensorFile(path, saving)
-    file.write(header(entries))
-    yield file
-    file.close()
+    width, first = entry.nbytes // max(1, entry.shape[0]), 0
+    for run in runs(part[0]):
+        rows = values[first : first + run.stop - run.start]
+        places[saved.name].put(saved.name, rows, run.start * width)
+        first += len(rows)
 
 
-def header(entries: list[Entry]) -> bytes:
-    """Length and text of a safetensors header."""
+def _put_whole(
+    together: list[Item], places: dict[str, TensorFile], saving: Saving, local: Mapping[str, torch.Tensor]
+) -> None:
+    found = gathered(saving.mesh, together, local)
+    for item in together:
+        if item.writer == saving.mesh.rank:
+            with saving.noting():
+                for saved, values in zip(item.group.entries, item.group.convert(found), strict=True):
+                    places[saved.name].put(saved.name, values)
+
+
+def _publish(saving: Saving, files: list[TensorFile]) -> bool:
+    mesh = saving.mesh
+    found: Any = [None] * mesh.config.world_size if mesh.rank == 0 else None
+    dist.gather_object((saving.error, [file.sums for file in files]), found, group=mesh.host_group, group_dst=0)
+    if found is None:
+        return False
+    failed = any(error for error, _ in found)
+    for file, sums in zip(files, zip(*(sums for _, sums in found), strict=True), strict=True):
+        if failed or saving.error:
+            file.discard()
+        else:
+            file.publish(sums)
+    return not failed and saving.error is None
+
+
+def _layout(entries: Iterable[Entry]) -> tuple[bytes, dict[str, int], int]:
+    """A safetensors header with its length, where each tensor begins in the file, and the size of the file."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
+    end = 0
     for entry in entries:
-        end = start + entry.nbytes
+        start, end = end, end + entry.nbytes
         described[entry.name] = {"dtype": DTYPES[entry.dtype], "shape": entry.shape, "data_offsets": [start, end]}
-        start = end
     text = json.dumps(described).encode()
     text += b" " * (-len(text) % 8)  # data starts aligned, as the format asks
-    return len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {name: facts["data_offsets"][0] for name, facts in described.items() if "data_offsets" in facts}
+    return header, {name: len(header) + start for name, start in offsets.items()}, len(header) + end

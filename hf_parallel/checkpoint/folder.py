@@ -16,7 +16,7 @@ import time
 from typing import IO, Any
 
 from hf_parallel.checkpoint.manifest import damages, has_manifest, write_manifest
-from hf_parallel.checkpoint.saving import CheckpointError, Saving, wait_for_writer
+from hf_parallel.checkpoint.saving import CheckpointError, Saving, lost_peer, wait_for_writer
 from hf_parallel.mesh import ParallelMesh
 
 LOCK = "_hf_parallel.lock"
@@ -55,7 +55,7 @@ class Checkpoint(Saving):
         try:
             self.finish_streams()
         except RuntimeError as error:
-            raise self._lost_peer(error) from error
+            raise self.lost_peer(error) from error
         self._agree()
         if self.mesh.rank == 0:
             with self.noting():
@@ -72,13 +72,15 @@ class Checkpoint(Saving):
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise CheckpointError(f"{self.name} was not written; {self._newest()} ({error})") from None
         except RuntimeError as error:
-            raise self._lost_peer(error, complete) from error
+            if complete:  # rank 0 may or may not have given it its name by now
+                raise lost_peer(
+                    error, f"all of {self.name} was written; whether it has its name is not known"
+                ) from error
+            raise self.lost_peer(error) from error
 
-    def _lost_peer(self, error: RuntimeError, complete: bool = False) -> CheckpointError:
-        text = " ".join(str(error).split())[:200]
-        if complete:  # rank 0 may or may not have given it its name by now
-            return CheckpointError(f"a rank was lost when all of {self.name} was written ({text})")
-        return CheckpointError(f"{self.name} was not written; {self._newest()} (a rank was lost: {text})")
+    def lost_peer(self, error: RuntimeError) -> CheckpointError:
+        """What to raise when a transfer has failed."""
+        return lost_peer(error, f"{self.name} was not written; {self._newest()}")
 
     def _newest(self) -> str:
         last = next(iter(candidates(self.run)), None)

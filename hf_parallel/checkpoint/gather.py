@@ -1,14 +1,11 @@
-"""Whole tensors on rank 0, one after the other: every part is sent once, by one of those that hold it.
+"""Whole tensors on the ranks that write them: every part is sent once, by one of those that hold it.
 
 Through host memory, in a group of its own: training may go on meanwhile, from copies (`saving.py`).
-
-    pp=2,dp_shard=2,tp=2, a weight of the second stage cut into columns and rows:  4 5 6 7  ──a quarter each──>  0
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +15,9 @@ from torch import nn
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.checkpoint.names import of_stages
 from hf_parallel.checkpoint.slices import Part, axes_and_dims, cut_part, place, rows_of
-from hf_parallel.config import AXES, ParallelConfig
-from hf_parallel.mesh import ParallelMesh, rank_at
+from hf_parallel.checkpoint.writers import Item
+from hf_parallel.config import ParallelConfig
+from hf_parallel.mesh import ParallelMesh
 from hf_parallel.packed import stored_order
 
 
@@ -42,55 +40,65 @@ def entries_of(model: nn.Module, mesh: ParallelMesh, tensors: Mapping[str, torch
     return list(entries.values())
 
 
-def sends(entry: Entry, mesh: ParallelMesh) -> bool:
-    """Is it this rank that hands its part over? Of equal ones the first."""
-    cut = {axis for axis, _ in entry.cuts}
-    rest = [axis for axis in AXES if axis != "pp" and axis not in cut]
-    return entry.stage == mesh.index("pp") and all(mesh.index(axis) == 0 for axis in rest)
+def part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:
+    """What the holder with this number has of a tensor."""
+    cuts = []
+    for axis, dim in reversed(entry.cuts):
+        size = getattr(config, f"{axis}_size")
+        number, index = divmod(number, size)
+        cuts.append((dim, size, index))
+    return cut_part(entry.shape, entry.order, reversed(cuts))
 
 
-def gathered(
-    mesh: ParallelMesh, entries: Iterable[Entry], local: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[Entry, torch.Tensor | None]]:
-    """Whole tensors in the model's own order of rows on rank 0; None elsewhere. Collective.
+def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The whole tensors, in the model's own order of rows, of the one item that this rank writes. Collective.
+
+    All ranks send before any waits, and none writes for two: so none waits for one that waits for it.
 
     Args:
+        items: one round, in which each has another writer.
         local: what this rank stores of those that it sends, by name; plain tensors.
     """
-    for entry in entries:
-        if mesh.rank == 0:
-            yield entry, _put_together(entry, mesh, local)
-            continue
-        if sends(entry, mesh) and local[entry.name].numel():
-            dist.send(as_bytes(local[entry.name].cpu()), group=mesh.host_group, group_dst=0)
-        yield entry, None
-
-
-def _put_together(entry: Entry, mesh: ParallelMesh, local: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    if not entry.cuts and entry.order is None and entry.stage == 0:
-        return local[entry.name].detach().cpu()
-    whole = torch.empty(entry.shape, dtype=entry.dtype)
-    for rank, part in _holders(entry, mesh.config):
-        if rank == 0:
-            place(whole, part, local[entry.name].detach())
-        elif all(map(len, part)):
-            _receive(whole, part, rank, mesh.host_group)
+    under_way = [sent for item in items if item.writer != mesh.rank for sent in _send(item, mesh, local)]
+    whole: dict[str, torch.Tensor] = {}
+    for item in items:
+        if item.writer == mesh.rank:
+            entries = enumerate(zip(item.group.own, item.holders, strict=True))
+            whole = {entry.name: _put_together(tag, entry, ranks, mesh, local) for tag, (entry, ranks) in entries}
+    for work, _ in under_way:
+        work.wait()
     return whole
 
 
-def _holders(entry: Entry, config: ParallelConfig) -> Iterator[tuple[int, Part]]:
-    """The ranks that send, each with its part."""
-    sizes = [getattr(config, f"{axis}_size") for axis, _ in entry.cuts]
-    for indices in itertools.product(*map(range, sizes)):
-        where = {axis: index for (axis, _), index in zip(entry.cuts, indices, strict=True)}
-        cuts = [(dim, size, index) for (_, dim), size, index in zip(entry.cuts, sizes, indices, strict=True)]
-        yield rank_at(config, {**where, "pp": entry.stage}), cut_part(entry.shape, entry.order, cuts)
+def _send(item: Item, mesh: ParallelMesh, local: Mapping[str, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+    """What is under way, with the memory that it is sent from."""
+    for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
+        if mesh.rank in ranks and local[entry.name].numel():
+            data = as_bytes(local[entry.name].cpu())
+            yield dist.isend(data, group=mesh.host_group, group_dst=item.writer, tag=tag), data
 
 
-def _receive(whole: torch.Tensor, part: Part, rank: int, group: dist.ProcessGroup) -> None:
+def _put_together(
+    tag: int, entry: Entry, holders: tuple[int, ...], mesh: ParallelMesh, local: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    if holders == (mesh.rank,) and entry.order is None:
+        return local[entry.name].detach().cpu()
+    whole = torch.empty(entry.shape, dtype=entry.dtype)
+    for number, rank in enumerate(holders):
+        part = part_of(entry, number, mesh.config)
+        if rank == mesh.rank:
+            place(whole, part, local[entry.name].detach())
+        else:
+            _receive(whole, part, rank, tag, mesh.host_group)
+    return whole
+
+
+def _receive(whole: torch.Tensor, part: Part, rank: int, tag: int, group: dist.ProcessGroup) -> None:
+    if not all(map(len, part)):
+        return  # nothing is sent
     rows = rows_of(whole, part)
     buffer = whole.new_empty([len(indices) for indices in part]) if rows is None else rows
-    dist.recv(as_bytes(buffer), group=group, group_src=rank)
+    dist.recv(as_bytes(buffer), group=group, group_src=rank, tag=tag)
     if rows is None:
         place(whole, part, buffer)
 

@@ -7,7 +7,8 @@ experts of one layer, or q, k and v, and are then read from what was gathered.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,16 +41,14 @@ class Entry:
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors of the model, and what they become in the folder."""
+    """Tensors of the model, and what they become in the folder.
+
+    Attributes: `conversion`, from tensors by name to the values of `entries`; None for one tensor as it is.
+    """
 
     own: tuple[Entry, ...]
-    saved: dict[str, Unread]
-    gathered: dict[str, torch.Tensor]
-
-    @property
-    def entries(self) -> list[Entry]:
-        """What is in the folder."""
-        return [Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.saved.items()]
+    entries: tuple[Entry, ...]
+    conversion: Callable[[dict[str, torch.Tensor]], Iterator[torch.Tensor]] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -57,11 +56,8 @@ class Group:
         return sum(entry.nbytes for entry in self.entries)
 
     def convert(self, tensors: dict[str, torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The values of `saved`, one after the other, from those of `own` by name."""
-        self.gathered.update(tensors)
-        for tensor in self.saved.values():
-            yield tensor.whole()
-        self.gathered.clear()
+        """The values of `entries`, one after the other, from those of `own` by name."""
+        return iter(tensors.values()) if self.conversion is None else self.conversion(tensors)
 
 
 def hub_groups(model: Any, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
@@ -80,8 +76,23 @@ def hub_groups(model: Any, entries: Iterable[Entry], convert: bool = True) -> li
         if name in together:  # else transformers leaves it out
             keys, names = together[name]
             members = tuple(by_name[key] for key in sorted(keys))  # on all ranks in one order
-            groups.setdefault(names[0], Group(members, {n: saved[n] for n in names}, gathered))
+            groups.setdefault(names[0], _group(members, {n: saved[n] for n in names}, own, gathered))
     return list(groups.values())
+
+
+def _group(members: tuple[Entry, ...], saved: dict[str, Unread], own: dict[str, Unread], gathered: Any) -> Group:
+    entries = tuple(Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items())
+    tensors = list(saved.values())
+    if len(members) == len(tensors) == 1 and tensors[0].part is own[members[0].name].part:  # at most renamed
+        return Group(members, entries)
+    return Group(members, entries, functools.partial(_convert, tensors, gathered))
+
+
+def _convert(saved: list[Unread], gathered: dict[str, torch.Tensor], found: Any) -> Iterator[torch.Tensor]:
+    gathered.update(found)
+    for tensor in saved:
+        yield tensor.whole()
+    gathered.clear()
 
 
 def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> Unread:

@@ -7,39 +7,92 @@ A checksum for every 64 MiB, so that ranks share the reading when they check.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 MANIFEST = "manifest.json"
 CHUNK = 64 << 20
+_BLOCK = 1 << 20  # bytes that are in memory at a time
 _FORMAT = 1
 
 
-@dataclass
 class Checksums:
-    """Size of a file, and a CRC-32 for every `CHUNK` bytes of it, from what is written."""
+    """CRC-32 of pieces of a file that are written in any order, none of them across a multiple of `CHUNK` bytes.
 
-    size: int = 0
-    chunks: list[int] = field(default_factory=list)
+    Attributes: `pieces`, each as start, length and checksum.
+    """
 
-    def update(self, data: Any) -> None:
-        """Take these bytes as the next ones."""
+    def __init__(self) -> None:
+        self.pieces: list[tuple[int, int, int]] = []
+
+    def update(self, data: Any, start: int) -> None:
+        """Take note of these bytes, which belong at `start`."""
         rest = memoryview(data).cast("B")
         while len(rest):
-            if self.size % CHUNK == 0:
-                self.chunks.append(0)
-            head = rest[: CHUNK - self.size % CHUNK]
-            self.chunks[-1] = zlib.crc32(head, self.chunks[-1])
-            self.size += len(head)
-            rest = rest[len(head) :]
+            head = rest[: CHUNK - start % CHUNK]
+            self._note(start, len(head), head)
+            rest, start = rest[len(head) :], start + len(head)
+
+    def _note(self, start: int, length: int, data: memoryview) -> None:
+        first, before, crc = self.pieces[-1] if self.pieces else (0, 0, 0)
+        if before and first + before == start and start % CHUNK:  # goes on where the last one ends
+            self.pieces[-1] = first, before + length, zlib.crc32(data, crc)
+        else:
+            self.pieces.append((start, length, zlib.crc32(data)))
 
     def facts(self) -> dict[str, Any]:
-        """As they stand in the manifest."""
-        return {"bytes": self.size, "crc32": [f"{chunk:08x}" for chunk in self.chunks]}
+        """Size of the file, and a checksum for every `CHUNK` bytes of it, as they stand in the manifest.
+
+        Raises:
+            ValueError: some of its bytes were never written, or twice.
+        """
+        size = 0
+        chunks: list[int] = []
+        for start, length, crc in sorted(self.pieces):
+            if start != size:
+                raise ValueError(f"bytes {min(start, size)} to {max(start, size)} were written twice or not at all")
+            if start % CHUNK:
+                chunks[-1] = joined(chunks[-1], crc, length)
+            else:
+                chunks.append(crc)
+            size += length
+        return {"bytes": size, "crc32": [f"{chunk:08x}" for chunk in chunks]}
+
+
+def joined(first: int, second: int, length: int) -> int:
+    """CRC-32 of two pieces after one another, from that of each and the length of the second one, bytes.
+
+    A checksum is the remainder of the bytes as a polynomial over GF(2). What comes after multiplies the first one's by
+    x to the number of its bits.
+    """
+    return _times(first, _power_of_x(8 * length)) ^ second
+
+
+_GENERATOR, _ONE, _X = 0xEDB88320, 1 << 31, 1 << 30  # the highest power of x is the lowest bit
+
+
+def _times(a: int, b: int) -> int:
+    """Product of two polynomials, modulo CRC-32's generator."""
+    product = 0
+    while a:
+        if a & _ONE:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_GENERATOR if b & 1 else 0)
+    return product
+
+
+@functools.lru_cache(maxsize=4096)
+def _power_of_x(exponent: int) -> int:
+    if exponent < 2:
+        return _X if exponent else _ONE
+    half = _power_of_x(exponent // 2)
+    square = _times(half, half)
+    return _times(square, _X) if exponent % 2 else square
 
 
 def write_manifest(folder: str, known: Mapping[str, Checksums]) -> None:
@@ -103,16 +156,20 @@ def _wrong_size(path: str, expected: dict[str, Any]) -> str | None:
 
 
 def _equal(path: str, expected: dict[str, Any], place: int) -> bool:
+    crc, rest = 0, CHUNK
     with open(path, "rb") as file:
         file.seek(place * CHUNK)
-        return f"{zlib.crc32(file.read(CHUNK)):08x}" == expected["crc32"][place]
+        while rest and (data := file.read(min(rest, _BLOCK))):
+            crc, rest = zlib.crc32(data, crc), rest - len(data)
+    return f"{crc:08x}" == expected["crc32"][place]
 
 
 def _read(path: str) -> Checksums:
-    sums = Checksums()
+    sums, start = Checksums(), 0
     with open(path, "rb") as file:
-        while data := file.read(1 << 20):
-            sums.update(data)
+        while data := file.read(_BLOCK):
+            sums.update(data, start)
+            start += len(data)
     return sums
 
 

@@ -6,7 +6,7 @@
 
 A folder of their own, as programs take every safetensors file beside a config.json for weights.
 
-Writing is streamed as that of weights is; reading takes only this rank's slices. What a plain Trainer wrote
+All ranks write, as they do weights; reading takes only this rank's slices. What a plain Trainer wrote
 (`optimizer.pt`, parameters by number) is read too.
 """
 
@@ -17,22 +17,23 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.checkpoint.files import open_for_writing
-from hf_parallel.checkpoint.gather import entries_of, gathered, sends
-from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.checkpoint.files import TensorFile, write
+from hf_parallel.checkpoint.gather import entries_of
+from hf_parallel.checkpoint.hub_format import Group
 from hf_parallel.checkpoint.names import named, of_stages
+from hf_parallel.checkpoint.optimizer_state import OptimizerState, as_json, from_json, read_state
 from hf_parallel.checkpoint.ranges import RangeFile
-from hf_parallel.checkpoint.save import shards
+from hf_parallel.checkpoint.save import shards, taken
 from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.packed import stored_order
 
@@ -46,16 +47,6 @@ _KERNELS = {"params", "param_names", "foreach", "fused", "capturable", "differen
 
 class ResumeUnderHfParallel:
     """Alone in `optimizer.pt`: plain Trainer's refusal to load it names this class."""
-
-
-@dataclass
-class OptimizerState:
-    """What is known of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
-
-    kind: str | None = None
-    tensors: dict[str, Any] = field(default_factory=dict)  # "name/slot"
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> slot
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> those of its group
 
 
 # ---- writing -----------------------------------------------------------------------------------------------------
@@ -79,91 +70,34 @@ def save_optimizer(
     entries = entries_of(model, mesh, state.tensors)
     for numbers, options in of_stages((state.numbers, state.options), mesh):
         state.numbers, state.options = {**numbers, **state.numbers}, {**options, **state.options}
-    plan = shards({entry.name: entry.nbytes for entry in entries}, "state", max_shard_size)
-    by_name = {entry.name: entry for entry in entries}
-    files = {
-        os.path.join(directory, folder, file): [by_name[key] for key in keys]
-        for file, keys in plan.filename_to_tensors.items()
-    }
+    groups = {entry.name: Group((entry,), (entry,)) for entry in entries}
+    plan = shards({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
+    where = os.path.join(directory, folder)
     with current(mesh) as saving:
         if mesh.rank == 0:
             with saving.noting():
-                os.makedirs(os.path.join(directory, folder), exist_ok=True)
-                _write_index(state, sorted(plan.filename_to_tensors), os.path.join(directory, folder))
-        local = {entry.name: state.tensors[entry.name] for entry in entries if sends(entry, mesh)}
-        saving.stream(local, functools.partial(_write_tensors, saving, files))
+                os.makedirs(where, exist_ok=True)
+                _write_index(state, sorted(plan.filename_to_tensors), where)
+        items = assign(groups.values(), saving.writers(where), mesh.config)
+        files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
+        write_all = functools.partial(_write_tensors, saving, files, groups, items)
+        saving.stream(taken(state.tensors, items, mesh), write_all)
 
 
-def _write_tensors(saving: Saving, files: dict[str, list[Entry]], local: dict[str, torch.Tensor]) -> None:
-    for path, entries in files.items():
-        with open_for_writing(path, entries, saving) as out:
-            for _, tensor in gathered(saving.mesh, entries, local):
-                if out is not None and tensor is not None:
-                    out.append(tensor)
-                del tensor  # before the next one is put together
+def _write_tensors(
+    saving: Saving,
+    files: dict[str, list[str]],
+    groups: dict[str, Group],
+    items: list[Item],
+    local: dict[str, torch.Tensor],
+) -> None:
+    described = {path: [entry for name in names for entry in groups[name].entries] for path, names in files.items()}
+    write(saving, [TensorFile(path, entries, saving) for path, entries in described.items()], items, local)
 
 
 def write_refusal(path: str) -> None:
     """In the place of a plain optimizer's state."""
     torch.save(ResumeUnderHfParallel(), path)
-
-
-def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
-    """This rank's part of the state, by name.
-
-    Raises:
-        NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
-    """
-    kind, names = type(optimizer).__name__, {id(p): name for name, p in named(model).items()}
-    state = OptimizerState(kind)
-    for group in optimizer.param_groups:
-        options = {key: _as_json(kind, key, value) for key, value in group.items() if key != "params"}
-        state.options.update({names[id(p)]: options for p in group["params"] if id(p) in names})
-    for parameter, slots in optimizer.state.items():
-        name = names.get(id(parameter))
-        if name is None:
-            raise NotImplementedError(
-                f"hf_parallel: {kind} keeps state of {parameter!r:.60}, no parameter of the model"
-            )
-        for slot, value in slots.items():
-            if torch.is_tensor(value) and value.ndim and slot != "step":
-                _check_slot(kind, name, slot, value, parameter)
-                state.tensors[f"{name}/{slot}"] = value
-            else:
-                state.numbers.setdefault(name, {})[slot] = _as_json(kind, slot, value)
-    return state
-
-
-def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
-    if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
-        raise NotImplementedError(
-            f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
-            f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
-            "(save_only_model=True leaves the optimizer out)"
-        )
-
-
-def _as_json(kind: str, key: str, value: Any) -> Any:
-    """A number, text, or a list of them; a tensor of one number keeps its dtype."""
-    if torch.is_tensor(value) and value.numel() == 1:
-        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(kind, key, item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise NotImplementedError(
-        f"hf_parallel: {kind} keeps {key} as {type(value).__name__}, which has no place in a checkpoint "
-        "(save_only_model=True leaves the optimizer out)"
-    )
-
-
-def _from_json(value: Any, like: Any = None) -> Any:
-    if isinstance(value, dict):
-        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
-    if isinstance(value, list):
-        found = [_from_json(item) for item in value]
-        return tuple(found) if isinstance(like, tuple) else found
-    return value
 
 
 def _write_index(state: OptimizerState, files: list[str], folder: str) -> None:
@@ -236,7 +170,7 @@ def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> Optim
     state = OptimizerState()
     numbered: dict[int, str] = {}
     for group, own in zip(loaded["param_groups"], names, strict=True):
-        options = {key: _as_json("optimizer.pt", key, value) for key, value in group.items() if key != "params"}
+        options = {key: as_json("optimizer.pt", key, value) for key, value in group.items() if key != "params"}
         state.options.update(dict.fromkeys(own, options))
         numbered.update(zip(group["params"], own, strict=True))
     for number, slots in loaded["state"].items():
@@ -244,7 +178,7 @@ def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> Optim
             if torch.is_tensor(value) and value.ndim and slot != "step":
                 state.tensors[f"{numbered[number]}/{slot}"] = value
             else:
-                state.numbers.setdefault(numbered[number], {})[slot] = _as_json("optimizer.pt", slot, value)
+                state.numbers.setdefault(numbered[number], {})[slot] = as_json("optimizer.pt", slot, value)
     return state
 
 
@@ -254,11 +188,13 @@ def _set_state(model: nn.Module, optimizer: Any, saved: OptimizerState) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     names = [of_parameter[id(p)] for p in parameters]
     packed, slots = optimizer.state_dict(), _slots(saved)
+    _check_shapes(dict(zip(names, parameters, strict=True)), slots, saved)
     packed["state"] = {}
     for number, (name, parameter) in enumerate(zip(names, parameters, strict=True)):
-        found = {slot: _from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
-        tensors = {slot: saved.tensors[f"{name}/{slot}"] for slot in slots.get(name, ())}
-        found |= {slot: _local(model, name, parameter, tensor) for slot, tensor in tensors.items()}
+        found = {slot: from_json(value) for slot, value in saved.numbers.get(name, {}).items()}
+        former = optimizer.state.get(parameter, {})
+        for slot in slots.get(name, ()):
+            found[slot] = _local(model, name, parameter, saved.tensors[f"{name}/{slot}"], former.get(slot))
         if found:
             packed["state"][number] = found
     for group in packed["param_groups"]:
@@ -274,14 +210,22 @@ def _slots(saved: OptimizerState) -> dict[str, list[str]]:
     return found
 
 
-def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """This rank's part, which lies as the parameter does."""
-    if tuple(source.shape) != tuple(parameter.shape):
-        raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {tuple(source.shape)}")
-    result = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
+def _check_shapes(parameters: dict[str, Any], slots: dict[str, list[str]], saved: OptimizerState) -> None:
+    """Before anything is overwritten."""
+    for name, parameter in parameters.items():
+        for shape in {tuple(saved.tensors[f"{name}/{slot}"].shape) for slot in slots.get(name, ())}:
+            if shape != tuple(parameter.shape):
+                raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {shape}")
+
+
+def _local(model: nn.Module, name: str, parameter: Any, source: torch.Tensor, former: Any) -> torch.Tensor:
+    """This rank's part, which lies as the parameter does; in the memory of the former state, if there is one."""
+    kept = type(former) is DTensor if isinstance(parameter, DTensor) else torch.is_tensor(former)
+    if not kept or (former.shape, former.dtype) != (parameter.shape, source.dtype):
+        former = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
     part = values(source, local_part(parameter, stored_order(model, name)))
-    (result.to_local() if isinstance(result, DTensor) else result).copy_(part)
-    return result
+    (former.to_local() if isinstance(former, DTensor) else former).copy_(part)
+    return former
 
 
 def _options(group: dict[str, Any], names: list[str], saved: OptimizerState) -> dict[str, Any]:
@@ -290,7 +234,7 @@ def _options(group: dict[str, Any], names: list[str], saved: OptimizerState) -> 
     first = next(known, None)
     if first is None:
         rest = next(iter(saved.options.values()), {})
-        return {key: _from_json(rest[key]) for key in ("lr", "initial_lr") if key in rest}
+        return {key: from_json(rest[key]) for key in ("lr", "initial_lr") if key in rest}
     if any(options != first for options in known):
         raise ValueError(f"{names[0]} and others of its group had different options when the checkpoint was written")
-    return {key: _from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}
+    return {key: from_json(value, group.get(key)) for key, value in first.items() if key not in _KERNELS}

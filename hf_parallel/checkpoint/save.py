@@ -1,27 +1,27 @@
-"""Write an ordinary Hub folder from any layout, one tensor at a time.
+"""Write an ordinary Hub folder from any layout, by all ranks that see it (`writers.py`).
 
-Rank 0 appends tensor after tensor as they are gathered, so it never holds more than one whole tensor, or one group of
-those that transformers converts together (`hub_format.py`). Of a tied weight only one name is written.
+A rank holds no more than one whole tensor at a time, or one group of those that transformers converts together
+(`hub_format.py`), and what it sends of as many bytes. Of a tied weight only one name is written.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
-from hf_parallel.checkpoint.files import TensorFile, open_for_writing
-from hf_parallel.checkpoint.gather import entries_of, gathered, sends
+from hf_parallel.checkpoint.files import TensorFile, write
+from hf_parallel.checkpoint.gather import entries_of, gathered
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
-from hf_parallel.checkpoint.saving import Saving, current, wait_for_writer
+from hf_parallel.checkpoint.saving import Saving, current, lost_peer, wait_for_writer
+from hf_parallel.checkpoint.writers import Item, all_to, assign, rounds
 from hf_parallel.mesh import ParallelMesh
 
 
@@ -59,9 +59,15 @@ def save_pretrained(
                 os.makedirs(directory, exist_ok=True)
                 _write_configs(model, directory)
         stem = f"model.{variant}" if variant else "model"
-        write = functools.partial(_write_weights, saving, directory, groups, max_shard_size, stem)
-        state = model.state_dict()
-        saving.stream({entry.name: state[entry.name] for entry in entries if sends(entry, mesh)}, write)
+        plan = shards({group.entries[0].name: group.nbytes for group in groups}, stem, max_shard_size)
+        items = assign(groups, saving.writers(directory), mesh.config)
+        write_all = functools.partial(_write_weights, saving, directory, groups, items, plan, stem)
+        saving.stream(taken(model.state_dict(), items, mesh), write_all)
+
+
+def taken(tensors: Mapping[str, Any], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, Any]:
+    """Of these the ones of which this rank's part is written or sent."""
+    return {entry.name: tensors[entry.name] for item in items for entry in item.held_by(mesh.rank)}
 
 
 def full_state_dict(
@@ -73,12 +79,17 @@ def full_state_dict(
         wanted: by name, the same answer on all ranks; default: all.
     """
     wait_for_writer()
-    state = model.state_dict()
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
-    local = {entry.name: state[entry.name] for entry in entries if sends(entry, mesh)}
+    items = all_to(0, [Group((entry,), (entry,)) for entry in entries], mesh.config)
+    local = taken(model.state_dict(), items, mesh)
     parts = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in local.items()}
-    found = gathered(mesh, entries, parts)
-    return {entry.name: tensor for entry, tensor in found if tensor is not None}
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for together in rounds(items):
+            found.update(gathered(mesh, together, parts))
+    except RuntimeError as error:
+        raise lost_peer(error, "the weights could not be gathered") from error
+    return {entry.name: found[entry.name] for entry in entries if entry.name in found}
 
 
 def list_entries(model: Any, mesh: ParallelMesh) -> list[Entry]:
@@ -101,25 +112,22 @@ def _write_weights(
     saving: Saving,
     directory: str,
     groups: list[Group],
-    max_shard_size: int | str,
+    items: list[Item],
+    plan: Any,
     stem: str,
     local: dict[str, torch.Tensor],
 ) -> None:
-    by_name = {next(iter(group.saved)): group for group in groups}
-    plan = shards({name: group.nbytes for name, group in by_name.items()}, stem, max_shard_size)
-    weight_map: dict[str, str] = {}
-    for file, names in plan.filename_to_tensors.items():
-        chosen = [by_name[name] for name in names]
-        saved = [entry for group in chosen for entry in group.entries]
-        weight_map.update({entry.name: file for entry in saved})
-        with open_for_writing(os.path.join(directory, file), saved, saving) as out:
-            tensors = gathered(saving.mesh, [entry for group in chosen for entry in group.own], local)
-            for group in chosen:
-                _write_group(group, itertools.islice(tensors, len(group.own)), out)
-    if saving.mesh.rank == 0:
+    by_name = {group.entries[0].name: group for group in groups}
+    entries = {
+        file: [entry for name in names for entry in by_name[name].entries]
+        for file, names in plan.filename_to_tensors.items()
+    }
+    files = [TensorFile(os.path.join(directory, file), found, saving) for file, found in entries.items()]
+    if write(saving, files, items, local):
         with saving.noting():
-            _remove_stale_files(directory, stem, keep=set(plan.filename_to_tensors))
+            _remove_stale_files(directory, stem, keep=set(entries))
             if plan.is_sharded:
+                weight_map = {entry.name: file for file, found in entries.items() for entry in found}
                 _write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
@@ -137,14 +145,6 @@ def shards(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> Any:
         filename_pattern=stem + "{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
-
-
-def _write_group(group: Group, found: Iterable, out: TensorFile | None) -> None:
-    tensors = {entry.name: tensor for entry, tensor in found if tensor is not None}
-    if out is not None:
-        with out.saving.noting():
-            for value in group.convert(tensors):
-                out.append(value)
 
 
 def _remove_stale_files(directory: str, stem: str, keep: set[str]) -> None:

@@ -15,12 +15,18 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.checkpoint.manifest import Checksums
+from hf_parallel.checkpoint.writers import writing_ranks
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or is not whole. One text for all ranks."""
+
+
+def lost_peer(error: RuntimeError, what: str) -> CheckpointError:
+    """What to raise when a transfer of a save has failed, as all do when a rank has ended."""
+    return CheckpointError(f"{what} (a rank was lost: {' '.join(str(error).split())[:200]})")
 
 
 class Saving:
@@ -36,16 +42,30 @@ class Saving:
         self.error: str | None = None
         self.checksums: dict[str, Checksums] = {}
         self._streams: list[Callable[[], None]] = []
+        self._writers: list[int] = []
 
     @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """An error of what this rank writes, by itself, is kept for `agree`. Refusals, equal on all ranks, pass."""
+    def noting(self, path: str = "") -> Iterator[None]:
+        """An error of what this rank writes, by itself, is kept for `agree`. Refusals and lost ranks pass."""
         try:
             yield
-        except (NotImplementedError, SpecError):
+        except (NotImplementedError, SpecError, CheckpointError):
             raise
         except Exception as error:
-            self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}"
+            where = f" ({path})" if path and path not in str(error) else ""
+            self.error = self.error or f"rank {self.mesh.rank}: {type(error).__name__}: {error}{where}"
+
+    def writers(self, directory: str) -> list[int]:
+        """The ranks that may write, by a folder of it that exists. Collective at the first call."""
+        try:
+            self._writers = self._writers or writing_ranks(self.mesh, directory)
+        except RuntimeError as error:
+            raise self.lost_peer(error) from error
+        return self._writers
+
+    def lost_peer(self, error: RuntimeError) -> CheckpointError:
+        """What to raise when a transfer has failed."""
+        return lost_peer(error, "not everything was written")
 
     def stream(self, local: Mapping[str, Any], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
@@ -60,6 +80,12 @@ class Saving:
         """Write the tensors. Collective."""
         while self._streams:
             self._streams.pop(0)()
+
+    def all_well(self) -> bool:
+        """Has no rank noted an error so far? Collective; nobody leaves before all have come."""
+        wrong = torch.tensor([self.error is not None], dtype=torch.uint8)
+        dist.all_reduce(wrong, dist.ReduceOp.MAX, group=self.mesh.host_group)
+        return not wrong.item()
 
     def agree(self) -> None:
         """Wait for all ranks. Collective.
@@ -100,8 +126,13 @@ def current(mesh: ParallelMesh) -> Iterator[Saving]:
     wait_for_writer()
     with going_on(Saving(mesh)) as saving:
         yield saving
-        saving.finish_streams()
-        saving.agree()
+        try:
+            saving.finish_streams()
+            saving.agree()
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            raise saving.lost_peer(error) from error
 
 
 @contextlib.contextmanager

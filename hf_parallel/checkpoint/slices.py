@@ -46,7 +46,7 @@ def read(source: Any, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tens
     dim = len(_ranges)
     if dim == len(part):
         return source[_ranges] if _ranges else source[...]
-    pieces = [read(source, part, (*_ranges, run)) for run in _runs(part[dim])]
+    pieces = [read(source, part, (*_ranges, run)) for run in runs(part[dim])]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
@@ -56,7 +56,7 @@ def place(target: torch.Tensor, part: Part, source: torch.Tensor, _ranges: tuple
     if dim == len(part):
         target[_ranges or ...].copy_(source)
         return
-    for run in _runs(part[dim]):
+    for run in runs(part[dim]):
         count = run.stop - run.start
         place(target, part, source.narrow(dim, start, count), (*_ranges, run))
         start += count
@@ -66,8 +66,8 @@ def rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
     """The part as a view of contiguous memory, or None if it is not a range of rows."""
     if not part or any(len(indices) != size for indices, size in zip(part[1:], target.shape[1:], strict=True)):
         return None
-    runs = [_runs(indices) for indices in part]
-    return target[runs[0][0]] if all(len(run) == 1 for run in runs) else None
+    ranges = [runs(indices) for indices in part]
+    return target[ranges[0][0]] if all(len(found) == 1 for found in ranges) else None
 
 
 def axes_and_dims(tensor: Any) -> list[tuple[int, int]]:
@@ -86,7 +86,7 @@ def _chunk(indices: torch.Tensor, count: int, index: int) -> torch.Tensor:
     return indices[index * size : (index + 1) * size]
 
 
-def _runs(indices: torch.Tensor) -> list[slice]:
+def runs(indices: torch.Tensor) -> list[slice]:
     """Maximal ranges of consecutive indices; one empty range if there are none."""
     if not len(indices):
         return [slice(0, 0)]

@@ -212,7 +212,7 @@ def axis_sizes() -> dict[str, int]:
 
 
 def save_optimizer(original: Callable) -> Callable:
-    """The optimizer's state by name, streamed to rank 0, and the learning-rate schedule."""
+    """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
 
     def replacement(self: Any, output_dir: str) -> None:
         mesh = runtime.mesh()

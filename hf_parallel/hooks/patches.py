@@ -11,6 +11,7 @@ from hf_parallel.hooks import (
     data,
     four_bit,
     from_pretrained,
+    generating,
     loading,
     losses,
     merging,
@@ -58,6 +59,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_OPERATIONS}:_gpu_gather_object", data.gather_object, "gathers over all processes"),
         Patch("accelerate.accelerator:reduce", data.reduce, "reduces over all processes"),
         Patch(f"{_ACCELERATOR}.num_processes", data.num_processes, "counts all processes"),
+        Patch(f"{_ACCELERATOR}.process_index", data.process_index, "cuts rows out of a gather by global rank"),
         Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
         Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
         # Accelerator: it must neither wrap nor move what is parallel already.
@@ -132,7 +134,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
         *(
             Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
-            for kind in ("sft", "dpo", "kto", "reward")
+            for kind in ("sft", "dpo", "kto", "reward", "grpo", "rloo")
         ),
         Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
@@ -150,6 +152,27 @@ def all_patches() -> list[Patch]:
         ),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
+        *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
+    ]
+
+
+def _generating(kind: str) -> list[Patch]:
+    module = f"{_TRL}.{kind.lower()}_trainer"
+    trainer = f"{module}:{kind}Trainer"
+    return [
+        Patch(f"{module}:set_seed", generating.set_seed, "a seed per process", late=True),
+        Patch(f"{module}:pad", generating.pad, "pads by process", late=True),
+        Patch(f"{module}:shuffle_sequence_dict", generating.shuffle_sequence_dict, "shuffles by process", late=True),
+        Patch(f"{module}:split_tensor_dict", generating.split_tensor_dict, "splits by process", late=True),
+        Patch(
+            f"{trainer}._generate_and_score_completions",
+            generating.generate_and_score,
+            "takes rows by process, repeated ones too",
+            late=True,
+        ),
+        Patch(f"{trainer}._generate", generating.generate, "counts repeated rows", late=True),
+        Patch(f"{trainer}._calculate_rewards", generating.calculate_rewards, "asks on every process", late=True),
+        Patch(f"{trainer}._compute_loss", generating.compute_loss, "mean of means", late=True),
     ]
 
 

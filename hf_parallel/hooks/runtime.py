@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ class Runtime:
     mesh: ParallelMesh
     owns_process_group: bool
     environment: dict[str, str | None] = field(default_factory=dict)
+    pretended: bool = False  # a dry run's, whose other ranks are not there
 
 
 _current: Runtime | None = None
@@ -73,6 +76,17 @@ def stop() -> None:
     _current = None
 
 
+@contextlib.contextmanager
+def pretended(mesh: ParallelMesh) -> Iterator[None]:
+    """In here patches see the mesh of a dry run."""
+    global _current
+    former, _current = _current, Runtime(mesh.config, "a dry run", mesh, False, pretended=True)
+    try:
+        yield
+    finally:
+        _current = former
+
+
 def parallel_state(model: Any) -> ParallelState | None:
     """The state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
     return state_of(getattr(model, "_orig_mod", model))
@@ -80,7 +94,8 @@ def parallel_state(model: Any) -> ParallelState | None:
 
 def equalise_random_state(axis: str, source: int = -1) -> None:
     """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it."""
-    if mesh().size(axis) == 1:
+    assert _current is not None
+    if mesh().size(axis) == 1 or _current.pretended:
         return
     group, kind = mesh().group(axis), mesh().device
     device = torch.get_device_module(kind)

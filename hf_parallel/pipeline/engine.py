@@ -31,7 +31,7 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import serving
 from hf_parallel.pipeline.batches import Batch, count_targets, split_rows, tokens_of
 from hf_parallel.pipeline.elsewhere import Elsewhere
-from hf_parallel.pipeline.outputs import PipelineLoss
+from hf_parallel.pipeline.outputs import PipelineLoss, refuse_partial_outputs
 from hf_parallel.pipeline.recorder import Recorder
 from hf_parallel.pipeline.scheduled import scheduled
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count, predicted_bubble
@@ -129,7 +129,7 @@ class PipelineEngine:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
         batch = _named(self._signature, args, kwargs)
-        _refuse_partial_outputs(self.model.config, batch)
+        refuse_partial_outputs(self.model.config, batch)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
         if self.items is not None and self.sums_over_tokens and batch.get("labels") is not None:
@@ -209,7 +209,7 @@ class PipelineEngine:
         return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
 
     def _cut_backbone(self, kwargs: Batch) -> Any:
-        _refuse_partial_outputs(self.model.config, kwargs)
+        refuse_partial_outputs(self.model.config, kwargs)
         if "use_cache" in self._backbone_signature.parameters:
             kwargs["use_cache"] = False
         if self._on_call is not None:
@@ -295,17 +295,6 @@ def _named(signature: inspect.Signature, args: tuple, kwargs: Batch) -> Batch:
 def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
     """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
     return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)
-
-
-def _refuse_partial_outputs(config: Any, batch: Batch) -> None:
-    """What each stage would have only a part of."""
-    for key in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if batch.get(key) or getattr(config, key, False):
-            raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
-    if batch.get("past_key_values") is not None:
-        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
-    if batch.get("return_dict") is False:
-        raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

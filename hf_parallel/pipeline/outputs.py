@@ -29,6 +29,21 @@ class PipelineLoss(ModelOutput):
         )
 
 
+def refuse_partial_outputs(config: Any, batch: dict[str, Any]) -> None:
+    """What each stage would have only a part of.
+
+    Raises:
+        NotImplementedError: the call or the model's config asks for it.
+    """
+    for key in ("output_hidden_states", "output_attentions", "output_router_logits"):
+        if batch.get(key) or getattr(config, key, False):
+            raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
+    if batch.get("past_key_values") is not None:
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")
+    if batch.get("return_dict") is False:
+        raise NotImplementedError("hf_parallel: a pipelined model returns named outputs; drop return_dict=False")
+
+
 class _Node(torch.autograd.Function):
     """Values computed elsewhere; backward hands their gradients to a function and returns none."""
 

@@ -52,12 +52,13 @@ def save(model, optimizer, folder: str, size: str) -> None:
 
 def write_sources(initial: str, root: str, spec: str) -> None:
     """Read what one process has made, and save it in both formats."""
-    from hf_parallel.checkpoint import load_optimizer, load_weights
+    from hf_parallel.checkpoint import load_optimizer, load_weights, writers
 
     model, optimizer = build(spec)
     load_weights(model, initial)
     load_optimizer(model, optimizer, initial, [groups()])
     for name, size in FORMATS.items():
+        writers.LONG = 1 << 20 if name == "consolidated" else 1  # one writer for each tensor; each rank its own rows
         save(model, optimizer, f"{root}/{spec_id(spec)}-{name}", size)
 
 
@@ -71,8 +72,16 @@ def read_sources(root: str, out: str, spec: str) -> None:
             for parameter in model.parameters():
                 parameter.fill_(float("nan"))
         load_weights(model, folder)
+        places = memory(optimizer)
         load_optimizer(model, optimizer, folder)
+        assert memory(optimizer) == places  # no second copy beside the state that was there
         save(model, optimizer, f"{out}/{spec_id(source)}-{name}", "50GB")
+
+
+def memory(optimizer) -> list[int]:
+    """Where the moments lie."""
+    states = [state[slot] for state in optimizer.state.values() for slot in ("exp_avg", "exp_avg_sq")]
+    return [getattr(moment, "_local_tensor", moment).data_ptr() for moment in states]
 
 
 def groups() -> list[list[str]]:
@@ -91,6 +100,21 @@ def made_by_one_process(folder: str) -> None:
     optimizer.step()
     model.save_pretrained(folder)
     torch.save(optimizer.state_dict(), f"{folder}/optimizer.pt")
+
+
+def write_from_two_hosts(initial: str, out: str, spec: str, blind: tuple[int, ...]) -> int:
+    """Save while some ranks do not see the folder; returns how many bytes this rank has written."""
+    from hf_parallel.checkpoint import load_optimizer, load_weights, writers
+
+    rank, written, access, pwrite = torch.distributed.get_rank(), [], os.access, os.pwrite
+    os.access = lambda path, mode: rank not in blind and access(path, mode)
+    os.pwrite = lambda handle, data, start: written.append(len(data)) or pwrite(handle, data, start)
+    writers.LONG = 1
+    model, optimizer = build(spec)
+    load_weights(model, initial)
+    load_optimizer(model, optimizer, initial, [groups()])
+    save(model, optimizer, out, "50GB")
+    return sum(written)
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +139,24 @@ def test_every_source_in_every_format(sources, tmp_path, spec):
         texts = checkpoint_differences(f"{tmp_path}/{written}", f"{sources}/one", model_of_one_process())
         found += [f"{written}: {text}" for text in texts]
     none(found)
+
+
+@pytest.mark.parametrize(
+    ("spec", "blind"),
+    [
+        ("tp=2,dp_shard=2", (2, 3)),
+        ("tp=2,dp_shard=2", ()),
+        ("pp=2,dp_shard=2", (1, 2, 3)),
+        ("pp=2,dp_shard=2", (2, 3)),
+    ],
+)
+def test_ranks_that_do_not_see_the_folder(tmp_path, spec, blind):
+    """They write nothing, and what they hold is in it; the others write about as much each."""
+    from tests.distributed import run_alone
+
+    run_alone(made_by_one_process, f"{tmp_path}/one")
+    written = run(partial(write_from_two_hosts, f"{tmp_path}/one", f"{tmp_path}/out"), 4, spec, blind)
+    none(checkpoint_differences(f"{tmp_path}/out", f"{tmp_path}/one", model_of_one_process()))
+    assert [rank for rank in range(4) if not written[rank]] == list(blind)
+    writers = [size for size in written if size]
+    assert max(writers) <= 1.35 * min(writers), written

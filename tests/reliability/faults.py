@@ -4,6 +4,7 @@ step 1, save, step 2, save (here), step 3, save
 """
 
 import contextlib
+import errno
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from tests.distributed import RankFailure, run
 from tests.resuming import Ended, train
 from tests.training import axes
 
-SPEC = "dp_shard=2"
+SPEC, FOUR = "dp_shard=2", "tp=2,dp_shard=2"
 LAST, BAD = 1, 2  # the last good checkpoint, and the one that is disturbed
 STEPS = 3
 LIMIT_S = 60
@@ -80,7 +81,7 @@ def kill_in_bad_save() -> Callable:
         init(self, mesh, final, *args, **kwargs)
 
     folder.Checkpoint.__init__ = noted
-    return lambda: begun[-1] == f"checkpoint-{BAD}" and kill()
+    return lambda: begun[-1] in (f"checkpoint-{BAD}", f"checkpoint_{BAD - 1}") and kill()
 
 
 def _before(act: Callable) -> None:
@@ -96,15 +97,32 @@ def _small_files(act: Callable) -> None:
 
 
 def _weights(act: Callable) -> None:
-    from hf_parallel.checkpoint import save
-
-    _in_the_middle(save, act)
+    _in_the_middle("model.safetensors", act)
 
 
 def _optimizer(act: Callable) -> None:
-    from hf_parallel.checkpoint import resume
+    _in_the_middle("state.safetensors", act)
 
-    _in_the_middle(resume, act)
+
+def _adapter(act: Callable) -> None:
+    """Tensors of an adapter are on their way to rank 0."""
+    from hf_parallel.checkpoint import save
+
+    _at_call(save, "gathered", 3, act)
+
+
+def _flush(act: Callable) -> None:
+    """All is written, and not yet sure to be on disk."""
+    from hf_parallel.checkpoint.files import TensorFile
+
+    _first(TensorFile, "close", act)
+
+
+def _publish(act: Callable) -> None:
+    """This rank's bytes are on disk, and the file has not got its name."""
+    from hf_parallel.checkpoint import files
+
+    _first(files, "_publish", act)
 
 
 def _manifest(act: Callable) -> None:
@@ -153,7 +171,10 @@ PHASES: dict[str, Callable] = {
     "before": _before,
     "small files": _small_files,
     "weights": _weights,
+    "adapter": _adapter,
     "optimizer": _optimizer,
+    "flush": _flush,
+    "publish": _publish,
     "manifest": _manifest,
     "rename": _rename,
     "after": _after,
@@ -170,40 +191,81 @@ def _first(owner: Any, name: str, act: Callable) -> None:
     setattr(owner, name, replacement)
 
 
-def _in_the_middle(module: Any, act: Callable) -> None:
-    """Three tensors of a stream are through, and a file is half written."""
-    original = module.gathered
+def _in_the_middle(file: str, act: Callable) -> None:
+    """This rank has put three pieces into a file, which is half written."""
+    from hf_parallel.checkpoint.files import TensorFile
 
-    def replacement(*args: Any) -> Iterator[Any]:
-        for number, found in enumerate(original(*args)):
-            if number == 3:
+    put, pieces = TensorFile.put, []
+
+    def replacement(self: Any, *args: Any) -> None:
+        if self.path.endswith(file):
+            pieces.append(self)
+            if len(pieces) % 3 == 0:
                 act()
-            yield found
+        put(self, *args)
 
-    module.gathered = replacement
+    TensorFile.put = replacement
+
+
+def _at_call(owner: Any, name: str, number: int, act: Callable) -> None:
+    """At every so manieth call."""
+    original, calls = getattr(owner, name), []
+
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        calls.append(name)
+        if len(calls) % number == 0:
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, replacement)
 
 
 # ---- disks ---------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def full_disk(name: str) -> Iterator[None]:
-    """Files of this name go to a device that is always full, whoever writes them."""
+def full_disk(name: str, rank: int | None = None) -> Iterator[None]:
+    """Files of this name go to a device that is always full: whoever writes them, or this rank alone."""
     import builtins
 
-    opened, saved = builtins.open, torch.save
+    opened, saved, write = builtins.open, torch.save, os.pwrite
 
     def meets(path: Any) -> bool:
-        return str(getattr(path, "name", path)).removesuffix(".tmp").endswith(name)
+        here = rank is None or int(os.environ["RANK"]) == rank
+        return here and str(getattr(path, "name", path)).removesuffix(".tmp").endswith(name)
 
     def open_it(path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         return opened("/dev/full" if "w" in mode and meets(path) else path, mode, *args, **kwargs)
 
+    def write_it(handle: int, data: Any, start: int) -> int:
+        if meets(os.readlink(f"/proc/self/fd/{handle}")):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(handle, data, start)
+
     builtins.open, torch.save = open_it, lambda what, path: saved(what, "/dev/full" if meets(path) else path)
+    os.pwrite = write_it
     try:
         yield
     finally:
-        builtins.open, torch.save = opened, saved
+        builtins.open, torch.save, os.pwrite = opened, saved, write
+
+
+@contextlib.contextmanager
+def failing(call: str, name: str, rank: int) -> Iterator[None]:
+    """A call on a file of this name that the system refuses, on one rank: `open`, or `fsync` of what is in memory."""
+    original = getattr(os, call)
+
+    def refused(file: Any, *args: Any, **kwargs: Any) -> Any:
+        path = file if call == "open" else os.readlink(f"/proc/self/fd/{file}")
+        if int(os.environ["RANK"]) == rank and str(path).endswith(f"{name}.tmp"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return original(file, *args, **kwargs)
+
+    setattr(os, call, refused)
+    try:
+        yield
+    finally:
+        setattr(os, call, original)
 
 
 def truncate(path: Path) -> None:

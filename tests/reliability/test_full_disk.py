@@ -3,13 +3,15 @@
 import contextlib
 import os
 import resource
+import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed import run
-from tests.reliability.faults import LIMIT_S, SPEC, full_disk
+from tests.reliability.faults import LIMIT_S, SPEC, failing, full_disk
 from tests.resuming import train
 from tests.training import axes
 
@@ -24,6 +26,17 @@ FILES = {
     "config.json": 0,
     "training_args.bin": 0,
     "manifest.json": 0,
+}
+
+
+#: Who meets it, and what: all ranks write these files.
+ON_ONE_RANK = {
+    "weights on rank 1": (1, full_disk, "model.safetensors", 1),
+    "weights on rank 0": (0, full_disk, "model.safetensors", 0),
+    "moments on rank 1": (1, full_disk, "optimizer/state.safetensors", 1),
+    "weights that rank 1 cannot open": (1, failing, "open", "model.safetensors", 1),
+    "weights that rank 1 cannot flush": (1, failing, "fsync", "model.safetensors", 1),
+    "moments that rank 1 cannot flush": (1, failing, "fsync", "optimizer/state.safetensors", 1),
 }
 
 
@@ -58,22 +71,38 @@ def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
 
     hooks.activate(SPEC, source="test")
     faults = {name: partial(full_disk, name) for name in FILES}
+    faults |= {name: partial(*fault) for name, (_, *fault) in ON_ONE_RANK.items()}
     faults |= {"any file above 64 KB": partial(small_files, 1 << 16), "the folder's name": no_rename}
     _, trainer = train(initial, out, axes(SPEC)["data_ranks"], max_steps=1, save_steps=1)
     found = {}
     for name, fault in faults.items():
         trainer.state.global_step = 2
+        start = time.monotonic()
         try:
             with fault():
                 trainer._save_checkpoint(trainer.model, None)
             found[name] = "", []
         except checkpoint.CheckpointError as error:
+            assert time.monotonic() - start < 5.0
             torch.distributed.barrier()
             found[name] = str(error), sorted(name for name in os.listdir(out) if "checkpoint" in name)
         torch.distributed.barrier()
     trainer._save_checkpoint(trainer.model, None)
     assert not checkpoint.flaws(f"{out}/checkpoint-2")
+    found["plain"] = saved_over(trainer.model, f"{out}/checkpoint-1")
     return found
+
+
+def saved_over(model, folder: str) -> tuple[str, list[str]]:
+    """Over weights of another step, in more files, on a full disk of rank 1: what it says, and what has changed."""
+    from hf_parallel import checkpoint
+
+    former = {path.name: path.read_bytes() for path in Path(folder).glob("model*")}
+    with full_disk(".safetensors", 1), pytest.raises(checkpoint.CheckpointError) as caught:
+        model.save_pretrained(folder, max_shard_size="50KB")
+    now = {path.name: path.read_bytes() for path in Path(folder).glob("model*")}
+    torch.distributed.barrier()
+    return str(caught.value), sorted(name for name in now.keys() | former if now.get(name) != former.get(name))
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +111,20 @@ def told(runs, tmp_path_factory):
     return run(saved_in_vain, axes(SPEC)["world"], runs.initial("qwen3"), out, init=False, timeout=LIMIT_S)
 
 
-@pytest.mark.parametrize("name", [*FILES, "any file above 64 KB", "the folder's name"])
+@pytest.mark.parametrize("name", [*FILES, *ON_ONE_RANK, "any file above 64 KB", "the folder's name"])
 def test_a_full_disk(told, name):
     (text, left), (other, _) = (rank[name] for rank in told)
     assert text == other
     assert "checkpoint-2 was not written; checkpoint-1 is the newest whole one (rank " in text
-    assert f"rank {FILES.get(name, 0)}: " in text
+    assert f"rank {ON_ONE_RANK[name][0] if name in ON_ONE_RANK else FILES.get(name, 0)}: " in text
+    assert name not in ON_ONE_RANK or text.count("rank ") == 1
+    assert not name.endswith(".safetensors") or name in text
     assert left == ["checkpoint-1"]
+
+
+def test_a_full_disk_under_a_plain_save(told):
+    """The folder holds what it has held before, and nothing else."""
+    (text, changed), (other, _) = (rank["plain"] for rank in told)
+    assert text == other
+    assert text.startswith("rank 1: OSError: [Errno 28]")
+    assert changed == []

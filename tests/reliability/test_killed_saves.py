@@ -1,18 +1,27 @@
 """A rank that is killed at any moment of a save: the others say so at once, and the last good checkpoint resumes."""
 
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from transformers import AutoModelForCausalLM
 
 from hf_parallel.checkpoint import damages
-from tests.reliability.faults import BAD, LAST, PHASES, SPEC, STEPS, die_at, failure, whole
+from tests.distributed import RankFailure, run
+from tests.reliability.faults import BAD, FOUR, LAST, PHASES, SPEC, STEPS, die_at, disturbed, failure, whole
 from tests.resuming import log_differences
-from tests.training import none
+from tests.training import axes, none
 
-CASES = [(phase, rank, "") for phase in PHASES for rank in (0, 1)]
-CASES += [("weights", 0, ",async_save=true"), ("optimizer", 1, ",async_save=true"), ("rename", 0, ",async_save=true")]
+LATER = SPEC + ",async_save=true"
+CASES = [(phase, rank, SPEC) for phase in PHASES if phase != "adapter" for rank in (0, 1)]
+CASES += [("weights", 0, LATER), ("weights", 1, LATER), ("optimizer", 1, LATER), ("publish", 1, LATER)]
+CASES += [("rename", 0, LATER)]
+CASES += [("weights", 3, FOUR), ("optimizer", 2, FOUR), ("publish", 3, FOUR)]
 LIMIT_S = 20  # of the 60 that are allowed
 
 
@@ -22,29 +31,85 @@ def left(tmp_path_factory):
     return tmp_path_factory.mktemp("killed"), {}
 
 
-@pytest.mark.parametrize(("phase", "rank", "key"), CASES)
-def test_killed(runs, left, phase, rank, key):
+@pytest.mark.parametrize(("phase", "rank", "spec"), CASES)
+def test_killed(runs, left, phase, rank, spec):
     root, newest = left
-    out = root / f"{phase}-{rank}{key}"
+    out = root / f"{phase}-{rank}-{spec}"
     start = time.monotonic()
-    ended = failure(SPEC + key, runs.initial("qwen3"), str(out), partial(die_at, phase, rank))
+    ended = failure(spec, runs.initial("qwen3"), str(out), partial(die_at, phase, rank))
     assert time.monotonic() - start < LIMIT_S
-    assert ended.kinds[rank] == "Killed"
-    assert ended.kinds[1 - rank] in ("CheckpointError", "RuntimeError"), str(ended)
+    assert ended.kinds.pop(rank) == "Killed"
+    assert set(ended.kinds.values()) <= {"CheckpointError", "RuntimeError"}, str(ended)
+    assert len(ended.kinds) == axes(spec)["world"] - 1
     renamed = phase == "after" or (phase == "rename" and rank == 1)
     newest[out] = LAST + renamed
     assert {path.name for path in out.glob("checkpoint-*")} == {f"checkpoint-{1 + n}" for n in range(1 + renamed)}
-    if not renamed and not key:
-        lost = f"when all of checkpoint-{BAD} was written" if phase == "rename" else f"checkpoint-{LAST} is the newest"
-        assert ended.kinds[1 - rank] == "CheckpointError"
+    if not renamed and spec == SPEC:
+        lost = f"all of checkpoint-{BAD} was written" if phase == "rename" else f"checkpoint-{LAST} is the newest"
+        assert ended.kinds == {1 - rank: "CheckpointError"}
         assert lost in str(ended)
+
+
+def lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+
+
+def resumed(spec: str, folder: str, out: str) -> set[int]:
+    """The steps that are left after the last good checkpoint, of a run with an adapter."""
+    return set(disturbed(spec, folder, out, lambda trainer: None, resume=True, adapt=lora).logs)
+
+
+@pytest.mark.parametrize(("phase", "rank"), [("adapter", 0), ("adapter", 1), ("optimizer", 1)])
+def test_killed_while_an_adapter_is_saved(runs, tmp_path, phase, rank):
+    ended = failure(SPEC, runs.initial("qwen3"), str(tmp_path), partial(die_at, phase, rank), adapt=lora)
+    assert ended.kinds == {rank: "Killed", 1 - rank: "CheckpointError"}, str(ended)
+    assert "a rank was lost" in str(ended)
+    assert not damages(str(tmp_path / f"checkpoint-{LAST}"))
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{LAST}"}
+    if phase == "optimizer":
+        steps = run(resumed, 2, SPEC, runs.initial("qwen3"), str(tmp_path), init=False)
+        assert steps == [set(range(LAST + 1, STEPS + 1))] * 2
+
+
+def states(spec: str, folder: str, project: str, fault: Callable | None) -> float:
+    """A script that saves its state twice, and meets an accident the second time; or loads the newest whole one."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True)
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for number in (0, 1):
+        if fault is None:
+            accelerator.load_state()
+            break
+        accelerator.backward(model(input_ids=torch.ones(2, 8, dtype=int), labels=torch.ones(2, 8, dtype=int)).loss)
+        optimizer.step()
+        fault(None) if number else None
+        accelerator.save_state()
+    return float(sum(s["exp_avg"].to_local().abs().sum() for s in optimizer.state.values()))
+
+
+@pytest.mark.parametrize(("phase", "rank"), [("weights", 1), ("optimizer", 0), ("publish", 1), ("rename", 0)])
+def test_killed_while_a_state_is_saved(runs, tmp_path, phase, rank):
+    fault = partial(die_at, phase, rank)
+    with pytest.raises(RankFailure) as caught:
+        run(states, 2, SPEC, runs.initial("qwen3"), str(tmp_path), fault, init=False, timeout=LIMIT_S)
+    assert caught.value.kinds == {rank: "Killed", 1 - rank: "CheckpointError"}, str(caught.value)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("checkpoint_*")] == ["checkpoint_0"]
+    if phase == "publish":
+        assert all(run(states, 2, SPEC, runs.initial("qwen3"), str(tmp_path), None, init=False, timeout=LIMIT_S))
 
 
 def test_what_they_have_left_is_whole(runs, left):
     """Byte for byte what a run has written that nobody disturbed; some are resumed, and end as that one does."""
     root, newest = left
     initial = runs.initial("qwen3")
-    some = list(newest)[:: max(1, len(newest) // 3)]
+    some = [out for out in newest if FOUR not in out.name][:: max(1, len(newest) // 3)]
     through, *resumed = whole(
         SPEC, (initial, str(root / "through"), None), *((initial, str(out), True) for out in some)
     )
@@ -53,7 +118,7 @@ def test_what_they_have_left_is_whole(runs, left):
         texts = log_differences(on, through, range(newest[out] + 1, STEPS + 1), 0)
         texts += [f"{path.name} is still there" for path in out.glob("_tmp-*")]
         found += [f"{out.name}: {text}" for text in texts]
-    for out in newest.keys() - set(some):
+    for out in {out for out in newest if FOUR not in out.name} - set(some):
         step = newest[out]
         folder, reference = (place / f"checkpoint-{step}" for place in (out, root / "through"))
         found += [f"{out.name}: {text}" for text in damages(str(folder)) + file_differences(folder, reference)]

@@ -1,6 +1,9 @@
 """Manifests in chunks, folders that a crash has left between two names, and deletion."""
 
+import itertools
 import os
+import random
+import zlib
 
 import pytest
 
@@ -14,17 +17,38 @@ def described(tmp_path, monkeypatch):
     (tmp_path / "sub").mkdir()
     (tmp_path / "a").write_bytes(bytes(range(20)))
     (tmp_path / "sub" / "b").write_bytes(b"")
-    sums = manifest.Checksums()
-    for piece in (bytes(range(3)), bytes(range(3, 19)), bytes([19])):  # as they are written
-        sums.update(piece)
-    manifest.write_manifest(str(tmp_path), {str(tmp_path / "a"): sums})
+    manifest.write_manifest(str(tmp_path), {str(tmp_path / "a"): sums_of((0, 3), (3, 19), (19, 20))})
     return tmp_path
+
+
+def sums_of(*pieces: tuple[int, int]) -> manifest.Checksums:
+    """Of the numbers up to 20, written in these pieces."""
+    sums = manifest.Checksums()
+    for start, end in pieces:
+        sums.update(bytes(range(start, end)), start)
+    return sums
 
 
 def test_chunks_are_those_of_the_file_however_it_was_written(described):
     assert manifest.damages(str(described)) == []
-    read = manifest._read(str(described / "a"))
-    assert (read.size, len(read.chunks)) == (20, 3)
+    facts = manifest._read(str(described / "a")).facts()
+    assert facts["bytes"] == 20
+    assert facts["crc32"] == [f"{zlib.crc32(bytes(range(a, min(a + 8, 20)))):08x}" for a in (0, 8, 16)]
+    for pieces in itertools.permutations([(0, 1), (1, 6), (6, 8), (8, 15), (15, 20)]):  # by several ranks
+        assert sums_of(*pieces).facts() == facts
+
+
+@pytest.mark.parametrize("pieces", [[(0, 8), (9, 20)], [(0, 9), (8, 20)], [(3, 20)]])
+def test_bytes_that_nobody_has_written_are_noticed(described, pieces):
+    with pytest.raises(ValueError, match="were written twice or not at all"):
+        sums_of(*pieces).facts()
+
+
+def test_checksums_of_two_pieces_are_joined():
+    data = random.Random(1).randbytes(3000)
+    for cut in (1, 2, 7, 1024, 2999):
+        first, second = data[:cut], data[cut:]
+        assert manifest.joined(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(data)
 
 
 def test_each_rank_reads_its_chunks_and_together_all(described):

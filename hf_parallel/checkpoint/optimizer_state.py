@@ -1,0 +1,81 @@
+"""What an optimizer keeps, by parameter name: tensors of the parameter's shape, numbers, options."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.checkpoint.names import named
+
+
+@dataclass
+class OptimizerState:
+    """What is known of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
+
+    kind: str | None = None
+    tensors: dict[str, Any] = field(default_factory=dict)  # "name/slot"
+    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> slot
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> those of its group
+
+
+def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
+    """This rank's part of the state, by name.
+
+    Raises:
+        NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
+    """
+    kind, names = type(optimizer).__name__, {id(p): name for name, p in named(model).items()}
+    state = OptimizerState(kind)
+    for group in optimizer.param_groups:
+        options = {key: as_json(kind, key, value) for key, value in group.items() if key != "params"}
+        state.options.update({names[id(p)]: options for p in group["params"] if id(p) in names})
+    for parameter, slots in optimizer.state.items():
+        name = names.get(id(parameter))
+        if name is None:
+            raise NotImplementedError(
+                f"hf_parallel: {kind} keeps state of {parameter!r:.60}, no parameter of the model"
+            )
+        for slot, value in slots.items():
+            if torch.is_tensor(value) and value.ndim and slot != "step":
+                _check_slot(kind, name, slot, value, parameter)
+                state.tensors[f"{name}/{slot}"] = value
+            else:
+                state.numbers.setdefault(name, {})[slot] = as_json(kind, slot, value)
+    return state
+
+
+def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter: torch.Tensor) -> None:
+    if value.shape != parameter.shape or isinstance(value, DTensor) != isinstance(parameter, DTensor):
+        raise NotImplementedError(
+            f"hf_parallel: {kind} keeps {slot} of shape {tuple(value.shape)} for {name} of shape "
+            f"{tuple(parameter.shape)}; checkpoints hold states of the parameter's shape and numbers "
+            "(save_only_model=True leaves the optimizer out)"
+        )
+
+
+def as_json(kind: str, key: str, value: Any) -> Any:
+    """For the index: a number, text, or a list of them; a tensor of one number keeps its dtype."""
+    if torch.is_tensor(value) and value.numel() == 1:
+        return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(kind, key, item) for item in value]
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise NotImplementedError(
+        f"hf_parallel: {kind} keeps {key} as {type(value).__name__}, which has no place in a checkpoint "
+        "(save_only_model=True leaves the optimizer out)"
+    )
+
+
+def from_json(value: Any, like: Any = None) -> Any:
+    """The inverse of `as_json`; a list becomes a tuple where `like` is one."""
+    if isinstance(value, dict):
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+    if isinstance(value, list):
+        found = [from_json(item) for item in value]
+        return tuple(found) if isinstance(like, tuple) else found
+    return value

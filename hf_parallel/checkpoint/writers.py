@@ -1,0 +1,174 @@
+"""Who writes what. Every rank computes the same answer, from sizes and places alone.
+
+A tensor of which each rank holds long runs of rows is written by all of them, each its own rows at their place in the
+file. One that is cut otherwise is written whole by one rank, to which the others send their parts. Of equal copies,
+as replicas hold them, one is taken. Each time it is the turn of those that have least to write so far.
+
+    dp_shard=4, (4096, 1024)           0 1 2 3 write 1024 rows each; nothing is sent
+    tp=4, (1024, 4096) in columns      0 1 3  ──a quarter each──>  2, which writes it; the next one goes to another
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.checkpoint.hub_format import Entry, Group
+from hf_parallel.checkpoint.slices import cut_part, runs
+from hf_parallel.config import AXES, ParallelConfig
+from hf_parallel.mesh import ParallelMesh, axis_sizes
+
+#: Bytes from which on a run of rows is worth a write of its own, by the rank that holds it.
+LONG = 1 << 20
+#: File systems on which machines may write to one file at a time. Clients of others (NFS, FUSE) write whole pages.
+_COHERENT = {"lustre", "gpfs", "ceph", "beegfs", "panfs", "wekafs", "gfs2", "ocfs2", "pvfs2"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """Tensors that are written together.
+
+    Attributes: `writer`, None if every rank writes its own rows; `holders`, of each tensor in `group.own` the ranks
+    whose parts are taken, in the order of the parts.
+    """
+
+    group: Group
+    writer: int | None
+    holders: tuple[tuple[int, ...], ...]
+
+    def held_by(self, rank: int) -> list[Entry]:
+        """Of which tensors this rank's part is taken."""
+        return [entry for entry, ranks in zip(self.group.own, self.holders, strict=True) if rank in ranks]
+
+
+def assign(groups: Iterable[Group], writers: Iterable[int], config: ParallelConfig) -> list[Item]:
+    """Give all there is to write to these ranks, the largest first."""
+    load = dict.fromkeys(writers, 0)
+    items = []
+    for group in sorted(groups, key=lambda group: -group.nbytes):
+        item = _own_rows(group, load, config) or _one_writer(group, load, config)
+        takers = item.holders[0] if item.writer is None else (item.writer,)
+        for rank in takers:
+            load[rank] += group.nbytes // len(takers)
+        items.append(item)
+    return items
+
+
+def all_to(rank: int, groups: Iterable[Group], config: ParallelConfig) -> list[Item]:
+    """One rank gets everything."""
+    return [_one_writer(group, {rank: 0}, config) for group in groups]
+
+
+def rounds(items: Iterable[Item]) -> Iterator[list[Item]]:
+    """What one rank writes whole, in an order in which all ranks write at the same time: one item each per round."""
+    queues: dict[int, list[Item]] = {}
+    for item in items:
+        if item.writer is not None:
+            queues.setdefault(item.writer, []).append(item)
+    return ([item for item in found if item is not None] for found in zip_longest(*queues.values()))
+
+
+def _own_rows(group: Group, load: dict[int, int], config: ParallelConfig) -> Item | None:
+    if group.conversion is not None or not _in_long_rows(group.own[0], config):
+        return None
+    able = [ranks for ranks in _copies(group.own[0], config) if load.keys() >= set(ranks)]
+    return Item(group, None, (min(able, key=lambda ranks: load[ranks[0]]),)) if able else None
+
+
+def _in_long_rows(entry: Entry, config: ParallelConfig) -> bool:
+    if not entry.cuts and entry.order is None:
+        return True
+    if any(dim for _, dim in entry.cuts) or (entry.order is not None and entry.order.dim):
+        return False
+    cuts = [(0, getattr(config, f"{axis}_size"), 0) for axis, _ in entry.cuts]
+    (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
+    return len(rows) * (entry.nbytes // max(1, entry.shape[0])) >= LONG * len(runs(rows))
+
+
+def _one_writer(group: Group, load: dict[int, int], config: ParallelConfig) -> Item:
+    """Preferably a rank that holds a part."""
+    holders = [rank for ranks in _copies(group.own[0], config) for rank in ranks if rank in load]
+    writer = min(holders or load, key=lambda rank: load[rank])
+    return Item(group, writer, tuple(_copy_for(writer, _copies(entry, config)) for entry in group.own))
+
+
+def _copy_for(writer: int, copies: list[tuple[int, ...]]) -> tuple[int, ...]:
+    """Its own, if it has one."""
+    return next((ranks for ranks in copies if writer in ranks), copies[writer % len(copies)])
+
+
+def _copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
+    return _copies_along(config, entry.stage, tuple(axis for axis, _ in entry.cuts))
+
+
+@functools.lru_cache(maxsize=256)
+def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The ranks of a stage in groups that hold a tensor once, with the last of the axes it is cut along innermost."""
+    sizes = axis_sizes(config)
+    grid = torch.arange(config.world_size).view(sizes).select(AXES.index("pp"), stage)
+    rest = [axis for axis in AXES if axis != "pp"]
+    grid = grid.permute([rest.index(axis) for axis in (*(a for a in rest if a not in axes), *axes)])
+    parts = torch.Size(getattr(config, f"{axis}_size") for axis in axes).numel()
+    return [tuple(ranks) for ranks in grid.reshape(-1, parts).tolist()]
+
+
+# ---- who may write -------------------------------------------------------------------------------------------------
+
+
+def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
+    """Those that see the folder which rank 0 sees, and can write there. Collective, in the host group."""
+    name = _put_marker(directory) if mesh.rank == 0 else None
+    told: list[Any] = [name, _machine()]
+    dist.broadcast_object_list(told, group=mesh.host_group, group_src=0)
+    found: list[bool] = [False] * mesh.config.world_size
+    dist.all_gather_object(found, mesh.rank == 0 or _sees(directory, *told), group=mesh.host_group)
+    if name is not None:
+        with contextlib.suppress(OSError):
+            os.remove(os.path.join(directory, name))
+    return [rank for rank, sees in enumerate(found) if sees]
+
+
+def _put_marker(directory: str) -> str | None:
+    """A file whose name no other folder has; None if nothing can be written, which the save itself will tell."""
+    name = f"_hf_parallel-{secrets.token_hex(8)}"
+    try:
+        with open(os.path.join(directory, name), "x"):
+            return name
+    except OSError:
+        return None
+
+
+def _sees(directory: str, marker: str | None, machine: str) -> bool:
+    if marker is None or not os.access(os.path.join(directory, marker), os.W_OK):
+        return False
+    return machine == _machine() or _file_system(directory) in _COHERENT
+
+
+def _machine() -> str:
+    """The same for all containers of one kernel."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _file_system(directory: str) -> str:
+    """Its type, as the kernel names it; empty where the kernel does not tell."""
+    path = os.path.join(os.path.realpath(directory), "")
+    try:
+        with open("/proc/self/mounts", encoding="utf-8", errors="replace") as file:
+            mounts = [line.split()[1:3] for line in file]
+    except OSError:
+        return ""
+    return max(((len(place), kind) for place, kind in mounts if path.startswith(os.path.join(place, ""))))[1]
