@@ -1,0 +1,58 @@
+"""Libraries of another version: refused by name before anything is changed, or told about."""
+
+import importlib.metadata
+import json
+
+import pytest
+
+from hf_parallel import SpecError
+from hf_parallel.hooks import patching
+from hf_parallel.hooks.patching import Patch, apply, check_torch, check_versions
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """`versions(torch="2.10.0")`: what is installed, as far as anybody can tell."""
+    real = importlib.metadata.version
+
+    def pretend(**found):
+        monkeypatch.setattr(importlib.metadata, "version", lambda package: found.get(package) or real(package))
+
+    return pretend
+
+
+@pytest.mark.parametrize("package", sorted(patching.CHECKED))
+def test_only_known_versions_go_on(versions, monkeypatch, package):
+    first, last = patching.CHECKED[package]
+    major, minor = map(int, last.split("."))
+    for found in (f"{first}.0", f"{last}.7", f"{last}.1.dev0"):
+        versions(**{package: found})
+        check_versions()
+    for found in ("4.57.1" if package == "transformers" else "0.1.0", f"{major}.{minor + 1}.0"):
+        versions(**{package: found})
+        with pytest.raises(SpecError, match=f"{package} {found} is not known .*{first} to {last}"):
+            check_versions()
+        with pytest.raises(SpecError):
+            apply([Patch("json:dumps", lambda original: None, "never"), Patch(f"{package}:x", None, "", late=False)])
+        assert json.dumps(1) == "1"
+        with monkeypatch.context() as allowed:
+            allowed.setenv(patching.ALLOW_UNKNOWN, "1")
+            check_versions()
+
+
+def test_a_target_that_is_gone_undoes_the_rest():
+    patches = [Patch("json:dumps", lambda original: lambda value: "?", ""), Patch("json:no_such_thing", None, "")]
+    with pytest.raises(SpecError, match="json:no_such_thing does not exist"):
+        apply(patches)
+    assert json.dumps(1) == "1"
+
+
+def test_torch(versions, monkeypatch):
+    for found in ("2.11.0", "2.11.0+cu130", "2.13.1"):
+        versions(torch=found)
+        assert check_torch() is None
+    versions(torch="2.15.0")
+    assert check_torch() == "torch 2.15.0 is newer than those this version was checked on (2.11 to 2.13)"
+    versions(torch="2.10.1")
+    with pytest.raises(SpecError, match="torch 2.10.1 is too old; torch 2.11 to 2.13 work"):
+        check_torch()
