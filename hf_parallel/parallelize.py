@@ -82,7 +82,7 @@ def parallelize(
     _check_model(model, config)
     use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     if not on_meta:
         make_identical(model, mesh.device)
 
@@ -225,6 +225,12 @@ def use_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise SpecError(f"attention={name}: {str(error).splitlines()[0]}; attention=sdpa works") from error
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Let every layer's forward pass run again in the backward pass; before transformers 5.23 by its former name."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
 
 
 def _mark(model: Any, state: ParallelState) -> None:
