@@ -15,6 +15,7 @@ EVERY = {
     "test_elastic.py": 3,
     "test_families.py": 3,
     "test_lora.py": 3,
+    "test_lora_grid.py": 7,
     "test_loading.py": 2,
     "test_new_heads.py": 3,
     "test_pipeline.py": 2,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -50,6 +52,18 @@ def connect() -> None:
     from accelerate import PartialState
 
     PartialState(cpu=not torch.accelerator.is_available(), **rendezvous.own_store())
+    _shuffle_alike()
+
+
+def _shuffle_alike() -> None:
+    """Python and NumPy seed every process anew: a script without a seed would order its rows anew on each rank.
+
+    Those of one model would then train on different rows, and those of data ranks would not share them out.
+    """
+    state: list[Any] = [random.getstate(), numpy.random.get_state()]
+    dist.broadcast_object_list(state, src=0)
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
 
 
 def start(config: ParallelConfig, source: str) -> Runtime:
