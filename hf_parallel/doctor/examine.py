@@ -16,6 +16,7 @@ from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
 from hf_parallel.doctor.sizes import distinct_parameters, slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates
 from hf_parallel.parallelize import (
+    check_overlap,
     check_tied_in_a_v,
     checkpoint_activations,
     use_attention,
@@ -134,6 +135,7 @@ def _cut(model: Any, config: ParallelConfig) -> list[Any]:
         return [(model, [])]
     config = with_schedule(model, config, has_tied_embedding(model))
     check_tied_in_a_v(config, has_tied_embedding(model))
+    check_overlap(config)
     counts, _ = layers_per_stage(model, config)
     copies = [copy.deepcopy(model) for _ in range(config.pp_size)]
     return [(part, cut_into_stages(part, config, rank, counts)[0]) for rank, part in enumerate(copies)]

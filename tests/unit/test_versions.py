@@ -4,10 +4,12 @@ import importlib.metadata
 import json
 
 import pytest
+import torch
 
-from hf_parallel import SpecError
+from hf_parallel import ParallelConfig, SpecError
 from hf_parallel.hooks import patching
 from hf_parallel.hooks.patching import Patch, apply, check_torch, check_versions
+from hf_parallel.parallelize import check_overlap
 
 
 @pytest.fixture
@@ -56,3 +58,13 @@ def test_torch(versions, monkeypatch):
     versions(torch="2.10.1")
     with pytest.raises(SpecError, match="torch 2.10.1 is too old; torch 2.11 to 2.13 work"):
         check_torch()
+
+
+def test_overlap_before_torch_2_13(monkeypatch):
+    asked = ParallelConfig.parse("tp=2,pp=2,tp_overlap=true,pipeline_schedule=zbv_zero_bubble")
+    check_overlap(asked)
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    with pytest.raises(SpecError, match="tp_overlap=true with pipeline_schedule=zbv_zero_bubble needs torch 2.13"):
+        check_overlap(asked)
+    check_overlap(ParallelConfig.parse("tp=2,pp=2,tp_overlap=true,pipeline_schedule=1f1b"))
+    check_overlap(ParallelConfig.parse("tp=2,pp=2,pipeline_schedule=zbv_zero_bubble"))
