@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -25,7 +26,7 @@ from hf_parallel.collectives import meet, watch
 from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
-from hf_parallel.pipeline.schedules import choose_schedule
+from hf_parallel.pipeline.schedules import SPLIT_BACKWARD, choose_schedule
 from hf_parallel.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
@@ -88,7 +89,7 @@ def parallelize(
     _check_model(model, config)
     use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
     if not on_meta:
         make_identical(model, mesh.device)
 
@@ -109,6 +110,7 @@ def parallelize(
             sequence_parallel(model, mesh["tp"], mesh.device, switch)
     if config.pp_size > 1:
         check_tied_in_a_v(config, tied)
+        check_overlap(config)
         views, elsewhere = cut_into_stages(model, config, mesh.index("pp"), counts)
         parts = config.tp_size if state.sequence_parallel else 1
         state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, counts, elsewhere, parts)
@@ -199,6 +201,20 @@ def check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
         )
 
 
+def check_overlap(config: ParallelConfig) -> None:
+    """Before 2.13 torch loses the nodes of own functions between the two halves of a split backward pass.
+
+    Raises:
+        SpecError: they are needed, to overlap collectives with products.
+    """
+    old = Version(torch.__version__).release[:2] < (2, 13)
+    if old and config.tp_overlap and config.pipeline_schedule in SPLIT_BACKWARD:
+        raise SpecError(
+            f"tp_overlap=true with pipeline_schedule={config.pipeline_schedule} needs torch 2.13, here is "
+            f"{torch.__version__}; tp_overlap=false works"
+        )
+
+
 def _wants_sequence_parallel(model: Any, styles: dict[str, str], state: ParallelState) -> bool:
     """On by default where the model allows it; what cannot be met is an error if asked for, else a note."""
     reason = why_whole_sequences(model, styles, state.config.sequence_parallel)
@@ -231,6 +247,12 @@ def use_attention(model: Any, name: str) -> None:
         model.set_attn_implementation(name)
     except (ImportError, ValueError) as error:
         raise SpecError(f"attention={name}: {str(error).splitlines()[0]}; attention=sdpa works") from error
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Let every layer's forward pass run again in the backward pass; before transformers 5.23 by its former name."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
 
 
 def _mark(model: Any, state: ParallelState) -> None:

@@ -194,6 +194,7 @@ def _prepare_child(variables: dict[str, str], stack_file: Path) -> None:
     for name in RANK_VARIABLES:
         os.environ.pop(name, None)
     os.environ.update(variables)
+    torch.set_num_threads(1)  # renews the pool that a fork leaves broken, for which threads would race in torch < 2.13
 
 
 def _outcome(call, rank, variables, folder, init, timeout) -> tuple[bool, bytes]:

@@ -30,7 +30,7 @@ import torch.distributed as dist
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
 PATIENCE_S, SPEAK_S = 3.0, 15.0
 #: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
-LOOK_S, STILL_S = 2.0, 3.0
+LOOK_S, STILL_S = 1.0, 3.0
 _ROOM = "hf_parallel/attendance"
 _LEFT = "has ended"
 _OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
@@ -53,7 +53,8 @@ class Attendance:
     def __init__(self, store: Any, rank: int, world_size: int) -> None:
         self.store = store
         self.rank, self.world_size = rank, world_size
-        self.number = 0
+        self.number, self.left = 0, False
+        self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.process, self.watched = os.getpid(), threading.get_ident()
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self._answer, name="hf_parallel attendance", daemon=True)
@@ -62,11 +63,27 @@ class Attendance:
 
     def close(self) -> None:
         """This process comes to no further call."""
-        if not self.closed.is_set() and os.getpid() == self.process:
-            self.closed.set()
-            self.thread.join(LOOK_S)
-            with contextlib.suppress(RuntimeError):  # the store may be gone
-                self._reply([self.number, 0], _LEFT)
+        if os.getpid() != self.process or self.closed.is_set():
+            return
+        self.closed.set()
+        self.thread.join(LOOK_S)
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._leave()
+            if self.keeps_store:
+                self._let_go()
+
+    def _leave(self) -> None:
+        if not self.left:
+            self.left = True
+            self._reply([self.number, 0], _LEFT)
+            self.store.add("left", 1)
+
+    def _let_go(self) -> None:
+        """The store ends with this process: first the others stop asking it, of which torch would tell at length."""
+        self.store.set("closing", "")
+        end = time.monotonic() + 2 * LOOK_S
+        while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
+            time.sleep(0.02)
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
 
@@ -129,6 +146,8 @@ class Attendance:
     def _answer(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store may go first
             while not self.closed.wait(LOOK_S):
+                if self.store.check(["closing"]):
+                    return self._leave()
                 if self.store.check([f"asked/{self.rank}"]):
                     question = json.loads(self.store.get(f"asked/{self.rank}"))
                     self.store.delete_key(f"asked/{self.rank}")

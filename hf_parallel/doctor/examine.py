@@ -15,7 +15,14 @@ from hf_parallel.config import AXES, ParallelConfig, SpecError
 from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
 from hf_parallel.doctor.sizes import distinct_parameters, slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates
-from hf_parallel.parallelize import check_tied_in_a_v, use_attention, why_whole_sequences, with_schedule
+from hf_parallel.parallelize import (
+    check_overlap,
+    check_tied_in_a_v,
+    checkpoint_activations,
+    use_attention,
+    why_whole_sequences,
+    with_schedule,
+)
 from hf_parallel.pipeline import cut_into_stages
 from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
 from hf_parallel.rewrite.styles import styles_and_origins
@@ -97,7 +104,7 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
         raise SpecError("quantised checkpoints are not part of this version; load in bf16")
     use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
-        model.activation_checkpointing_enable()
+        checkpoint_activations(model)
 
 
 def _check_data_axes(model: Any, config: ParallelConfig) -> None:
@@ -128,6 +135,7 @@ def _cut(model: Any, config: ParallelConfig) -> list[Any]:
         return [(model, [])]
     config = with_schedule(model, config, has_tied_embedding(model))
     check_tied_in_a_v(config, has_tied_embedding(model))
+    check_overlap(config)
     counts, _ = layers_per_stage(model, config)
     copies = [copy.deepcopy(model) for _ in range(config.pp_size)]
     return [(part, cut_into_stages(part, config, rank, counts)[0]) for rank, part in enumerate(copies)]

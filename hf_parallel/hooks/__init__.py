@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
-from hf_parallel.hooks.patching import Patch, apply, undo
+from hf_parallel.hooks.patching import Patch, apply, check_torch, undo
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
@@ -31,7 +31,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     Raises:
         SpecError: the spec is not understood, does not fit the processes, or conflicts with the active one.
     """
-    from hf_parallel.hooks import auto, runtime
+    from hf_parallel.hooks import auto, report, runtime
 
     current = runtime.current()
     if spec == AUTO:
@@ -51,7 +51,10 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
             raise SpecError("async_save=true: one process saves as plain Trainer does; async_save=false works")
         read_checkpoints()
         return  # one process: plain Trainer is already what was asked for
+    note = check_torch()
     runtime.start(config, source)
+    if note is not None:
+        report.say(note)
     from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
 
     try:

@@ -26,6 +26,8 @@ CHECKED = {
     "trl": ("1.16", "1.16"),
     "bitsandbytes": ("0.50", "0.50"),
 }
+#: The same of torch, of which nothing is patched: a newer one may well work, and is only told about.
+TORCH = ("2.11", "2.13")
 #: Libraries that may be missing.
 OPTIONAL = {"peft", "trl", "bitsandbytes"}
 #: Set to 1 to go on with other versions, at your own risk.
@@ -163,6 +165,22 @@ def check_versions(packages: list[str] | None = None) -> None:
                 f"{package} {found} is not known to this version of hf_parallel; {_ranges()} work "
                 f"({ALLOW_UNKNOWN}=1 goes on regardless)"
             )
+
+
+def check_torch() -> str | None:
+    """A line about a torch that nobody has looked at yet, or None.
+
+    Raises:
+        SpecError: it is too old.
+    """
+    found, (first, last) = Version(importlib.metadata.version("torch")), TORCH
+    if found.release < Version(first).release and os.environ.get(ALLOW_UNKNOWN) != "1":
+        raise SpecError(
+            f"torch {found} is too old; torch {first} to {last} work ({ALLOW_UNKNOWN}=1 goes on regardless)"
+        )
+    if found.release[:2] > Version(last).release:
+        return f"torch {found} is newer than those this version was checked on ({first} to {last})"
+    return None
 
 
 def _installed(package: str) -> bool:

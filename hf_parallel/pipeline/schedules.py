@@ -104,6 +104,13 @@ def takes(config: ParallelConfig, micro_batches: int) -> bool:
     return micro_batches >= config.pp_size
 
 
+class _Stage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """torch 2.11 tries all connections first; in a V one is to this rank itself, which gloo does not have."""
+        found = super()._get_init_p2p_neighbors_ops()
+        return [op for op in found if op.group_peer != self.group_rank]
+
+
 def build_schedule(
     modules: dict[int, nn.Module],
     config: ParallelConfig,
@@ -122,7 +129,7 @@ def build_schedule(
     """
     count = config.pipeline_stages
     stages = [
-        PipelineStage(
+        _Stage(
             module,
             index,
             count,

@@ -20,7 +20,7 @@ def quick() -> None:
     """Less patience than a cluster needs."""
     from hf_parallel.collectives import attendance
 
-    attendance.PATIENCE_S, attendance.LOOK_S, attendance.STILL_S = 0.5, 0.3, 1.0
+    attendance.PATIENCE_S, attendance.LOOK_S, attendance.STILL_S = 0.3, 0.2, 0.5
 
 
 class Saves(TrainerCallback):
@@ -73,7 +73,7 @@ def made(spec: str):
 def comes_late(out: str) -> None:
     model = made("tp=2")
     if dist.get_rank() == 1:
-        time.sleep(3)
+        time.sleep(2)
     model.save_pretrained(out)
 
 
@@ -89,7 +89,6 @@ def goes_home(out: str) -> None:
     model = made("dp_shard=2")
     if dist.get_rank() == 1:
         attendance._attendance.close()
-        time.sleep(5)
     else:
         model.save_pretrained(out)
 

@@ -1,9 +1,12 @@
 """`torchrun --max-restarts`: an unchanged script that loses a rank twice ends where one that lost none does."""
 
 import json
+import runpy
+import sys
 
 import pytest
 
+from tests.distributed import run
 from tests.reliability.launching import launch, torchrun
 
 SCRIPT = """
@@ -44,20 +47,27 @@ if trainer.is_world_process_zero():
 """
 
 
+def undisturbed(script: str, notes: str) -> None:
+    """The same script on ranks of the harness, which start in a moment."""
+    from hf_parallel import hooks
+
+    hooks.activate("dp_shard=-1", source="test")
+    sys.argv = [script, notes, "through"]
+    runpy.run_path(script, run_name="__main__")
+
+
 @pytest.mark.slow
 def test_two_lost_ranks_change_nothing(tmp_path):
     """Every loss is equal bit for bit: those before the last restart were written down by the former attempts."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    ends = {}
-    for name in ("killed", "through"):
-        command = torchrun(2, "dp_shard=-1", "--max-restarts", "2")
-        ended = launch(command, str(script), str(tmp_path), name, timeout=180)
-        assert ended.code == 0, ended.err[-3000:]
-        ends[name] = json.loads((tmp_path / f"{name}.json").read_text())
-        if name == "killed":
-            for step in (2, 4):
-                assert f"started again by the launcher: going on from {tmp_path}/killed/checkpoint-{step}" in ended.err
-    assert [attempt for attempt, _ in ends.values()] == [2, 0]
-    assert ends["killed"][1] == ends["through"][1]
-    assert set(ends["killed"][1]) == {str(step) for step in range(1, 9)}
+    command = torchrun(2, "dp_shard=-1", "--max-restarts", "2")
+    ended = launch(command, str(script), str(tmp_path), "killed", timeout=180)
+    assert ended.code == 0, ended.err[-3000:]
+    for step in (2, 4):
+        assert f"started again by the launcher: going on from {tmp_path}/killed/checkpoint-{step}" in ended.err
+    run(undisturbed, 2, str(script), str(tmp_path), env={"TORCHELASTIC_RESTART_COUNT": "0"}, init=False)
+    killed, through = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("killed", "through"))
+    assert [killed[0], through[0]] == [2, 0]
+    assert killed[1] == through[1]
+    assert set(killed[1]) == {str(step) for step in range(1, 9)}

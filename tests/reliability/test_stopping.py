@@ -152,3 +152,29 @@ def test_a_restart_goes_on_by_itself_with_fewer_processes(runs, tmp_path):
     on = run(attempt, 2, initial, out, env=launch, init=False, timeout=LIMIT_S)[0]
     none(log_differences(on, through, range(STOPS, STEPS + 1), 2e-5))
     assert json.loads((tmp_path / "out" / "_hf_parallel.lock").read_text())["launch"] == "job-7"
+
+
+def same_script(folder: str, out: str, dies_in: int | None) -> Ended:
+    """Its batch is for two processes, however many there are; the last one dies in a step."""
+    from hf_parallel import hooks
+
+    def change(trainer):
+        if dies_in is not None:
+            accident = Accident([int(os.environ["WORLD_SIZE"]) - 1], kill, "begin", trainer)
+            accident.happen = lambda state: accident.here and state.global_step == dies_in - 1 and kill()
+
+    hooks.activate("dp_shard=-1", source="test")
+    return train(folder, out, 2, change=change, **SHORT)[0]
+
+
+def test_one_process_is_left_and_is_joined_again(runs, tmp_path):
+    """It goes on as plain Trainer, whose checkpoint is the run's own too; a step has its rows all the time."""
+    initial, out = runs.initial("llama"), str(tmp_path / "out")
+    through = trained(ONE, {"folder": initial, "out": str(tmp_path / "one"), **SHORT})[0]
+    launch = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+    for processes, dies_in in ((2, 2), (1, 3)):
+        with pytest.raises(RankFailure, match="ended without a result"):
+            run(same_script, processes, initial, out, dies_in, env=launch, init=False, timeout=LIMIT_S)
+    assert not (tmp_path / "out" / "checkpoint-2" / "manifest.json").exists()
+    on = run(same_script, 2, initial, out, None, env=launch, init=False, timeout=LIMIT_S)[0]
+    none(log_differences(on, through, range(3, STEPS + 1), 2e-5))
