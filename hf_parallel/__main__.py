@@ -224,11 +224,19 @@ def _leave(code: int) -> NoReturn:
     """End now. With other ranks around, without destructors: they may wait for a peer that is gone."""
     if _world_size() == 1:
         sys.exit(code)
+    _end_workers()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(code)
+
+
+def _end_workers() -> None:
+    """Workers of a data loader hold copies of this process's connections: while they live, no peer sees them close."""
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            child.terminate()
 
 
 def _check_auto() -> None:

@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per row (4096)")
     what.add_argument("--global-batch", type=int, metavar="N", help="rows per step over all ranks (4 per GPU)")
     what.add_argument("--rows", type=int, metavar="N", help="per_device_train_batch_size, if it is fixed")
-    what.add_argument("--precision", default="bf16", metavar="NAME", help="bf16 or fp32: of weights and products")
+    precisions = (
+        "bf16 or fp32: of weights and products; mixed or fp16: fp32 weights under Trainer's bf16=True, fp16=True"
+    )
+    what.add_argument("--precision", default="bf16", metavar="NAME", help=precisions)
     what.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, adamw_8bit, sgd, sgd_momentum")
     what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
     out = parser.add_argument_group("output")
@@ -188,7 +191,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
             seq=args.seq,
             accumulation=calls,
             optimizer=args.optimizer,
-            precision=args.precision,
+            precision=choice.prediction.job.precision,
         )
         for rank in ranks
     ]

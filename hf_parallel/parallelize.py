@@ -13,8 +13,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.anatomy import flops_per_token, loss_sums_over_tokens, reads_item_count, transformer_blocks
+from hf_parallel.anatomy import (
+    flops_per_token,
+    loss_sums_over_tokens,
+    reads_item_count,
+    text_config,
+    transformer_blocks,
+)
 from hf_parallel.checkpoint import save_pretrained
+from hf_parallel.collectives import meet, watch
 from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
@@ -227,21 +234,33 @@ def use_attention(model: Any, name: str) -> None:
 
 
 def _mark(model: Any, state: ParallelState) -> None:
+    watch()
     model._hf_parallel = state
     model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
     if hasattr(model, "save_pretrained"):
         # On the object, so that plain loops without the hooks save whole weights too.
-        model.save_pretrained = lambda *args, **kwargs: save_pretrained(model, state.mesh, *args, **kwargs)
+        model.save_pretrained = functools.partial(_save_pretrained, model, state.mesh)
     if hasattr(model, "resize_token_embeddings"):
-        model.resize_token_embeddings = _refuse_resize
+        model.resize_token_embeddings = functools.partial(_keep_size, model)
     if state.pipeline is not None and hasattr(model, "generate"):
         model.generate = functools.partial(_generate_without_cache, model, state)
 
 
-def _refuse_resize(*args: Any, **kwargs: Any) -> None:
+def _save_pretrained(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("state_dict") is None:
+        meet("save_pretrained")
+    save_pretrained(model, mesh, *args, **kwargs)
+
+
+def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
+    """`resize_token_embeddings` to the size they have, as scripts ask for after they have loaded a tokenizer."""
+    rows = getattr(text_config(model), "vocab_size", 0)
+    wanted, step = rows if wanted is None else wanted, pad_to_multiple_of or 1
+    if -(-wanted // step) * step == rows:
+        return model.get_input_embeddings()
     raise NotImplementedError(
-        "hf_parallel: resize_token_embeddings on a parallel model is not part of this version; "
-        "resize and save the model in one process first"
+        f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
+        "not part of this version; resize and save the model in one process first"
     )
 
 

@@ -12,8 +12,10 @@ from tests import support_matrix, training
 RESULTS = Path(__file__).parent / "results" / "support.json"
 #: Of the combinations of each test in these files `make test` runs every n-th, `make test-all` all.
 EVERY = {
+    "test_elastic.py": 3,
     "test_families.py": 3,
     "test_lora.py": 3,
+    "test_lora_grid.py": 7,
     "test_loading.py": 2,
     "test_new_heads.py": 3,
     "test_pipeline.py": 2,

@@ -34,6 +34,7 @@ from transformers import (
     LlavaConfig,
     MambaConfig,
     MistralConfig,
+    MixtralConfig,
     MptConfig,
     Olmo2Config,
     OPTConfig,
@@ -43,6 +44,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     RobertaConfig,
     StableLmConfig,
     T5Config,
@@ -90,6 +92,18 @@ def qwen3(**changes: Any) -> Qwen3Config:
 def mistral(**changes: Any) -> MistralConfig:
     """Mistral with a sliding window shorter than the rows, so the mask of every stage matters."""
     return MistralConfig(**{**DECODER, "tie_word_embeddings": False, "sliding_window": 8, **changes})
+
+
+def mixtral(**changes: Any) -> MixtralConfig:
+    """Mixtral: four experts of a layer in one weight, two of them for each token; tensor parallelism refuses them."""
+    own = {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": None}
+    return MixtralConfig(**{**DECODER, **own, "tie_word_embeddings": False, **changes})
+
+
+def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
+    """Qwen3-MoE: q/k norms, narrow experts in every other layer."""
+    own = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    return Qwen3MoeConfig(**{**DECODER, **own, "decoder_sparse_step": 2, "tie_word_embeddings": False, **changes})
 
 
 def odd(**changes: Any) -> LlamaConfig:
@@ -341,6 +355,8 @@ CONFIGS = {
     "deep": deep,
     "qwen3": qwen3,
     "mistral": mistral,
+    "mixtral": mixtral,
+    "qwen3_moe": qwen3_moe,
     "odd": odd,
     "gemma2": gemma2,
     "gemma3": gemma3,

@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, PrinterCallback, trainer
 
-from tests import models
+from tests import models, rollouts
 from tests.distributed import run, run_alone
 from tests.training import Recorder, axes
 
@@ -35,7 +35,10 @@ SPECIAL = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<unk>"]
 ROWS = {"train": 64, "test": 13, "validation": 6}
 STEPS = 5
 #: Imported here, once: each run would spend a second on it.
-TRAINERS = (trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer)
+TRAINERS = (
+    *(trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer),
+    *(trl.GRPOTrainer, trl.RLOOTrainer),
+)
 
 
 def write_tokenizer(folder: str) -> None:
@@ -65,7 +68,7 @@ def write_model(folder: str, kind: str = "llama", classifier: bool = False, **ch
 
 
 def write_data(root: str) -> None:
-    """Folders `text`, `completion`, `chat`, `preference`: what the trainers call language modelling, … data."""
+    """Folders `text`, `completion`, …: what the trainers call language modelling, prompt-completion, … data."""
     words = topics["assert"].split()
     draw = random.Random(3)
 
@@ -76,6 +79,8 @@ def write_data(root: str) -> None:
     def row(kind: str) -> dict[str, Any]:
         if kind == "text":
             return {"text": some(3, 9)}
+        if kind == "prompt":
+            return {"prompt": some(2, 5)}
         if kind == "completion":
             return {"prompt": some(2, 5), "completion": " " + some(1, 6)}
         if kind == "chat":
@@ -83,7 +88,7 @@ def write_data(root: str) -> None:
             return {"messages": [{"role": role, "content": text} for role, text in turns]}
         return {"prompt": some(2, 4), "chosen": " " + some(1, 5), "rejected": " " + some(1, 5)}
 
-    for kind in ("text", "completion", "chat", "preference"):
+    for kind in ("text", "completion", "chat", "preference", "prompt"):
         folder = Path(root, kind)
         folder.mkdir(parents=True)
         for split, count in ROWS.items():
@@ -107,16 +112,28 @@ class AllLogs(Recorder):
         self.logs.append({key: value for key, value in logs.items() if isinstance(value, (int, float))})
 
 
-def script(name: str, flags: tuple[str, ...], root: str, out: str, spec: str | None = None, batch: int = 8) -> Outcome:
-    """Run `trl NAME FLAGS` in steps of `batch` rows over all data ranks."""
-    datasets.config.HF_DATASETS_CACHE = Path(root, "cache")
-    if spec:
-        from hf_parallel import hooks
+#: Of `trl`, those that draw tokens.
+GENERATING = ("grpo", "rloo")
 
-        hooks.activate(spec, source="test")
+
+def script(
+    name: str,
+    flags: tuple[str, ...],
+    root: str,
+    out: str,
+    spec: str | None = None,
+    batch: int = 8,
+    real_draws: bool = False,
+) -> Outcome:
+    """Run `trl NAME FLAGS` in steps of `batch` rows over all data ranks. Draws belong to rows, or to a step."""
+    datasets.config.HF_DATASETS_CACHE = Path(root, "cache")
+    data_rank = _activate(spec)
+    if name in GENERATING and not real_draws:
+        rollouts.draw_by_row(data_rank)
     datasets.disable_progress_bars()
     recorder = AllLogs()
-    trainer.DEFAULT_CALLBACKS = [recorder, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
+    callbacks = [recorder, rollouts.SeedEachStep()] if real_draws else [recorder]
+    trainer.DEFAULT_CALLBACKS = [*callbacks, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
     PrinterCallback.on_log = lambda *args, **kwargs: None
     rows = str(batch // (axes(spec)["data_ranks"] if spec else 1))
     common = {
@@ -131,14 +148,23 @@ def script(name: str, flags: tuple[str, ...], root: str, out: str, spec: str | N
     return Outcome(recorder.logs, recorder.gradient_keys, out)
 
 
-def grpo(model: str, out: str, spec: str) -> None:
-    """A trainer that draws tokens while it trains."""
+def _activate(spec: str | None) -> int:
+    """Make the layout active; returns the data rank."""
+    if spec is None:
+        return 0
     from hf_parallel import hooks
 
     hooks.activate(spec, source="test")
+    return hooks.runtime.mesh().data_rank
+
+
+def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, Any], **more: Any) -> None:
+    """A trainer that draws tokens while it trains, made but not run."""
+    _activate(spec)
     prompts = datasets.Dataset.from_dict({"prompt": ["a", "b"]})
-    arguments = trl.GRPOConfig(out, report_to="none", bf16=False, use_cpu=True)
-    trl.GRPOTrainer(model, lambda completions, **_: [0.0] * len(completions), arguments, prompts)
+    config, trainer_class = getattr(trl, f"{kind}Config"), getattr(trl, f"{kind}Trainer")
+    arguments = config(out, report_to="none", bf16=False, use_cpu=True, **settings)
+    trainer_class(model, rollouts.reward, arguments, prompts, **more)
 
 
 class Folder:

@@ -7,6 +7,7 @@ adapter + base  ──W + (alpha / r) B A, weight by weight (Hu et al., 2021, se
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -221,23 +222,37 @@ def _merge(model: Any, tensors: dict[str, Unread], checkpoint: str, stack: conte
         raise ValueError(
             f"--merge-adapter: {config.get('peft_type')} with these options is not known; plain LoRA works"
         )
-    parts: dict[str, dict[str, Any]] = {}
+    parts: dict[tuple[str, int], dict[str, Any]] = {}
     for key, tensor in in_folder(checkpoint, stack, "adapter_model").items():
-        name = key.removeprefix("base_model.model.").replace(".base_layer.", ".")
-        found = re.fullmatch(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
+        name = key.removeprefix("base_model.model.")
+        found = re.fullmatch(r"(.+?)((?:\.base_layer)*)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
         if found:
-            parts.setdefault(found[1], {})[found[2]] = tensor
-        elif name in tensors:
-            tensors[name] = _lazy(tensor)  # a module that was trained whole
+            parts.setdefault((found[1], found[2].count("base_layer")), {})[found[3]] = tensor
+        elif (own := name.replace(".base_layer.", ".")) in tensors:
+            tensors[own] = _lazy(tensor)  # a module that was trained whole
         else:
             raise ValueError(f"--merge-adapter: {key} is no part of {type(model).__name__}")
-    for path, pair in parts.items():
-        weight = f"{path}.weight"
+    for (path, depth), pair in parts.items():
+        module, named = model.get_submodule(path), _targeted(model, path, config)
+        weight = f"{path}.{named[-1 - depth] if named else 'weight'}"
         if weight not in tensors:
             raise ValueError(f"--merge-adapter: {type(model).__name__} has no {weight}")
-        scaling = _scaling(config, path, pair["A"].shape[0])
-        by_input = type(model.get_submodule(path)).__name__ in ("Conv1D", "Embedding")
-        tensors[weight] = _sum(tensors[weight], pair["A"], pair["B"], scaling, by_input)
+        by_input = not named and type(module).__name__ in ("Conv1D", "Embedding")
+        factors = functools.partial(_factors, tensors[weight], pair["A"], pair["B"], module, by_input)
+        scaling = _scaling(config, weight if named else path, _rank(tensors[weight], pair["A"]))
+        tensors[weight] = _sum(tensors[weight], factors, scaling)
+
+
+def _targeted(model: Any, path: str, config: dict[str, Any]) -> list[str]:
+    """The parameters of a module that have adapters of their own, in the order in which PEFT wraps them."""
+    targets = config.get("target_parameters") or ()
+    names = [name for name, _ in model.get_submodule(path).named_parameters(recurse=False)]
+    return [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
+
+
+def _rank(weight: Unread, a: Any) -> int:
+    """Of an adapter; that of experts has A and B of all of them side by side."""
+    return int(a.shape[0]) // (weight.shape[0] if len(weight.shape) == 3 else 1)
 
 
 def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
@@ -247,12 +262,27 @@ def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _sum(weight: Unread, a: Any, b: Any, scaling: float, by_input: bool) -> Unread:
-    """W + scaling B A in fp32; transposed where W is stored as (in, out), as embeddings and Conv1D are."""
+def _factors(weight: Unread, a: Any, b: Any, module: Any, by_input: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two matrices, or two stacks of one per expert, whose product has the weight's shape; fp32.
+
+    Args:
+        by_input: the weight is stored as (in, out), as those of embeddings and Conv1D are.
+    """
+    first, second = b.whole().float(), a.whole().float()
+    if len(weight.shape) == 3:
+        experts = weight.shape[0]
+        first = first.reshape(len(first), -1, experts).permute(2, 0, 1)  # (experts, out, r)
+        second = second.reshape(experts, -1, second.shape[1])  # (experts, r, in)
+        by_input = getattr(module, "is_transposed", False)
+    return (second.mT, first.mT) if by_input else (first, second)
+
+
+def _sum(weight: Unread, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float) -> Unread:
+    """W + scaling B A in fp32."""
 
     def part(wanted: Part) -> torch.Tensor:
-        first, second = b.whole().float(), a.whole().float()
-        factors = (second.T, first.T) if by_input else (first, second)
-        return read(weight.whole().float().addmm_(*factors, alpha=scaling).to(weight.dtype), wanted)
+        whole = weight.whole().float()
+        add = whole.baddbmm_ if whole.dim() == 3 else whole.addmm_
+        return read(add(*factors(), alpha=scaling).to(weight.dtype), wanted)
 
     return Unread(part, weight.shape, weight.dtype)

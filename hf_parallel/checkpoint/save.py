@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
@@ -37,7 +36,7 @@ def save_pretrained(
     variant: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """`PreTrainedModel.save_pretrained` for a parallel model. Collective: every process calls it.
+    """`PreTrainedModel.save_pretrained` for a parallel model. Collective, but for `state_dict`: all processes call it.
 
     The folder holds config, generation config, safetensors and index, and loads in plain transformers.
 
@@ -50,7 +49,6 @@ def save_pretrained(
     if state_dict is not None:  # gathered by the script (accelerator.get_state_dict): whole on rank 0, else empty
         if mesh.rank == 0:
             type(model).save_pretrained(model, save_directory, state_dict=state_dict, max_shard_size=max_shard_size)
-        dist.barrier()
         return
     directory = os.fspath(save_directory)
     entries = list_entries(model, mesh)

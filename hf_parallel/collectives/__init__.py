@@ -1,6 +1,7 @@
-"""Differentiable collectives: each names what it does forward and backward. And some that only start."""
+"""Differentiable collectives: each names what it does forward and backward. Some that only start. Who is here."""
 
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.collectives.attendance import AloneError, meet, watch
 from hf_parallel.collectives.differentiable import (
     all_reduce,
     begin_gather_sequence,
@@ -14,6 +15,7 @@ from hf_parallel.collectives.differentiable import (
 )
 
 __all__ = [
+    "AloneError",
     "Started",
     "all_reduce",
     "begin_gather_sequence",
@@ -21,10 +23,12 @@ __all__ = [
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
+    "meet",
     "reduce_from_group",
     "reduce_scatter_sequence",
     "split_sequence",
     "start_all_gather",
     "start_all_reduce",
     "start_reduce_scatter",
+    "watch",
 ]

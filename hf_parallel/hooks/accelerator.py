@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.checkpoint import full_state_dict
+from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.peft_before import make_parallel_below
@@ -173,6 +174,7 @@ def get_state_dict(original: Callable) -> Callable:
     def replacement(self: Any, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
         if runtime.parallel_state(model) is None:
             return original(self, model, unwrap)
+        meet("accelerator.get_state_dict")
         return full_state_dict(model, runtime.mesh())
 
     return replacement

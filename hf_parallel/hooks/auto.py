@@ -83,7 +83,8 @@ def _at_from_pretrained(original: Callable) -> Callable:
             from transformers import AutoConfig
 
             config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
-        choose(config)
+        asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
+        choose(config, None if asked == "auto" else asked)
         return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
     return replacement
@@ -95,7 +96,7 @@ def _at_trainer(original: Callable) -> Callable:
         _arguments = args or _arguments
         if model is None:
             raise SpecError(f"{_source} asks for auto, but Trainer(model_init=…) shows its model too late; tp=2 works")
-        choose(getattr(model, "config", model))
+        choose(getattr(model, "config", model), _dtype_of(model))
         from transformers import Trainer
 
         Trainer.__init__(self, model, args, *rest, **kwargs)
@@ -105,12 +106,10 @@ def _at_trainer(original: Callable) -> Callable:
 
 def _at_prepare(original: Callable) -> Callable:
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        configs = [
-            config for config in (getattr(arg, "config", None) for arg in args) if hasattr(config, "model_type")
-        ]
-        if not configs:
+        models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
+        if not models:
             return original(self, *args, **kwargs)
-        choose(configs[0])
+        choose(models[0].config, _dtype_of(models[0]), self.mixed_precision)
         return type(self).prepare(self, *args, **kwargs)
 
     return replacement
@@ -119,8 +118,17 @@ def _at_prepare(original: Callable) -> Callable:
 # ---- the choice --------------------------------------------------------------------------------------------------
 
 
-def choose(config: Any) -> None:
-    """Choose for this model's config and activate the layout. Collective."""
+def _dtype_of(model: Any) -> Any:
+    return next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
+
+
+def choose(config: Any, dtype: Any = None, lowered: str | None = None) -> None:
+    """Choose for this model's config and activate the layout. Collective.
+
+    Args:
+        dtype: of the weights; default: what the config says.
+        lowered: what autocast lowers products to: bf16, fp16, no; default: what the script's arguments say.
+    """
     import torch.distributed as dist
 
     from hf_parallel import hooks
@@ -130,7 +138,7 @@ def choose(config: Any) -> None:
     chosen: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[:2] = _best(config)
+            chosen[:2] = _best(config, dtype, lowered)
         except SpecError as error:
             chosen[2] = str(error)
     dist.broadcast_object_list(chosen, src=0)
@@ -144,14 +152,14 @@ def choose(config: Any) -> None:
     hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
 
 
-def _best(config: Any) -> tuple[str, list[str]]:
+def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
     from hf_parallel.planner.clusters import detect
     from hf_parallel.planner.search import search
 
-    batch = script_batch(config)
+    batch = script_batch(config, None, dtype, lowered)
     found = search(
         model=config,
         cluster=detect(dist.get_world_size(), local_world_size()),
@@ -166,7 +174,8 @@ def _best(config: Any) -> tuple[str, list[str]]:
     )
     if not found.choices:
         raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
-    counted = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens per data rank"
+    rows, precision = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens", batch["precision"]
+    counted = f"{rows} per data rank, precision {precision}"
     lines = [f"auto, for {found.cluster.gpus} x {found.cluster.gpu.name} and {counted}, chooses"]
     for i, choice in enumerate(found.choices):
         word = "  " if i == 0 else "  then "
@@ -204,7 +213,9 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
-def script_batch(config: Any, argv: list[str] | None = None) -> dict[str, Any]:
+def script_batch(
+    config: Any, argv: list[str] | None = None, dtype: Any = None, lowered: str | None = None
+) -> dict[str, Any]:
     """Rows, calls, tokens per row, precision and optimizer of the script: its arguments, else its command line."""
     argv = sys.argv if argv is None else argv
     arguments = _arguments
@@ -215,15 +226,28 @@ def script_batch(config: Any, argv: list[str] | None = None) -> dict[str, Any]:
 
     longest = getattr(config, "max_position_embeddings", None) or _LONGEST_ASSUMED
     lengths = [int(value) for value in (said(name, None) for name in _LENGTHS) if value]
-    bf16 = str(said("bf16", False)).lower() == "true" or str(getattr(config, "dtype", None)) == "torch.bfloat16"
-    optimizer = str(getattr(arguments, "optim", None) or "adamw")
+    if lowered is None:
+        lowered = next((name for name in ("bf16", "fp16") if str(said(name, False)).lower() == "true"), "no")
     return {
         "rows": int(said("per_device_train_batch_size", 8)),
         "accumulation": int(said("gradient_accumulation_steps", 1)),
         "seq": min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
-        "precision": "bf16" if bf16 else "fp32",
-        "optimizer": "sgd" if "sgd" in optimizer.lower() else "adamw",
+        "precision": _precision(dtype or getattr(config, "dtype", None), lowered),
+        "optimizer": _optimizer(str(said("optim", "adamw"))),
     }
+
+
+def _precision(dtype: Any, lowered: str) -> str:
+    """The planner's name: weights in 16 bits leave autocast nothing to lower."""
+    if "16" in str(dtype):
+        return "bf16"
+    return {"bf16": "mixed", "fp16": "fp16"}.get(lowered, "fp32")
+
+
+def _optimizer(name: str) -> str:
+    """The planner's name of one of Trainer's."""
+    name = name.lower()
+    return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"
 
 
 def _option(argv: list[str], name: str, default: Any) -> Any:

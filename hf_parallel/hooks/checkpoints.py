@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import meet
 from hf_parallel.config import AXES
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import after_saves, runtime
 from hf_parallel.mesh import data_rank
 
 
@@ -31,6 +32,7 @@ def save_model(original: Callable) -> Callable:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
 
     def replacement(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        meet("trainer.save_model")
         wait_for_save(self)
         self._save(self.args.output_dir if output_dir is None else output_dir)
         if self.args.push_to_hub and not _internal_call:
@@ -76,6 +78,7 @@ class _Unfinished:
 
     def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
         self.saving, self.run, self.step = saving, run, trainer.state.global_step
+        self.epoch, self.announce = trainer.state.epoch, False
         self.error: BaseException | None = None
         self.limit, self.best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
         self.thread = None
@@ -110,10 +113,12 @@ def wait_for_save(trainer: Any) -> None:
     if unfinished is None:
         return
     unfinished.wait()
-    if trainer.args.push_to_hub:
-        now, trainer.state.global_step = trainer.state.global_step, unfinished.step  # which the message names
-        trainer._push_from_checkpoint(unfinished.saving.final)
-        trainer.state.global_step = now
+    with after_saves.as_of(trainer, unfinished):
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(unfinished.saving.final)
+        if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now
+            call = trainer.callback_handler.call_event
+            trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
 
 
 def finalize_training(original: Callable) -> Callable:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.rows import count
 
 
 def prepare_data_loader(original: Callable) -> Callable:
@@ -110,6 +111,32 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
 
     dataloader.slice_fn = slice_fn
+    base = dataloader.base_dataloader
+    collate = base.collate_fn
+
+    def collated(examples: list) -> Any:
+        batch = collate(examples)
+        if len(examples) < (base.batch_size or 0) and (count(batch) or 0) > len(examples):
+            refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
+        return batch
+
+    base.collate_fn = collated
+
+
+def refuse_cut_examples(dataloader: Any) -> None:
+    """The last batch of a stream is shared out row by row: examples of several rows would be torn apart.
+
+    Raises:
+        SpecError: this may happen to `dataloader`.
+    """
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    ranks = runtime.mesh().data_size
+    if ranks > 1 and isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last:
+        raise SpecError(
+            f"an IterableDataset whose examples have several rows, with {ranks} data ranks: the last batch would be "
+            "shared out by rows; dataloader_drop_last=True works, and so does a data set with a length"
+        )
 
 
 class RandomStream:
@@ -234,6 +261,21 @@ def reduce(original: Callable) -> Callable:
 def num_processes(original: Any) -> Any:
     """The number of data ranks."""
     return property(lambda self: runtime.mesh().data_size, doc="Number of data ranks.")
+
+
+def process_index(original: Any) -> Any:
+    """The global rank; inside `as_data_rank` the data rank."""
+    return property(lambda self: vars(self).get("_data_rank", original.fget(self)), doc="Rank of this process.")
+
+
+@contextlib.contextmanager
+def as_data_rank(accelerator: Any) -> Iterator[None]:
+    """In here `process_index` says which rows of what is gathered are this rank's own."""
+    accelerator._data_rank = runtime.mesh().data_rank
+    try:
+        yield
+    finally:
+        del accelerator._data_rank
 
 
 def scheduler_state(original: Any) -> Any:

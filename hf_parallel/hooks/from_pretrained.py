@@ -33,12 +33,16 @@ def from_pretrained(original: Callable) -> Callable:
     def replacement(cls: type, *args: Any, **kwargs: Any) -> Any:
         if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
             raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+        placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
         quantization = kwargs.pop("quantization_config", None)
         if quantization is not None:
             four_bit.check(quantization)
         result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
         if quantization is not None:
             four_bit.mark(result[0] if isinstance(result, tuple) else result, quantization)
+        if placed:
+            state: Any = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+            state.notes.append("device_map=auto: the layout is what places the model")
         runtime.equalise_random_state("tp")
         return result
 
@@ -51,8 +55,8 @@ def prepare(original: Callable) -> Callable:
     def replacement(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
         if not isinstance(distributed_config, Requested):
             return original(cls, distributed_config, device_map=device_map)
-        if isinstance(device_map, str) and device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
-            raise SpecError(f"device_map={device_map}: places layers itself, as --parallel does; remove device_map")
+        if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
+            raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
         if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
             raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
         return distributed_config, runtime.mesh().device, None

@@ -113,7 +113,7 @@ def _weighted(self: Any, model: Any, labels: Any, result: dict) -> Any:
     weight = real if self._targets is None else self._targets
     if weight is not None and not self._per_token and torch.is_grad_enabled():
         # A mean over no target is not a number, and stays so times zero.
-        loss = (loss if weight else torch.nan_to_num(loss)) * _share(weight)
+        loss = (loss if weight else torch.nan_to_num(loss)) * share(weight)
     return (loss, *outputs) if outputs else loss
 
 
@@ -200,7 +200,7 @@ def _targets_of_own_mean(model: Any, labels: Any, models: bool) -> int | None:
     return int((labels != -100).sum())
 
 
-def _share(weight: int) -> float:
+def share(weight: int) -> float:
     """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
     mesh = runtime.mesh()
     total = torch.tensor(float(weight), device=mesh.device)

@@ -1,6 +1,7 @@
 """PEFT: adapters merged into the weights of a parallel base, each rank into the part it stores.
 
-What is added, s B A, is made whole from A and B, which are small, for one layer at a time.
+What is added, s B A, is made whole from A and B, which are small, for one layer at a time. DoRA scales by the norms of
+whole rows: there the weight of one layer at a time is made whole too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks import runtime
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.rewrite.four_bit import FourBit
-from hf_parallel.rewrite.layers import TensorParallelLayer, holding
+from hf_parallel.rewrite.layers import TensorParallelLayer, holding, local
 from hf_parallel.sharding import abandon_parameters, sharded_modules
 
 
@@ -25,10 +26,12 @@ def delta_weight(original: Callable) -> Callable:
     """This rank's part of s B A. Weights that are stored in another order have adapters in the same one."""
 
     def replacement(self: Any, adapter: str) -> torch.Tensor:
-        weight = self.get_base_layer().weight
+        weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
+        if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
+            return original(self, adapter)
         with _whole(self, adapter):
             delta = original(self, adapter).detach()
-        if not isinstance(weight, DTensor):
+        if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
             return delta
         part = read(delta, local_part(weight)).contiguous()
         return DTensor.from_local(
@@ -38,11 +41,32 @@ def delta_weight(original: Callable) -> Callable:
     return replacement
 
 
+def merge_layer(original: Callable) -> Callable:
+    """DoRA in and out of one layer: with its whole weight, of which each rank keeps its part."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        base = self.get_base_layer()
+        weight = base.weight
+        if not (self.lora_variant and isinstance(weight, DTensor)):
+            original(self, *args, **kwargs)
+            return
+        with contextlib.ExitStack() as stack:
+            for adapter in self.lora_A:
+                stack.enter_context(_whole(self, adapter))
+            stack.enter_context(_gathered(base, "weight"))
+            original(self, *args, **kwargs)
+            changed = base.weight.detach()
+        with torch.no_grad():
+            local(weight).copy_(read(changed, local_part(weight)))
+
+    return replacement
+
+
 @contextlib.contextmanager
 def _whole(layer: Any, adapter: str) -> Iterator[None]:
-    """In here A and B of a layer are whole. Collective over the ranks of its stage."""
+    """In here A and B of a layer, and DoRA's magnitudes, are whole. Collective over the ranks of its stage."""
     with contextlib.ExitStack() as stack:
-        for name in ("lora_A", "lora_B"):
+        for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
             if adapter in getattr(layer, name):
                 stack.enter_context(_gathered(getattr(layer, name)[adapter], "weight"))
         for name in ("lora_embedding_A", "lora_embedding_B"):
@@ -123,10 +147,11 @@ def _reshard(state: ParallelState) -> None:
 def _check(model: Any, merge: bool, safe_merge: bool) -> None:
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
-    if merge and any(getattr(module, "lora_variant", None) for module in model.modules()):
+    variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}
+    if merge and any(variant.__name__ != "DoraLinearVariant" for variant in variants):
         raise NotImplementedError(
-            "hf_parallel: merging DoRA into shards is not part of this version; save the adapter, then load and merge "
-            "it in one process"
+            "hf_parallel: merging DoRA of embeddings into shards is not part of this version; save the adapter, then "
+            "load and merge it in one process"
         )
     if merge and any(isinstance(module, FourBit) for module in model.modules()):
         raise NotImplementedError(

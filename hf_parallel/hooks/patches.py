@@ -9,8 +9,10 @@ from hf_parallel.hooks import (
     accelerator,
     checkpoints,
     data,
+    eight_bit,
     four_bit,
     from_pretrained,
+    generating,
     loading,
     losses,
     merging,
@@ -21,6 +23,7 @@ from hf_parallel.hooks import (
     states,
     trainer,
     trl,
+    without_layout,
 )
 from hf_parallel.hooks.patching import Patch
 
@@ -57,6 +60,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_OPERATIONS}:_gpu_gather_object", data.gather_object, "gathers over all processes"),
         Patch("accelerate.accelerator:reduce", data.reduce, "reduces over all processes"),
         Patch(f"{_ACCELERATOR}.num_processes", data.num_processes, "counts all processes"),
+        Patch(f"{_ACCELERATOR}.process_index", data.process_index, "cuts rows out of a gather by global rank"),
         Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
         Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
         # Accelerator: it must neither wrap nor move what is parallel already.
@@ -93,6 +97,8 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
         Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
+        # bitsandbytes, when a script imports it.
+        Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor", late=True),
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
@@ -105,10 +111,14 @@ def all_patches() -> list[Patch]:
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
         Patch(f"{_TUNER}.merge_adapter", merging.merge, "changes gathered weights"),
         Patch(f"{_TUNER}.unmerge_adapter", merging.merge, "changes gathered weights"),
-        Patch("peft.tuners.lora.layer:Linear.get_delta_weight", merging.delta_weight, "adds whole to local weights"),
-        Patch(
-            "peft.tuners.lora.layer:Embedding.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+        *(
+            Patch(
+                f"peft.tuners.lora.layer:{kind}.get_delta_weight", merging.delta_weight, "adds whole to local weights"
+            )
+            for kind in ("Linear", "Embedding", "ParamWrapper")
         ),
+        Patch("peft.tuners.lora.layer:Linear.merge", merging.merge_layer, "takes norms of a shard's rows for DoRA"),
+        Patch("peft.tuners.lora.layer:Linear.unmerge", merging.merge_layer, "scales a shard's rows by DoRA's norms"),
         Patch(f"{_TUNER}._unload_and_optionally_merge", merging.unload, "leaves split layers without a way out"),
         Patch(
             f"{_TUNER}.delete_adapter",
@@ -131,7 +141,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
         *(
             Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
-            for kind in ("sft", "dpo", "kto", "reward")
+            for kind in ("sft", "dpo", "kto", "reward", "grpo", "rloo")
         ),
         Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
         Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
@@ -149,14 +159,34 @@ def all_patches() -> list[Patch]:
         ),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
+        *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
+    ]
+
+
+def _generating(kind: str) -> list[Patch]:
+    module = f"{_TRL}.{kind.lower()}_trainer"
+    trainer = f"{module}:{kind}Trainer"
+    return [
+        Patch(f"{module}:set_seed", generating.set_seed, "a seed per process", late=True),
+        Patch(f"{module}:pad", generating.pad, "pads by process", late=True),
+        Patch(f"{module}:shuffle_sequence_dict", generating.shuffle_sequence_dict, "shuffles by process", late=True),
+        Patch(f"{module}:split_tensor_dict", generating.split_tensor_dict, "splits by process", late=True),
+        Patch(
+            f"{trainer}._generate_and_score_completions",
+            generating.generate_and_score,
+            "takes rows by process, repeated ones too",
+            late=True,
+        ),
+        Patch(f"{trainer}._generate", generating.generate, "counts repeated rows", late=True),
+        Patch(f"{trainer}._calculate_rewards", generating.calculate_rewards, "asks on every process", late=True),
+        Patch(f"{trainer}._compute_loss", generating.compute_loss, "mean of means", late=True),
     ]
 
 
 def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
-    load = resuming.load_optimizer_without_layout
     return [
-        Patch(f"{_TRAINER}.train", resuming.train_without_layout, "reads what is damaged"),
-        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", load, "knows optimizer.pt only"),
+        Patch(f"{_TRAINER}.train", without_layout.train, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", without_layout.load_optimizer, "knows optimizer.pt only"),
         Patch(f"{_ACCELERATOR}.load_state", states.load_state_without_layout, "knows optimizer.bin only"),
     ]

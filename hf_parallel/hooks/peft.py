@@ -12,26 +12,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import peft_settings, runtime
 from hf_parallel.hooks.accelerator import make_parallel
-from hf_parallel.hooks.adapter_state import AdapterState
+from hf_parallel.hooks.peft_placing import place
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
-from hf_parallel.pipeline.elsewhere import follow_wrappers
 from hf_parallel.rewrite import lora
-from hf_parallel.rewrite.layers import TensorParallelLayer, holding, local
-from hf_parallel.rewrite.tensor_parallel import shard_parameter
-from hf_parallel.sharding import adopt_parameters, sharded_modules
+from hf_parallel.rewrite.layers import holding, local
+from hf_parallel.sharding import sharded_modules
 
 _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
@@ -149,25 +148,6 @@ def whole(model: Any, state: ParallelState) -> Iterator[None]:
         yield
 
 
-def place(model: Any, state: ParallelState) -> None:
-    """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
-    place_copies(model, state)
-    if hasattr(model, "_hf_parallel_adapter_dtype"):
-        _cast_trainable(model, model._hf_parallel_adapter_dtype)
-    if state.mesh.size("tp") > 1:
-        for name, module in list(model.named_modules()):
-            if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
-                _split(name, module, state)
-    if state.pipeline is not None:
-        follow_wrappers(state.pipeline.stages, model)
-        state.pipeline.adapters = AdapterState(model)
-    if state.mesh.data_size > 1:
-        adopt_parameters(state.root)
-    waiting = model.__dict__.pop("_hf_parallel_unplaced", None)
-    if waiting is not None:
-        waiting.remove()
-
-
 def copy_module(original: Callable) -> Callable:
     """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
 
@@ -177,66 +157,6 @@ def copy_module(original: Callable) -> Callable:
         original(self, adapter_name, tied_module=tied_module, **kwargs)
 
     return replacement
-
-
-def place_copies(model: Any, state: ParallelState) -> None:
-    """Give copies of sharded modules parameters of their own, and show them to the stages."""
-    from peft.utils.other import ModulesToSaveWrapper
-
-    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
-    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
-        if state.mesh.data_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
-            for part in copy.modules():
-                _unshard(part, state)
-        copy._hf_parallel_placed = True
-    if state.pipeline is not None:
-        around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
-        for stage in state.pipeline.stages:
-            parts: Any = cast(Any, stage).parts
-            for i, part in enumerate(parts):
-                parts[i] = around.get(id(part), part)
-
-
-def _cast_trainable(model: Any, dtype: torch.dtype) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
-                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
-
-
-def _unshard(module: nn.Module, state: ParallelState) -> None:
-    """Parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
-    for name, parameter in module._parameters.items():
-        if isinstance(parameter, DTensor):
-            tp = [p for axis, p in zip(_axes(parameter), parameter.placements, strict=True) if axis == "tp"]
-            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
-            module._parameters[name] = whole_value
-            if tp and isinstance(tp[0], Shard):
-                shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
-
-
-def _axes(parameter: DTensor) -> tuple[str, ...]:
-    return parameter.device_mesh.mesh_dim_names or ("",)
-
-
-def _split(name: str, wrapper: Any, state: ParallelState) -> None:
-    from peft.tuners.lora.layer import Embedding, Linear
-
-    base, mesh, device = wrapper.base_layer, state.mesh["tp"], state.mesh.device
-    if not isinstance(wrapper, Linear | Embedding) or not lora.can_split(base):
-        raise SpecError(f"target_modules: how adapters of {name} are split is not known; tp_size=1 works")
-    lora.adapt(wrapper)
-    for adapter in wrapper.lora_A:
-        if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
-            lora.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
-            lora.split_dropout(base, wrapper.lora_dropout[adapter])
-            if adapter in wrapper.lora_magnitude_vector:
-                lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
-    for adapter in wrapper.lora_embedding_A:
-        if adapter in wrapper.lora_magnitude_vector:
-            raise SpecError(f"use_dora: magnitudes of a split embedding ({name}) are not known; other targets work")
-        if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
-            lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)
 
 
 def _refuse_unplaced(model: Any, args: Any) -> None:
@@ -250,7 +170,7 @@ def _refuse_unplaced(model: Any, args: Any) -> None:
 
 
 def save_pretrained(original: Callable) -> Callable:
-    """peft's own folder, written by rank 0 from whole adapters. Collective."""
+    """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
 
     def replacement(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self)
@@ -258,8 +178,13 @@ def save_pretrained(original: Callable) -> Callable:
             original(self, save_directory, *args, **kwargs)
             return
         base = self.get_base_model()
-        if kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
+        if kwargs.get("state_dict") is not None:  # gathered by the script: whole on rank 0, else empty
+            if state.mesh.rank == 0:
+                with whole(base, state):
+                    original(self, save_directory, *args, **kwargs)
+            return
+        meet("save_pretrained")
+        kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
         with current(state.mesh) as saving:  # at its end all ranks wait
             if state.mesh.rank == 0:
                 with saving.noting(), whole(base, state):

@@ -20,14 +20,13 @@ _KEPT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
-    *("modules_to_save", "bias", "use_dora"),
+    *("modules_to_save", "bias", "use_dora", "target_parameters"),
 }
 #: Of `init_lora_weights`: what draws numbers, or reads the base's weights, which are gathered one by one.
 _STARTS = (False, "gaussian", "orthogonal", "pissa", "olora")
 #: What works instead of some of the others.
 _WORKS = {
     "init_lora_weights": 'True, False, "gaussian", "orthogonal", "pissa" or "olora"',
-    "target_parameters": "target_modules",
 }
 
 
@@ -46,11 +45,7 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
             raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
-    if getattr(model, "is_loaded_in_4bit", False):
-        if config.use_dora:
-            raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
-        if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
-            raise SpecError(f"init_lora_weights={config.init_lora_weights!r} on a base of 4 bits: 'gaussian' works")
+    _check_start(model, config)
     default = type(config)()
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
@@ -59,6 +54,19 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
         if setting.name == "init_lora_weights" and value in _STARTS:
             continue
         _refuse(setting.name, value)
+
+
+def _check_start(model: Any, config: Any) -> None:
+    """What a base of 4 bits does not bear, and where adapters of weights start."""
+    if getattr(model, "is_loaded_in_4bit", False):
+        if config.use_dora:
+            raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
+        if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+            raise SpecError(f"init_lora_weights={config.init_lora_weights!r} on a base of 4 bits: 'gaussian' works")
+        if config.target_parameters:
+            raise SpecError("target_parameters: weights of 4 bits have other shapes; target_modules works")
+    if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
+        raise SpecError(f"init_lora_weights={config.init_lora_weights!r} with target_parameters: True works")
 
 
 def check_copies(model: Any, names: Any) -> None:

@@ -21,7 +21,7 @@ _GIB = 2**30
 
 def say(message: str) -> None:
     """One line from rank 0."""
-    if dist.get_rank() == 0:
+    if not dist.is_initialized() or dist.get_rank() == 0:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
@@ -47,7 +47,8 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
     mesh, model = runtime.mesh(), trainer.model
     state = runtime.parallel_state(model)
     per_rank = parameters_per_rank(model)
-    tokens = sum(b["input_ids"].numel() for b in batches if torch.is_tensor(b.get("input_ids")))
+    read = [batch for batch in batches if hasattr(batch, "get")]  # prompts of trainers that generate come as a list
+    tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
         "spec": mesh.config.to_spec(),
         "config": mesh.config.to_dict(),
@@ -74,9 +75,8 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
             lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
     counts, memory = facts["parameters_per_rank"], facts["estimated_state_bytes_per_rank"]
     lines.append(f"  parameters per rank  {min(counts):,} to {max(counts):,}")
-    lines.append(
-        f"  global batch         {facts['global_batch']} rows, {facts['tokens_per_step']:,} tokens in the first step"
-    )
+    tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
+    lines.append(f"  global batch         {facts['global_batch']} rows{tokens}")
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
     return lines + [f"  note                 {note}" for note in facts["notes"]]

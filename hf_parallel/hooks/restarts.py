@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.hooks import report
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.trainer import check_arguments
 
 #: Seconds after which a network file system takes the locks of a lost node away (90 by default in NFS 4).
 LEASE_S = 120.0
@@ -53,43 +55,92 @@ def own_folder(trainer: Any) -> Iterator[Run]:
 def _claimed(folder: str) -> tuple[folders.Lock | None, list[Run]]:
     found: list[Any] = [None, None]
     lock = None
-    if dist.get_rank() == 0:
+    agents, several = [_agent()], dist.is_initialized()
+    if several:
+        agents *= dist.get_world_size()
+        dist.all_gather_object(agents, _agent())
+    if not several or dist.get_rank() == 0:
         try:
-            lock, found[0] = _claim(folder)
+            lock, found[0] = _claim(folder, sorted({agent for agent in agents if agent is not None}))
         except (folders.CheckpointError, OSError) as error:
             found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
+    if several:
+        dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise folders.CheckpointError(found[1])
     return lock, found[:1]
 
 
-def _claim(folder: str) -> tuple[folders.Lock, Run]:
+def _claim(folder: str, agents: list[str]) -> tuple[folders.Lock, Run]:
     count = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     lock = folders.Lock(folder, **({"patience": LEASE_S} if count else {}))
-    restarted = _is_restart(lock.former, count)
+    restarted = is_restart(lock.former, count, agents)
     run = Run(lock.former["run"] if restarted else uuid.uuid4().hex, restarted)
-    lock.write({"run": run.identity, "launch": _launch(), "agent": _agent()})
+    lock.write({"run": run.identity, "launch": os.environ.get("TORCHELASTIC_RUN_ID"), "agents": agents})
     folders.put_back_former(folder)
     if lock.file is None:
         report.say(f"{folder} is on a file system without locks: let no other run write to it")
     return lock, run
 
 
-def _is_restart(former: dict[str, Any], count: int) -> bool:
-    """Has the launcher that started the folder's last owner started this process too, after that one?
+def is_restart(former: dict[str, Any], count: int, agents: list[str]) -> bool:
+    """Has a launcher of the folder's last owner started these processes too, after that one?
 
-    Its count says so when a rank was lost, but stays 0 when a node has joined.
+    Its count says so when a rank was lost, but stays 0 when a node has joined: then one of its agents is still there.
+    The names of two jobs may be the same, and are where none was given.
     """
-    if _agent() is None or "run" not in former or former.get("pid") == os.getpid():
+    if not agents or "run" not in former or former.get("pid") == os.getpid():
         return False
-    return former.get("agent") == _agent() or (count > 0 and former.get("launch") == _launch())
-
-
-def _launch() -> str:
-    """The same on all nodes, and through restarts; two jobs may have the same one."""
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return name if name != "none" else str(_agent())
+    return bool(set(agents) & set(former.get("agents", ()))) or (
+        count > 0 and name != "none" and former.get("launch") == name
+    )
+
+
+class Signature(TrainerCallback):
+    """One process saves as plain Trainer does: the run's name goes where Trainer keeps what callbacks remember."""
+
+    PLACE = "hf_parallel"
+
+    def __init__(self, run: Run, trainer: Any):
+        self.facts = {"run": run.identity, "global_batch": trainer.get_total_train_batch_size(trainer.args)}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        state.stateful_callbacks[self.PLACE] = self.facts
+
+
+def keep_rows_per_step(trainer: Any, rows: int | None, data_ranks: int) -> None:
+    """With fewer or more data ranks than before: as many rows per step, by other accumulation or smaller batches.
+
+    Else rows would be skipped or repeated, and the learning rate would be another one per row.
+    """
+    args, now = trainer.args, trainer.get_total_train_batch_size(trainer.args)
+    found = rows_per_rank(rows, data_ranks, args.per_device_train_batch_size) if rows != now else None
+    if rows is None or found is None or trainer._train_batch_size != args.per_device_train_batch_size:
+        return
+    former = (args.per_device_train_batch_size, args.gradient_accumulation_steps)
+    args.per_device_train_batch_size, args.gradient_accumulation_steps = found
+    trainer._train_batch_size = found[0]
+    if runtime.current() is not None:
+        check_arguments(args)
+    report.say(
+        f"{rows} rows per step are kept, by {data_ranks} data ranks now: per_device_train_batch_size "
+        f"{former[0]} -> {found[0]}, gradient_accumulation_steps {former[1]} -> {found[1]}"
+    )
+
+
+def rows_per_rank(rows: int | None, data_ranks: int, batch: int) -> tuple[int, int] | None:
+    """Rows per micro-step, at most `batch`, and how many micro-steps; None where they do not divide."""
+    if rows is None or rows % data_ranks:
+        return None
+    share = rows // data_ranks
+    size = next(size for size in range(min(batch, share), 0, -1) if share % size == 0)
+    return size, share // size
+
+
+def under_torchrun() -> bool:
+    """Has a launcher that starts ranks again started this process?"""
+    return _agent() is not None
 
 
 def _agent() -> str | None:

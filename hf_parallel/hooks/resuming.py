@@ -33,24 +33,12 @@ def train(original: Callable) -> Callable:
             raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
         with restarts.own_folder(self) as run:
             chosen = _chosen(self, resume_from_checkpoint, run)
+            if chosen is not None and run.restarted:
+                restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
             if chosen is not None:
                 _compare(self, chosen)
-            with stopping.saves_on_sigterm(self), unfinished_save_is_awaited(self):
+            with stopping.steps_together(self), unfinished_save_is_awaited(self):
                 return original(self, chosen, *args, **kwargs)
-
-    return replacement
-
-
-def train_without_layout(original: Callable) -> Callable:
-    """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
-
-    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = resume_from_checkpoint
-        if chosen is True:
-            chosen = next(iter(folders.candidates(self.args.output_dir)), True)
-        if chosen and chosen is not True and folders.has_manifest(chosen):
-            refuse_damages(chosen, folders.damages(chosen))
-        return original(self, chosen, *args, **kwargs)
 
     return replacement
 
@@ -83,7 +71,7 @@ def _newest_whole(folder: str, run: str | None = None) -> str | None:
     found: list[Any] = [None]
     if dist.get_rank() == 0:
         looked_at = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
-        found = [[(path, flaws) for path, flaws in looked_at if run is None or (not flaws and _run_of(path) == run)]]
+        found = [[(path, flaws) for path, flaws in looked_at if run is None or (not flaws and run_of(path) == run)]]
     dist.broadcast_object_list(found, src=0)
     for path, flaws in found[0]:
         wrong = flaws or all_damages(path)
@@ -93,21 +81,33 @@ def _newest_whole(folder: str, run: str | None = None) -> str | None:
     return None
 
 
-def _run_of(folder: str) -> str | None:
+def run_of(folder: str) -> str | None:
     """The name of the run that wrote a checkpoint."""
     with contextlib.suppress(ValueError):  # damaged
-        return layout_of(folder).get("run")
+        return facts_of(folder).get("run")
     return None
+
+
+def facts_of(folder: str) -> dict[str, Any]:
+    """Which run wrote a checkpoint, and its rows per step, as far as that is known."""
+    path = os.path.join(folder, "trainer_state.json")
+    layout = layout_of(folder)
+    if layout or not os.path.isfile(path):
+        return layout
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file).get("stateful_callbacks", {}).get(restarts.Signature.PLACE, {})
+    return found if isinstance(found, dict) else {}
 
 
 def all_damages(folder: str) -> list[str]:
     """What is wrong with a checkpoint, the same lines on all ranks, which share the reading. Collective."""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, _damages(folder, dist.get_rank(), dist.get_world_size()))
+    dist.all_gather_object(found, damages(folder, dist.get_rank(), dist.get_world_size()))
     return sorted({line for lines in found for line in lines})
 
 
-def _damages(folder: str, share: int, shares: int) -> list[str]:
+def damages(folder: str, share: int, shares: int) -> list[str]:
+    """What is wrong with a checkpoint, also where its manifest is lost; of its bytes this share is read."""
     try:
         if folders.has_manifest(folder):
             return folders.damages(folder, share, shares)
@@ -214,25 +214,12 @@ def load_optimizer(original: Callable) -> Callable:
         if checkpoint is None or not folders.has_optimizer(checkpoint):
             return
         folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
-        _load_schedule(self, checkpoint)
+        load_schedule(self, checkpoint)
 
     return replacement
 
 
-def load_optimizer_without_layout(original: Callable) -> Callable:
-    """In one process or under DDP: checkpoints of a layout, beside those of plain Trainer."""
-
-    def replacement(self: Any, checkpoint: str | None) -> None:
-        engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
-            return original(self, checkpoint)
-        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint)
-        _load_schedule(self, checkpoint)
-
-    return replacement
-
-
-def _load_schedule(trainer: Any, checkpoint: str) -> None:
+def load_schedule(trainer: Any, checkpoint: str) -> None:
     """Its numbers per group come from the optimizer's groups, which a layout may cut in another way."""
     state = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
     own, groups = trainer.lr_scheduler.state_dict(), inner_optimizer(trainer.optimizer).param_groups

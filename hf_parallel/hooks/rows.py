@@ -34,7 +34,7 @@ def trim(batch: Any, real: int, rows: int, blocks: int = 1) -> dict:
         trimmed = _trim_joined(batch, int((batch[JOINED] < kept).sum()))
     else:
         trimmed = {key: _first(value, kept, rows, blocks) for key, value in batch.items()}
-    return trimmed if real else without_targets(trimmed, 0)
+    return trimmed if real else without_targets(trimmed, 0, kept)
 
 
 def opened(batch: Any) -> Any:
@@ -42,13 +42,17 @@ def opened(batch: Any) -> Any:
     return {key: value for key, value in batch.items() if key != JOINED} if JOINED in batch else batch
 
 
-def without_targets(batch: Any, real: int) -> dict:
-    """The same rows, but only the first `real` have targets: the others add nothing to a loss per token."""
+def without_targets(batch: Any, real: int, rows: int) -> dict:
+    """The same rows, but only the first `real` of each block have targets: the others add nothing to a loss per token.
+
+    Args:
+        rows: of a block.
+    """
     kept = dict(batch)
     for key in ("labels", "shift_labels"):
         if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
             kept[key] = kept[key].clone()
-            kept[key][real:] = -100
+            kept[key][torch.arange(len(kept[key])) % rows >= real] = -100
     return kept
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 import torch.distributed as dist
 
@@ -24,6 +28,7 @@ class Runtime:
     mesh: ParallelMesh
     owns_process_group: bool
     environment: dict[str, str | None] = field(default_factory=dict)
+    pretended: bool = False  # a dry run's, whose other ranks are not there
 
 
 _current: Runtime | None = None
@@ -47,6 +52,18 @@ def connect() -> None:
     from accelerate import PartialState
 
     PartialState(cpu=not torch.accelerator.is_available(), **rendezvous.own_store())
+    _shuffle_alike()
+
+
+def _shuffle_alike() -> None:
+    """Python and NumPy seed every process anew: a script without a seed would order its rows anew on each rank.
+
+    Those of one model would then train on different rows, and those of data ranks would not share them out.
+    """
+    state: list[Any] = [random.getstate(), numpy.random.get_state()]
+    dist.broadcast_object_list(state, src=0)
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
 
 
 def start(config: ParallelConfig, source: str) -> Runtime:
@@ -73,6 +90,17 @@ def stop() -> None:
     _current = None
 
 
+@contextlib.contextmanager
+def pretended(mesh: ParallelMesh) -> Iterator[None]:
+    """In here patches see the mesh of a dry run."""
+    global _current
+    former, _current = _current, Runtime(mesh.config, "a dry run", mesh, False, pretended=True)
+    try:
+        yield
+    finally:
+        _current = former
+
+
 def parallel_state(model: Any) -> ParallelState | None:
     """The state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
     return state_of(getattr(model, "_orig_mod", model))
@@ -80,7 +108,8 @@ def parallel_state(model: Any) -> ParallelState | None:
 
 def equalise_random_state(axis: str, source: int = -1) -> None:
     """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it."""
-    if mesh().size(axis) == 1:
+    assert _current is not None
+    if mesh().size(axis) == 1 or _current.pretended:
         return
     group, kind = mesh().group(axis), mesh().device
     device = torch.get_device_module(kind)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import meet
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.checkpoints import axis_sizes, data_ranks, inner_optimizer, write_layout
 from hf_parallel.hooks.peft import load_adapter_weights
@@ -29,6 +30,7 @@ def save_state(original: Callable) -> Callable:
 
     def replacement(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         _refuse(self)
+        meet("accelerator.save_state")
         mesh, naming = runtime.mesh(), self.project_configuration
         final = _next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
         saving = folders.Checkpoint(mesh, final)

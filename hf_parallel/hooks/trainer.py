@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import losses, report, rows, runtime, trl
+from hf_parallel.hooks import after_saves, losses, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
-from hf_parallel.hooks.data import real_rows
+from hf_parallel.hooks.data import real_rows, refuse_cut_examples
 from hf_parallel.pipeline.schedules import micro_batch_count
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -31,7 +31,7 @@ def init(original: Callable) -> Callable:
 
             args = TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
-        trl.check(self)
+        trl.check(self, args)
         if model is not None:
             bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
             _make_ready(model, bound.arguments.get("optimizers"))
@@ -46,6 +46,7 @@ def init(original: Callable) -> Callable:
         # On the object, so that a subclass's own methods are wrapped as well.
         self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
         self.prediction_step = functools.partial(prediction_step, self, self.prediction_step)
+        self.callback_handler.on_save = functools.partial(after_saves.on_save, self, self.callback_handler.on_save)
         losses.prepare(self)
 
     return replacement
@@ -151,7 +152,7 @@ def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
             real = real_rows(trainer.accelerator.gradient_state, count)
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
             keep = _runs_scheduled(trainer)
-            batch = rows.without_targets(batch, real) if keep else rows.trim(batch, real, count, blocks)
+            batch = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
             batch = rows.opened(batch)
             trainer._real_rows[id(batch)] = real
         yield rows.opened(batch)
@@ -163,14 +164,18 @@ def _runs_scheduled(trainer: Any) -> bool:
 
 
 def _blocks(trainer: Any, batch: Any, full: int) -> int:
-    """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell."""
+    """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell.
+
+    Also of a data set that is less than one batch: it is repeated until the batch is full, where rows are shared out.
+    """
     known = trl.rows_per_example(trainer)
-    if known is not None:  # where the whole data set is less than one batch, nothing else tells
-        return known
     held = rows.count(batch) or full
-    if held % full == 0:
+    if known is None and held % full == 0:
         trainer._rows_of_example = held // full
-    return trainer._rows_of_example if held % trainer._rows_of_example == 0 else 1
+    blocks = trainer._rows_of_example if known is None else known
+    if blocks > 1 or held > full:
+        refuse_cut_examples(trainer.accelerator.gradient_state.active_dataloader)
+    return blocks if held % blocks == 0 else 1
 
 
 def num_items_in_batch(original: Callable) -> Callable:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import generating, runtime
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.pipeline.serving import served
 from hf_parallel.rewrite.layers import local
@@ -32,15 +32,18 @@ def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Any) -> None:
+def check(trainer: Any, args: Any) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
-    if kind is None or _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)):
+    if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
-    why = "is not known to this version"
-    if hasattr(kind, "_generate"):
-        why = "generates while it trains: ranks of one model would draw other tokens and take other prompts"
-    raise SpecError(f"{kind.__name__} {why}; the trainers of `trl sft`, `trl dpo`, `trl kto` and `trl reward` work")
+    if f"{kind.__module__}.{kind.__qualname__}" in generating.TRAINERS:
+        generating.check(trainer, args)
+        return
+    raise SpecError(
+        f"{kind.__name__} is not known to this version; "
+        "the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work"
+    )
 
 
 def rows_per_example(trainer: Any) -> int | None:

@@ -18,8 +18,8 @@ from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import GIB, fits, fullest
 from hf_parallel.planner.model_shape import ModelShape
 from hf_parallel.planner.predict import memory_of_ranks, predict_step
+from hf_parallel.planner.stage_times import stage_times
 from hf_parallel.planner.stages import make_stages, stages_of_rank
-from hf_parallel.planner.step_time import stage_times
 
 _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64

@@ -12,17 +12,15 @@ every part of a step (see `observe.py`) grows by the same amount with each furth
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -37,11 +35,17 @@ from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.parallelize import parallelize, state_of, with_schedule
 from hf_parallel.pipeline.schedules import micro_batch_count
 from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
-from hf_parallel.planner.ledger import Traffic
+from hf_parallel.planner.continuation import extend, fullest
+from hf_parallel.planner.fake_world import fake_world, materialise, taken_for_real
 from hf_parallel.planner.observe import Communication, Observed, observe
 
-#: Precision -> dtype of the weights, and whether products are computed in bf16 all the same.
-PRECISIONS = {"bf16": (torch.bfloat16, False), "fp32": (torch.float32, False), "mixed": (torch.float32, True)}
+#: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
+PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
+    "bf16": (torch.bfloat16, None),
+    "fp32": (torch.float32, None),
+    "mixed": (torch.float32, torch.bfloat16),
+    "fp16": (torch.float32, torch.float16),
+}
 _FEWEST = 3  # layers on a stage: a first one, a last one and one between
 #: What a fake tensor answers when the code asks for its value: torch's schedules ask whether all stages know their
 #: shapes (1: yes), ours which micro-batch to run (all have the same shape).
@@ -92,6 +96,8 @@ def dry_run(
     precision: str = "bf16",
     whole: bool = False,
     layers: int | None = None,
+    adapt: Callable[[Any], None] | None = None,
+    pack: Callable[[Any], None] | None = None,
 ) -> DryRun:
     """Run `parallelize` and two training steps as `rank` of a world that is not there.
 
@@ -100,9 +106,12 @@ def dry_run(
         world_size: number of processes; default: what the sizes of `config` multiply to.
         rows: of one call of the model on one data rank; a pipeline cuts them into micro-batches.
         accumulation: calls per optimizer step.
-        precision: "bf16" and "fp32": of the weights and all else; "mixed": fp32 weights under autocast to bf16.
+        precision: "bf16" and "fp32": of the weights and all else; "mixed" and "fp16": fp32 weights under autocast to
+            bf16 or fp16, as Trainer's bf16=True and fp16=True have it.
         whole: run all layers and micro-batches, even if they are equal.
         layers: as if the model had only so many.
+        adapt: puts adapters into the parallel model, which is on the meta device: `lora` of hooks/planned_adapters.py.
+        pack: what `parallelize` takes: `four_bit` of the same file.
 
     Raises:
         SpecError: the layout cannot hold, this process has a process group, or the model needs values.
@@ -120,7 +129,7 @@ def dry_run(
     config, counts = _settled(model, config, rank)
     shorten = not whole and stack is not None and _alike(stack)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
-    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision)
+    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack)
     total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
     return DryRun(
         rank,
@@ -185,6 +194,8 @@ class _Run:
     accumulation: int
     optimizer: str
     precision: str
+    adapt: Callable[[Any], None] | None
+    pack: Callable[[Any], None] | None
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
         """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
@@ -193,7 +204,7 @@ class _Run:
         for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
             if want > have:
                 more = self.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
-                _extend(total, base, more, want - have)
+                extend(total, base, more, want - have)
         return total
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
@@ -204,8 +215,10 @@ class _Run:
                 return self._step(model, config)
         except _NEEDS_VALUES as error:
             first = (str(error).splitlines() or [type(error).__name__])[0]
+            eager = getattr(model.config, "_experts_implementation", None) == "eager"
+            works = '; experts_implementation="grouped_mm" works' if eager else ""
             raise SpecError(
-                f"dry run: {type(model).__name__} looks at values, which fake tensors do not have ({first})"
+                f"dry run: {type(model).__name__} looks at values, which fake tensors do not have ({first}){works}"
             ) from error
 
     def _shortened(self, counts: tuple[int, ...]) -> tuple[Any, ParallelConfig]:
@@ -226,62 +239,18 @@ class _Run:
     def _step(self, model: Any, config: ParallelConfig) -> Observed:
         mesh = ParallelMesh.create(config, torch.device("cpu"))
         model.train()
-        parallelize(model, mesh=mesh)
+        parallelize(model, mesh=mesh, pack=self.pack)
+        if self.adapt is not None:
+            self.adapt(model)
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
-        with _taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
-            _materialise(model)
+        with taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
+            materialise(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
             layers = tuple(tuple(view) for view in views if view)
             return observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
-
-
-def _materialise(model: nn.Module) -> None:
-    """Fake memory for meta weights; modules that shared a parameter share one again."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    model.to_empty(device="cpu")
-    for first, *others in names.values():
-        for other in others:
-            owner, _, leaf = other.rpartition(".")
-            model.get_submodule(owner)._parameters[leaf] = model.get_parameter(first)
-
-
-@contextlib.contextmanager
-def fake_world(rank: int, size: int) -> Iterator[None]:
-    """This process as one of `size`, with collectives that leave tensors as they are.
-
-    Raises:
-        SpecError: it is part of a real world.
-    """
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise SpecError("dry run: this process has a process group; run it in one that has none")
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def _taken_for_real() -> Iterator[None]:
-    """Transformers takes fake tensors for a traced graph and makes masks there that a training step does not need."""
-    from transformers.utils import import_utils
-
-    original = import_utils.is_fake_tensor
-    import_utils.is_fake_tensor = lambda tensor: False
-    try:
-        yield
-    finally:
-        import_utils.is_fake_tensor = original
-
-
-# ---- more layers, more micro-batches -----------------------------------------------------------------------------
 
 
 def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
@@ -301,25 +270,5 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
         for count in (few, few + ranks)
     )
     total = Observed([Counter(one.peak)], Counter(one.kept), copy.deepcopy(one.communication))
-    _extend(total, _fullest(one), _fullest(two), (asked - few) // ranks)
+    extend(total, fullest(one), fullest(two), (asked - few) // ranks)
     return total
-
-
-def _fullest(seen: Observed) -> Observed:
-    return dataclasses.replace(seen, peaks=[seen.peak])
-
-
-def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
-    """Add what one further layer, or round of micro-batches, adds: `times` times."""
-    for whole, one, two in zip(total.peaks, base.peaks, more.peaks, strict=True):
-        _add(whole, one, two, times)
-    _add(total.kept, base.kept, more.kept, times)
-    for axis, kinds in more.communication.items():
-        mine, former = total.communication.setdefault(axis, {}), base.communication.get(axis, {})
-        for kind, moved in kinds.items():
-            mine[kind] = mine.get(kind, Traffic()).grown(former.get(kind, Traffic()), moved, times)
-
-
-def _add(whole: Counter[str], one: Counter[str], two: Counter[str], times: int) -> None:
-    for kind in {*one, *two}:
-        whole[kind] += times * (two[kind] - one[kind])

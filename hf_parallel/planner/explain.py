@@ -55,7 +55,7 @@ def _states(p: Prediction) -> Iterable[str]:
     per, stage = state_bytes(p.job, p.layout.zero_stage), p.layout.zero_stage
     own = p.job.engine == "hf_parallel"
     if own:  # all states have the weights' dtype, gradients are reduced once
-        per = StateBytes(p.job.width, p.job.width, own_moments(p.job))
+        per = StateBytes(p.job.stored, p.job.stored, own_moments(p.job))
     peak = p.breakdown.memory
     yield _title(
         f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB"
@@ -81,7 +81,8 @@ def _activations(p: Prediction) -> Iterable[str]:
     kernels = HABITS[job.engine].kernels if job.attention == "flash" else "paper"
     yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
     block = shape.blocks[0]
-    terms = activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper")
+    dropout = shape.dropout and kernels == "paper"
+    terms = activation_terms(block, shape.hidden, kernels, job.width, dropout, job.stored)
     for term in terms:
         size = (term.bytes + term.squared * job.seq) / shape.hidden
         if size:

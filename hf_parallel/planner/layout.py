@@ -11,8 +11,10 @@ from typing import Any
 
 from hf_parallel.config import SpecError
 
-#: Bytes per element of activations and of the weights that compute.
-WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2}
+#: Bytes per element of what matrix products read and write. "bf16", "fp16", "fp8" are mixed precision as Megatron-LM,
+#: DeepSpeed and FSDP's policy have it; to this package's engine, and as a Transformers checkpoint is loaded, "bf16" is
+#: everything in bf16. "mixed": fp32 weights under torch.autocast to bf16, which is what bf16=True of Trainer does.
+WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "mixed": 2}
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,23 @@ class Job:
 
     @property
     def width(self) -> int:
-        """Bytes of an activation."""
+        """Bytes of what a matrix product reads and writes."""
         return WIDTHS[self.precision]
+
+    @property
+    def autocast(self) -> bool:
+        """Are weights stored in fp32 and lowered for each product by torch.autocast?"""
+        return self.precision == "mixed" or (self.precision == "fp16" and self.engine == "hf_parallel")
+
+    @property
+    def stored(self) -> int:
+        """Bytes of a weight or gradient as it travels, and of the residual stream: those of the embedding's dtype."""
+        return 4 if self.autocast else self.width
+
+    @property
+    def products(self) -> str:
+        """The precision of matrix products."""
+        return "bf16" if self.precision == "mixed" else self.precision
 
 
 def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> Layout:
@@ -123,8 +140,10 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
 
 
 def known_precision(name: str | None) -> str:
-    """The precision of the matrix products under any of its usual names: amp_bf16, BF16, fp8_tensorwise."""
+    """A precision under any of its usual names: amp_bf16, BF16, fp8_tensorwise; mixed, bf16-mixed."""
     text = (name or "bf16").lower()
+    if text.removeprefix("bf16-") == "mixed":
+        return "mixed"
     found = {text.find(spelled): name for name in WIDTHS for spelled in (name, name.replace("p", "loat"))}
     found.pop(-1, None)
     if found:

@@ -45,10 +45,11 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     """What mixed precision keeps per parameter.
 
     bf16 reduces and accumulates gradients in fp32 (Megatron-LM, FSDP2), fp16 in fp16 behind its loss scale. Under
-    ZeRO-3 the sharded master copy is the only one: the 16-bit weights exist in gathered layers alone.
+    ZeRO-3 the sharded master copy is the only one: the 16-bit weights exist in gathered layers alone. Autocast keeps
+    fp32 weights and, beside these states, whole 16-bit copies of them: see `autocast_copies`.
     """
     moments = MOMENTS[job.optimizer]
-    if job.precision == "fp32":
+    if job.precision == "fp32" or job.autocast:
         return StateBytes(4, 4, moments)
     gradients = 2 if job.precision == "fp16" else HABITS[job.engine].gradient_bytes if zero_stage < 3 else 4
     return StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moments)
@@ -73,17 +74,19 @@ class Term:
 
 
 def activation_terms(
-    block: Block, hidden: int, kernels: str = "fused", width: int = 2, dropout: bool = False
+    block: Block, hidden: int, kernels: str = "fused", width: int = 2, dropout: bool = False, stream: int | None = None
 ) -> list[Term]:
     """What a block keeps of each token, in the order of its forward.
 
     Args:
+        width: bytes of what matrix products read and write.
+        stream: bytes of the residual stream, which norms read; default: the same.
         kernels: "paper": attention scores in memory, as in arXiv:2205.05198; "fused": flash attention, norms and
             gated activations that keep their inputs only; "transformers": modules as Transformers writes them, see
             docs/activation_memory.md.
     """
-    c = width
-    norm = {"paper": c, "fused": c, "transformers": 2 * (4 + c) / 2 + 4 / hidden}[kernels]
+    c, e = width, stream or width
+    norm = {"paper": e, "fused": e, "transformers": 4 + e + 4 / hidden}[kernels]
     heads = sum(part.heads for part in block.attentions)
     query = sum(part.heads * part.qk_width for part in block.attentions)
     keys = sum(part.kv_heads * (part.qk_width + part.v_width) for part in block.attentions)
@@ -193,7 +196,7 @@ def rank_memory(shape: ModelShape, stages: list[Stage], live: int, layout: Layou
         kernels = "paper"
     states = _states(stages, layout, job)
     per_stage = [_stage_activations(shape, stage, kernels, tokens, layout, job) for stage in stages]
-    sent = habits.boundary * job.width * tokens * shape.hidden if layout.pp > 1 else 0.0
+    sent = habits.boundary * job.stored * tokens * shape.hidden if layout.pp > 1 else 0.0
     activations = live * (sum(per_stage) / len(stages) + sent)
     working = max(_working_set(shape, stage, kernels, tokens, layout, job) for stage in stages)
     logits = tokens * shape.head_outputs / layout.tp * habits.logit_bytes if any(s.is_last for s in stages) else 0.0
@@ -204,6 +207,7 @@ def rank_memory(shape: ModelShape, stages: list[Stage], live: int, layout: Layou
         "gathered weights": _gathered(shape, stages, layout, job, habits),
         "context": habits.context_gib * GIB,
         "communication buffers": _buffers(layout, habits),
+        **({"autocast copies": autocast_copies(stages, layout, job)} if job.autocast else {}),
     }
     slack = habits.fragmentation * (activations + kinds["temporaries"] + kinds["gathered weights"])
     return RankMemory(rank, kinds, slack)
@@ -221,7 +225,7 @@ def _states(stages: list[Stage], layout: Layout, job: Job) -> dict[str, float]:
     for parameters, shards in _sharded(stages, layout):
         trained = 1.0
         if job.lora:
-            frozen = StateBytes(2, 0, 0)
+            frozen = StateBytes(job.stored, 0, 0)
             states = zero_states(parameters, shards, layout.zero_stage, frozen)
             trained = lora_share(stages, job.lora)
             total = {kind: total[kind] + states[kind] for kind in total}
@@ -231,6 +235,11 @@ def _states(stages: list[Stage], layout: Layout, job: Job) -> dict[str, float]:
         total["optimizer"] = total["gradients"] = 0.0
         total["weights"] = max(total["weights"], sum(2 * n / s for n, s in _sharded(stages, layout)))
     return total
+
+
+def autocast_copies(stages: list[Stage], layout: Layout, job: Job) -> float:
+    """What autocast makes of fp32 weights and products keep for their backward: whole ones, however ZeRO shards."""
+    return job.width * sum(stage.dense_parameters(layout.tp) + stage.expert_parameters(layout.ep) for stage in stages)
 
 
 def _sharded(stages: list[Stage], layout: Layout) -> list[tuple[float, int]]:
@@ -252,9 +261,14 @@ def _stage_activations(
     length = job.seq
     total = 0.0
     for block, count in stage.counts:
-        terms = activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper")
+        terms = _terms(shape, block, kernels, job)
         total += count * tokens * kept_bytes(terms, layout, length, job.recompute)
     return total
+
+
+def _terms(shape: ModelShape, block: Block, kernels: str, job: Job) -> list[Term]:
+    dropout = shape.dropout and kernels == "paper"
+    return activation_terms(block, shape.hidden, kernels, job.width, dropout, job.stored)
 
 
 def _working_set(shape: ModelShape, stage: Stage, kernels: str, tokens: float, layout: Layout, job: Job) -> float:
@@ -262,7 +276,7 @@ def _working_set(shape: ModelShape, stage: Stage, kernels: str, tokens: float, l
     if not stage.counts:
         return 0.0
     block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
-    terms = activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper")
+    terms = _terms(shape, block, kernels, job)
     again = kept_bytes(terms, layout, job.seq) - kept_bytes(terms, layout, job.seq, job.recompute)
     gradients = job.width * (2 * block.inner / layout.tp + 2 * shape.hidden)
     return tokens * (again + gradients)
@@ -276,7 +290,7 @@ def _gathered(shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, 
     largest = max(block.parameters for block in blocks)
     ends = max(shape.embedding_parameters, shape.head_parameters)
     unit = max(largest, ends if any(s.is_first or s.is_last for s in stages) else 0) / layout.tp
-    return (habits.ahead * job.width * largest / layout.tp) + unit * (job.width + 2.0)
+    return (habits.ahead * job.stored * largest / layout.tp) + unit * (job.stored + 2.0)
 
 
 def fullest(memories: list[RankMemory]) -> RankMemory:

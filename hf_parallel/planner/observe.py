@@ -44,7 +44,7 @@ def observe(
     model: Any,
     batches: list[dict[str, torch.Tensor]],
     optimizer: str = "adamw",
-    autocast: bool = False,
+    autocast: torch.dtype | None = None,
     layers: tuple[tuple[nn.Module, ...], ...] = (),
     scalars: Any = None,
 ) -> Observed:
@@ -53,7 +53,7 @@ def observe(
     Args:
         model: parallel, with memory for its weights.
         batches: what one step accumulates over.
-        autocast: compute in bf16 what is stored otherwise.
+        autocast: compute products in this dtype, whatever weights are stored in.
         layers: of each of this rank's stages, to part the step where layers begin and end.
         scalars: see `Ledger`.
     """
@@ -82,7 +82,7 @@ def observe(
         return Observed(ledger.peaks(kinds), kept, traffic)
 
 
-def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: bool) -> None:
+def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
     """Forward and backward of each batch; FSDP2 reduces at the last one, a pipeline in every schedule."""
     state = state_of(model)
     assert state is not None
@@ -90,7 +90,7 @@ def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: bo
     for i, batch in enumerate(batches):
         for root in roots:
             root.set_requires_gradient_sync(i == len(batches) - 1)
-        with torch.autocast(state.mesh.device.type, torch.bfloat16, enabled=autocast):
+        with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None):
             loss = model(**batch)["loss"]
         loss.backward()
 

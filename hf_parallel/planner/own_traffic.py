@@ -54,22 +54,30 @@ def own_traffic(
 
 
 def _stream(shape: ModelShape, job: Job) -> float:
-    return job.micro_batch * job.seq * shape.hidden * job.width
+    return job.micro_batch * job.seq * shape.hidden * job.stored
 
 
 def _tensor(shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, group: Group) -> Iterator[Transfer]:
-    layers, stream, again = sum(stage.layers for stage in stages), _stream(shape, job), job.recompute == "full"
+    """Under autocast products read and write 16 bits: inputs of regions and their gradients are of the stream's dtype.
+
+    Outputs, what the backward gathers again, and what arrives in it are of the products'.
+    """
+    layers, again = sum(stage.layers for stage in stages), job.recompute == "full"
+    stream, product = _stream(shape, job), _stream(shape, job) * job.width / job.stored
+    outputs = (3 if again else 2) * layers
     if not layout.sequence_parallel:
-        count = (5 if again else 4) * layers * job.micro_batches
-        yield Transfer("tp", "all_reduce", stream, count, group, "outputs of attention and MLP")
+        yield Transfer("tp", "all_reduce", product, outputs * job.micro_batches, group, "outputs of attention and MLP")
+        yield Transfer("tp", "all_reduce", stream, 2 * layers * job.micro_batches, group, "gradients of their inputs")
     else:
         ends = sum(stage.is_first + stage.is_last for stage in stages)
-        gathers, scatters = ((8 if again else 6) * layers + ends), (5 if again else 4) * layers
-        yield Transfer("tp", "all_gather", stream, gathers * job.micro_batches, group, "layers' inputs")
-        yield Transfer("tp", "reduce_scatter", stream, scatters * job.micro_batches, group, "layers' outputs")
+        inputs = (4 if again else 2) * layers + ends
+        yield Transfer("tp", "all_gather", stream, inputs * job.micro_batches, group, "layers' inputs")
+        yield Transfer("tp", "all_gather", product, 4 * layers * job.micro_batches, group, "inputs again, gradients")
+        yield Transfer("tp", "reduce_scatter", product, outputs * job.micro_batches, group, "layers' outputs")
+        yield Transfer("tp", "reduce_scatter", stream, 2 * layers * job.micro_batches, group, "gradients of inputs")
         whole = sum(count * block.others for stage in stages for block, count in stage.counts)
         last_norm = shape.other_parameters if any(stage.is_last for stage in stages) else 0
-        payload = (whole + last_norm) * job.width
+        payload = (whole + last_norm) * job.stored
         yield Transfer("tp", "all_reduce", payload, job.micro_batches, group, "gradients of norms")
     yield Transfer("tp", "all_reduce", _shared_heads(shape, stages, layout, job), job.micro_batches, group, "k and v")
 
@@ -83,7 +91,7 @@ def _shared_heads(shape: ModelShape, stages: list[Stage], layout: Layout, job: J
         for part in block.attentions
         if part.kv_heads < layout.tp
     )
-    return shape.hidden * sum(widths) * job.width
+    return shape.hidden * sum(widths) * job.stored
 
 
 def _vocabulary(shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, group: Group) -> Iterator[Transfer]:
@@ -100,10 +108,10 @@ def _data(
     shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, links: dict[str, Group], calls: int
 ) -> Iterator[Transfer]:
     each = [(parameters_of(block, shape, layout), count) for stage in stages for block, count in stage.counts]
-    layers = job.width * sum(size * count for size, count in each)
+    layers = job.stored * sum(size * count for size, count in each)
     # Embedding and head are split over tp, the last norm is not.
     norm = shape.other_parameters * any(stage.is_last for stage in stages)
-    ends = job.width * ((sum(stage.embedding + stage.head for stage in stages) - norm) / layout.tp + norm)
+    ends = job.stored * ((sum(stage.embedding + stage.head for stage in stages) - norm) / layout.tp + norm)
     trained = lora_share(stages, job.lora) if job.lora else 1.0
     rounds = calls if layout.pp > 1 else 1  # of reducing
     reduced = (layers + ends) * trained
@@ -131,5 +139,5 @@ def _pipeline(
     if shape.tied and layout.pp > 1 and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
         shards = layout.shards if layout.zero_stage else 1
         both = Group("pp", 2, links["pp"].link, links["pp"].bandwidth)
-        payload = shape.embedding_parameters * job.width / layout.tp / shards
+        payload = shape.embedding_parameters * job.stored / layout.tp / shards
         yield Transfer("pp", "all_reduce", payload, calls, both, "gradients of the tied embedding")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from hf_parallel.pipeline.timeline import Timeline, simulate
 from hf_parallel.planner.predict import Prediction
+from hf_parallel.planner.stage_times import stage_times
 from hf_parallel.planner.stages import make_stages
-from hf_parallel.planner.step_time import schedule_order, stage_times
+from hf_parallel.planner.step_time import schedule_order
 
 _MOST_SHOWN = 16  # micro-batches; boxes of more could not be told apart
 

@@ -24,7 +24,7 @@ def traffic(
         *_tensor(layers, stream, layout, job, links),
         *_context(shape, layers, layout, job, links),
         *_experts(shape, layers, stream, layout, job, links),
-        *_pipeline(stream, layout, job, links),
+        *_pipeline(stream / job.width * job.stored, layout, job, links),
         *_data(busiest, layout, job, links),
     ]
     return [transfer for transfer in found if transfer.group.size > 1 and transfer.payload and transfer.count]
@@ -78,7 +78,7 @@ def _data(stages: list[Stage], layout: Layout, job: Job, links: Links) -> list[T
 
         share = lora_share(stages, job.lora)
     gradients = parameters * share * gradient_width(job)
-    weights = parameters * job.width
+    weights = parameters * job.stored
     found = []
     if layout.zero_stage == 0:
         found = [Transfer("dp", "all_reduce", gradients, 1, links["zero"], "gradients")]
@@ -99,5 +99,5 @@ def _data(stages: list[Stage], layout: Layout, job: Job, links: Links) -> list[T
 
 
 def gradient_width(job: Job) -> int:
-    """Bytes per element of gradients that travel: the precision of the products."""
-    return job.width
+    """Bytes per element of gradients that travel: those of the weights."""
+    return job.stored

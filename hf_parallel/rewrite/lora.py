@@ -84,11 +84,12 @@ def adapt(wrapper: Any) -> None:
         return
     mixin = AdaptedEmbedding if isinstance(wrapper.base_layer, VocabParallel) else Adapted
     kind: Any = type(wrapper)
-    wrapper.__class__, wrapper.base_layer.adapted = _in_front(mixin, kind), True
+    wrapper.__class__, wrapper.base_layer.adapted = in_front(mixin, kind), True
 
 
 @functools.cache
-def _in_front(mixin: Any, cls: Any) -> type:
+def in_front(mixin: Any, cls: Any) -> type:
+    """The class `cls` with a mixin before it, by the same name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
@@ -127,12 +128,12 @@ class SharedRowsAdapter(TensorParallelLayer):
 def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split one adapter of a linear: `down` [r, in] is A and `up` [out, r] is B, whole and equal on all ranks."""
     if isinstance(base, RowParallel):
-        _cut(down, base, 1, mesh, device)
+        cut(down, base, 1, mesh, device)
         become(up, WholeAdapter, base.region)
         return
     become(down, WholeAdapter, base.region)
     if isinstance(base, ColumnParallel):
-        _cut(up, base, 0, mesh, device)
+        cut(up, base, 0, mesh, device)
     elif isinstance(base, SharedHeads):
         become(up, SharedRowsAdapter, base.region)
         up.rows = base.rows
@@ -140,12 +141,13 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
         become(up, WholeAdapter, base.region)
 
 
-def _cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
+def cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
+    """Cut A (dim 1) or B (dim 0), whole and equal on all ranks, in the order in which the base's weight is stored."""
     order: Any = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
     for name in names:
         if order is not None and adapter._parameters[name] is not None:
-            stored = StoredOrder(0, order.rows)  # of a Conv1D the base's dim is another
+            stored = StoredOrder(dim, order.rows)  # of a Conv1D the base's dim is another
             adapter.stored_orders = {**getattr(adapter, "stored_orders", {}), name: stored}
             adapter._parameters[name].data = stored.to_stored(adapter._parameters[name].data)
     for name in names:

@@ -2,14 +2,15 @@
 
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from transformers import TrainerCallback
 
 from tests import models
-from tests.distributed import run
+from tests.distributed import RankFailure, run
 from tests.resuming import STEPS, STOP, checkpoint_differences, log_differences, train, trained
-from tests.training import axes, none, weight_differences
+from tests.training import axes, none
 
 KEY = ",async_save=true"
 
@@ -70,8 +71,76 @@ def test_training_goes_on_while_a_slow_disk_is_written(runs, tmp_path):
         none(checkpoint_differences(f"{tmp_path}/{name}", f"{tmp_path}-now/{name}", models.build("llama")))
 
 
-def saves_meanwhile(spec: str, folder: str, out: str) -> None:
-    """A callback that saves the model itself while the checkpoint of that step is still being written."""
+class Witness(TrainerCallback):
+    """What a script sees of saves, in order: the step it is told, and whether its folder is whole."""
+
+    def __init__(self, trainer):
+        self.trainer, self.seen, self.told, self.steps = trainer, [], [], 0
+        self.fifth = threading.Event()
+        trainer.args.push_to_hub = True
+        trainer._push_from_checkpoint = lambda folder: self.note("push", folder, trainer.state)
+        trainer.add_callback(self)
+
+    def note(self, what, folder, state):
+        files = ("manifest.json", "model.safetensors", "optimizer/state.safetensors")
+        whole = all((Path(folder) / file).exists() for file in files)
+        self.seen.append((what, state.global_step, round(state.epoch, 6), Path(folder).name, whole))
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        self.steps += 1
+        if self.steps == 5:
+            self.fifth.set()
+        unfinished = self.trainer.__dict__.get("_unfinished_save")
+        if self.steps == 6 and unfinished is not None:
+            unfinished.thread.join(20)
+
+    def on_save(self, args, state, control, **kwargs):
+        self.note("save", f"{args.output_dir}/checkpoint-{state.global_step}", state)
+        self.told.append((state.global_step, self.steps))
+
+    def on_train_end(self, args, state, control, **kwargs):
+        left = sorted(path.name for path in Path(args.output_dir).glob("*checkpoint*"))
+        self.seen.append(("end", state.global_step, left, Path(state.best_model_checkpoint or "").name, True))
+
+
+def witnessed(spec: str, folder: str, out: str, patience: float, settings: dict) -> tuple[list, list]:
+    """A run under a disk that writes the optimizer's state of step 4 while step 5 is trained."""
+    from hf_parallel import hooks
+    from hf_parallel.checkpoint import resume
+
+    hooks.activate(spec, source="test")
+    write, witnesses = resume._write_tensors, []
+    resume._write_tensors = lambda *args: (witnesses[0].fifth.wait(patience), write(*args))
+    train(folder, out, axes(spec)["data_ranks"], change=lambda t: witnesses.append(Witness(t)), **settings)
+    return witnesses[0].seen, witnesses[0].told
+
+
+#: Every loss is better than the one before it: the best is the first, which stays beside the last.
+BEST = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "greater_is_better": True}
+
+
+@pytest.mark.parametrize(
+    ("settings", "patience", "told"),
+    [
+        ({"max_steps": 7}, 20, [(4, 6), (7, 7)]),  # whole when step 6 begins, at whose end all ranks know
+        ({"save_steps": 1, "max_steps": 3, "save_total_limit": 1, **BEST}, 0.2, [(1, 2), (2, 3), (3, 3)]),
+    ],
+    ids=["callbacks", "best"],
+)
+def test_callbacks_and_uploads_find_whole_folders(runs, tmp_path, settings, patience, told):
+    """As without the key: the same steps in the same order, the same folders left; told while the training goes on."""
+    found = {}
+    for key, wait in (("", 0), (KEY, patience)):
+        job = (runs.initial("llama"), f"{tmp_path}/out{key}", wait, settings)
+        found[key] = run(witnessed, 2, "dp_shard=2" + key, *job, init=False)
+    now, later = found[""][0][0], found[KEY][0][0]
+    assert later == now
+    assert all(whole for *_, whole in later)
+    assert [rank[1] for rank in found[KEY]] == [told, told]
+
+
+def copies(spec: str, folder: str, out: str) -> None:
+    """A callback that saves the model itself: by then it is the model of a later step."""
     from hf_parallel import hooks
     from hf_parallel.checkpoint import resume
 
@@ -86,10 +155,13 @@ def saves_meanwhile(spec: str, folder: str, out: str) -> None:
     train(folder, out, axes(spec)["data_ranks"], change=lambda t: t.add_callback(Copy()), max_steps=2, save_steps=1)
 
 
-def test_a_script_that_saves_by_itself_meanwhile(runs, tmp_path):
-    run(saves_meanwhile, 2, "dp_shard=2" + KEY, runs.initial("llama"), str(tmp_path), init=False)
-    for step in (1, 2):
-        none(weight_differences(f"{tmp_path}/copy-{step}", f"{tmp_path}/checkpoint-{step}", 0.0))
+def test_a_callback_that_saves_by_itself_is_refused(runs, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run(copies, 2, "dp_shard=2" + KEY, runs.initial("llama"), str(tmp_path), init=False)
+    assert caught.value.kinds == {0: "SpecError", 1: "SpecError"}
+    assert "async_save=true: on_save callbacks are called when checkpoint-1 is whole, and the model is at step 2" in (
+        caught.value.message
+    )
 
 
 def fails_later(spec: str, folder: str, out: str) -> str:

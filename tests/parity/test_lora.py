@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests import training
+from tests.adapters import ATTENTION, ENDS, MLP, lora
 from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
@@ -36,42 +37,9 @@ from tests.training import (
 
 pytest.importorskip("peft")
 
-ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP = ("gate_proj", "up_proj", "down_proj")
-ENDS = ("embed_tokens", "lm_head")
-SPECS = (
-    "dp_shard=2",
-    "dp_replicate=2",
-    "tp=2",
-    "pp=2",
-    "dp_replicate=2,dp_shard=2",
-    "tp=2,dp_shard=2",
-    "pp=2,dp_shard=2",
-    "tp=2,pp=2",
-)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 NAMES = ("one", "own")
 CHECKPOINTED = (("gradient_checkpointing", True),)
-
-
-def lora(targets, **settings):
-    """The script with adapters whose B does not start at zero: both halves then have gradients in the first step."""
-    chosen = {"r": 4, "lora_alpha": 8, "init_lora_weights": False, "target_modules": targets, **settings}
-    return tuple(chosen.items())
-
-
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
-def test_all_linear_layers(runs, model, accumulation, spec):
-    script = Script(model=model, lora=lora("all-linear")).with_accumulation(accumulation)
-    runs.check(script, spec)
-
-
-@pytest.mark.parametrize("model", ["llama", "qwen3"])
-@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
-def test_embedding_and_head_with_checkpointing(runs, model, spec):
-    runs.check(Script(model=model, lora=lora(ATTENTION + MLP + ENDS), arguments=CHECKPOINTED), spec)
 
 
 @pytest.mark.parametrize("model", ["llama", "gpt2", "opt", "phi3", "deepseek_v3", "gemma3"])
@@ -112,6 +80,34 @@ def test_second_adapter_and_zero_start(runs):
     settings = lora(ATTENTION + MLP, init_lora_weights=True)
     runs.check(Script(lora=settings, second_adapter=True), "tp=2,dp_shard=2")
     runs.check(Script(lora=settings, second_adapter=True), "tp=2,pp=2")
+
+
+def train_in_turn(spec, initial, out):
+    """Two adapters of other sizes in one model: the second is trained, then the first."""
+    from peft import LoraConfig
+
+    if spec:
+        hooks.activate(spec, source="test")
+    script, outcomes = Script(lora=lora(ATTENTION + MLP)), []
+    model = load_model(script, initial, 0)
+    second = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights="gaussian", target_modules=["o_proj", "lm_head"])
+    model.add_adapter("second", second)
+    training.load_model = lambda *_: model
+    data_ranks = axes(spec)["data_ranks"] if spec else 1
+    for name in ("second", "default"):
+        model.set_adapter(name)
+        outcomes.append(training.train(script, initial, f"{out}/{name}", data_ranks, int(os.environ.get("RANK", 0))))
+    return outcomes
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2,tp=2", "pp=2,dp_shard=2"])
+def test_adapters_trained_in_turn(runs, tmp_path, spec):
+    """What trains changes after the weights have been gathered: other gradients, and of the first adapter no more."""
+    initial = runs.initial("llama")
+    one = run_alone(train_in_turn, None, initial, f"{tmp_path}/one")
+    many = run(partial(train_in_turn, spec, initial, f"{tmp_path}/many"), 4, init=False, timeout=90)
+    for i, expected in enumerate(one):
+        none(differences([ranks[i] for ranks in many], expected, Tolerance()))
 
 
 @pytest.mark.parametrize("spec", layouts("LoRA", "tp=2,dp_shard=2", "tp=2,pp=2"))
@@ -210,12 +206,16 @@ def test_biases(runs, bias, spec):
     runs.check(Script(model="gpt2", lora=lora("all-linear", bias=bias)), spec)
 
 
-def merged(spec, model, initial, out):
+def merged(spec, model, initial, out, **settings):
     """Logits before merging, merged in place, taken out again, and merged for good; the merged model is saved."""
     if spec:
         hooks.activate(spec, source="test")
-    targets = "all-linear" if model != "llama" else (*ATTENTION, *MLP, *ENDS)
-    adapted = load_model(Script(model=model, lora=lora(targets)), initial, 0).eval()
+    targets = "all-linear" if model != "llama" or settings else (*ATTENTION, *MLP, *ENDS)
+    adapted = load_model(Script(model=model, lora=lora(targets, **settings)), initial, 0).eval()
+    with torch.no_grad():  # magnitudes that are not the norms they start as
+        for name, parameter in adapted.named_parameters():
+            if "magnitude" in name:
+                parameter *= 1.1
 
     def logits(of):
         with torch.no_grad():
@@ -233,14 +233,24 @@ def merged(spec, model, initial, out):
 
 
 @pytest.mark.parametrize(
-    ("model", "spec"),
-    [("llama", "tp=2,pp=2"), ("phi3", "dp_shard=2,tp=2"), ("gpt2", "tp=2")],
+    ("model", "spec", "dora"),
+    [
+        ("llama", "tp=2,pp=2", False),
+        ("phi3", "dp_shard=2,tp=2", True),
+        ("gpt2", "tp=2", False),
+        ("llama", "dp_shard=2,pp=2", True),
+        ("phi3", "dp_shard=2,tp=2", False),
+        ("gpt2", "dp_shard=2,tp=2", True),
+        ("llama", "tp=4", True),
+    ],
 )
-def test_merging(runs, tmp_path, model, spec):
+def test_merging(runs, tmp_path, model, spec, dora):
     """Into each rank's part of the base: the same logits, and a folder of whole weights for plain transformers."""
     initial, one, many = runs.initial(model), str(tmp_path / "one"), str(tmp_path / "many")
-    (reference, *_) = run_alone(merged, None, model, initial, one)
-    for results in run(partial(merged, spec, model, initial, many), axes(spec)["world"], init=False, timeout=60):
+    settings = {"use_dora": True} if dora else {}
+    (reference, *_) = run_alone(merged, None, model, initial, one, **settings)
+    call = partial(merged, spec, model, initial, many, **settings)
+    for results in run(call, axes(spec)["world"], init=False, timeout=60):
         assert all((logits - reference).abs().max() < 1e-4 for logits in results)
     none(weight_differences(many, one, 1e-6))
 
@@ -367,7 +377,7 @@ def config_of(folder):
 
 REFUSED = [
     ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights"),
-    ({"target_parameters": ("gate_proj.weight",)}, "target_parameters"),
+    ({"layer_replication": ((0, 2), (1, 4))}, "layer_replication"),
     ({"trainable_token_indices": (1, 2)}, "trainable_token_indices"),
 ]
 

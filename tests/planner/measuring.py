@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
+from transformers import MixtralConfig
 
 from hf_parallel.planner.ledger import local
 from hf_parallel.planner.observe import build_optimizer, observe
@@ -11,19 +12,64 @@ from tests import models
 from tests.counting import CountCollectives
 
 
+def experts(**changes: Any) -> MixtralConfig:
+    """Mixtral: four experts in each layer, two of them at work for a token."""
+    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False}
+    return MixtralConfig(**{**models.DECODER, **own, **changes})
+
+
+models.CONFIGS.setdefault("experts", experts)
+
+
 def measured(name: str, spec: str, rows: int, length: int, accumulation: int = 1, **sizes: Any) -> dict[str, Any]:
     """What this rank keeps and sends in its second step, as plain numbers."""
     from hf_parallel import parallelize
 
     model = parallelize(models.build(name, **sizes), spec).train()
+    batches = some_batches(rows, length, accumulation)
+    return numbers(observe(model, batches)) | {"sums": plain_sums(model, batches)}
+
+
+def measured_in_a_script(spec: str, rows: int, length: int, accumulation: int, mixed_precision: str) -> dict[str, Any]:
+    """The same of a Llama in fp32 that Accelerator prepares, whose own autocast it is."""
+    from accelerate import Accelerator
+
+    from hf_parallel import hooks
+
+    hooks.activate(spec)
+    model = Accelerator(mixed_precision=mixed_precision).prepare(models.build("llama")).train()
+    found = numbers(observe(model, some_batches(rows, length, accumulation)))
+    found["traffic"].pop("data", None)  # the hooks count the batch's targets
+    return found
+
+
+def measured_with_adapters(spec: str, rows: int, length: int, folder: str, bits: int) -> dict[str, Any]:
+    """The same of a Llama that a script loads, in fp32 or in 4 bits, and gives adapters."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    from hf_parallel import hooks
+
+    hooks.activate(spec)
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed if bits == 4 else None)
+    get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))
+    return numbers(observe(model.train(), some_batches(rows, length, 1)))
+
+
+def some_batches(rows: int, length: int, accumulation: int) -> list[dict[str, torch.Tensor]]:
+    """What one step accumulates over."""
     tokens = torch.arange(rows * length).view(rows, length) % models.VOCABULARY
-    batches = [{"input_ids": tokens, "labels": tokens} for _ in range(accumulation)]
-    seen = observe(model, batches)
+    return [{"input_ids": tokens, "labels": tokens} for _ in range(accumulation)]
+
+
+def numbers(seen: Any) -> dict[str, Any]:
+    """What was observed, or dry-run, in plain numbers."""
     traffic = {
         axis: {kind: (t.count, t.payload, t.sent) for kind, t in kinds.items()}
         for axis, kinds in seen.communication.items()
     }
-    return {"peak": dict(seen.peak), "kept": dict(seen.kept), "traffic": traffic, "sums": plain_sums(model, batches)}
+    return {"peak": dict(seen.peak), "kept": dict(seen.kept), "traffic": traffic}
 
 
 def plain_sums(model: Any, batches: list[dict[str, torch.Tensor]]) -> dict[str, int]:

@@ -141,7 +141,8 @@ def test_one_process_stays_as_it_is(folder):
     [
         ([], {"rows": 8, "accumulation": 1, "seq": 64, "precision": "fp32"}),
         (["--per_device_train_batch_size", "3", "--block-size=16"], {"rows": 3, "seq": 16}),
-        (["--bf16", "--gradient_accumulation_steps=4"], {"precision": "bf16", "accumulation": 4}),
+        (["--bf16", "--gradient_accumulation_steps=4"], {"precision": "mixed", "accumulation": 4}),
+        (["--fp16", "--optim", "paged_adamw_8bit"], {"precision": "fp16", "optimizer": "adamw_8bit"}),
         (["--bf16", "false", "--max_length", "4096"], {"precision": "fp32", "seq": 64}),
     ],
 )
@@ -150,6 +151,22 @@ def test_batch_from_the_command_line(argv, expected):
 
     found = script_batch(models.llama(), ["train.py", *argv])
     assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "argv", "precision"),
+    [
+        (torch.bfloat16, ["--bf16"], "bf16"),
+        ("bfloat16", [], "bf16"),
+        (torch.float32, ["--bf16"], "mixed"),
+        (torch.float32, [], "fp32"),
+    ],
+)
+def test_precision_is_that_of_weights_and_of_autocast(dtype, argv, precision):
+    from hf_parallel.hooks.auto import script_batch
+
+    assert script_batch(models.llama(dtype=dtype), ["train.py", *argv])["precision"] == precision
+    assert script_batch(models.llama(), ["train.py", *argv], dtype)["precision"] == precision
 
 
 def test_launcher_and_library_do_not_mix():

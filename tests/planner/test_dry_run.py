@@ -5,12 +5,14 @@ import torch
 from transformers import LlamaConfig
 
 from hf_parallel.config import SpecError
+from hf_parallel.hooks.planned_adapters import four_bit, lora
 from hf_parallel.planner.dry_run import dry_run
 from tests import models
 from tests.distributed import run, run_alone
-from tests.planner.measuring import allocated, measured
+from tests.planner.measuring import allocated, experts, measured, measured_in_a_script, measured_with_adapters, numbers
 
 ROWS, LENGTH = 4, 32
+STATES = ("parameters", "gradients", "optimizer")
 LLAMA_70B = {
     "hidden_size": 8192,
     "intermediate_size": 28672,
@@ -25,12 +27,7 @@ def planned(name, spec, rank, accumulation=1, **options):
     """The dry run of a tiny model in a process of its own, in plain numbers."""
     sizes = options.pop("sizes", {})
     given = {"rows": ROWS, "seq": LENGTH, "precision": "fp32", "world_size": 4} | options
-    ran = dry_run(getattr(models, name)(**sizes), spec, rank=rank, accumulation=accumulation, **given)
-    traffic = {
-        axis: {kind: (t.count, t.payload, t.sent) for kind, t in kinds.items()}
-        for axis, kinds in ran.communication.items()
-    }
-    return {"peak": dict(ran.peak), "kept": dict(ran.kept), "traffic": traffic}
+    return numbers(dry_run(models.CONFIGS[name](**sizes), spec, rank=rank, accumulation=accumulation, **given))
 
 
 CASES = [
@@ -39,6 +36,8 @@ CASES = [
     ("gpt2", "tp=2,dp_shard=2,activation_checkpointing=full", 1),
     ("qwen3", "pp=2,tp=2,pipeline_microbatches=4", 1),
     ("llama", "pp=2,dp_shard=2,pipeline_microbatches=4,pipeline_schedule=interleaved_zero_bubble", 1),
+    ("experts", "dp_shard=4", 1),
+    ("experts", "pp=2,dp_shard=2,pipeline_microbatches=4", 1),
 ]
 
 
@@ -53,10 +52,44 @@ def test_bytes_are_those_of_a_real_run(name, spec, accumulation):
     for rank in (0, 3):
         plan, did = run_alone(planned, name, spec, rank, accumulation), real[rank]
         assert plan["traffic"] == did["traffic"]
-        for kind in ("parameters", "gradients", "optimizer"):
+        for kind in STATES:
             assert plan["kept"][kind] == did["kept"][kind] == did["sums"][kind]
         total = sum(did["peak"].values())
         assert sum(plan["peak"].values()) == pytest.approx(total, rel=1e-12 if spec.startswith("dp_") else 0.03)
+
+
+@pytest.mark.parametrize(
+    ("spec", "accumulation"),
+    [("dp_shard=4", 1), ("pp=2,tp=2,pipeline_microbatches=4,activation_checkpointing=full", 2)],
+)
+def test_fp32_weights_under_autocast_are_those_of_a_script(spec, accumulation):
+    """`precision="mixed"` beside Accelerator(mixed_precision="bf16"): states and traffic to the byte, 3 % in all."""
+    real = run(measured_in_a_script, 4, spec, ROWS, LENGTH, accumulation, "bf16")
+    for rank in (0, 3):
+        plan, did = run_alone(planned, "llama", spec, rank, accumulation, precision="mixed"), real[rank]
+        assert plan["traffic"] == did["traffic"]
+        assert [plan["kept"][kind] for kind in STATES] == [did["kept"][kind] for kind in STATES]
+        assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    models.build("llama").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(("spec", "bits"), [("pp=2,tp=2", 32), ("tp=2,dp_shard=2", 32), ("dp_shard=4", 4)])
+def test_adapters_are_those_of_a_script(folder, spec, bits):
+    """LoRA and QLoRA: only adapters have gradients and states; the base is gathered and never reduced."""
+    real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, folder, bits)
+    packed = {"pack": four_bit()} if bits == 4 else {}
+    for rank in (0, 3):
+        plan, did = run_alone(planned, "llama", spec, rank, adapt=lora(4), **packed), real[rank]
+        assert plan["traffic"] == did["traffic"]
+        assert [plan["kept"][kind] for kind in STATES] == [did["kept"][kind] for kind in STATES]
+        assert plan["kept"]["gradients"] < plan["kept"]["parameters"] / 4
+        assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
 
 
 def test_number_of_collectives_is_what_another_counter_counts():
@@ -122,12 +155,12 @@ def refusal(call):
         ({"precision": "fp8"}, "precision=fp8"),
         ({"optimizer": "lion"}, "optimizer=lion"),
         ({"world_size": 3}, "dp_shard"),
+        ({"model": experts(experts_implementation="eager")}, 'experts_implementation="grouped_mm" works'),
     ],
 )
 def test_refusals(options, words):
-    given = {"config": "dp_shard=2", **options}
-    spec = given.pop("config")
-    assert words in run_alone(refusal, lambda: dry_run(models.llama(), spec, seq=8, **given))
+    given = {"model": models.llama(), "config": "dp_shard=2", **options}
+    assert words in run_alone(refusal, lambda: dry_run(seq=8, **given))
 
 
 def in_a_real_world():

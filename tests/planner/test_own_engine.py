@@ -77,6 +77,11 @@ LAYOUTS = [
     ("qwen3", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7}),
     ("gpt2", "dp_shard=8", {"rows": 4}),
     ("gpt2", "tp=4,dp_shard=2", {"rows": 2}),
+    ("llama", "dp_shard=8", {"rows": 2, "precision": "mixed"}),
+    ("llama", "dp_shard=8,activation_checkpointing=full", {"rows": 2, "precision": "mixed"}),
+    ("llama", "tp=8,sequence_parallel=false", {"rows": 2, "precision": "mixed"}),
+    ("llama", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7, "precision": "mixed"}),
+    ("llama", "tp=2,dp_replicate=4", {"rows": 2, "precision": "fp16"}),
 ]
 
 
@@ -86,7 +91,7 @@ def compared():
     return run_alone(lambda: [both(name, spec, **options) for name, spec, options in LAYOUTS], timeout=280)
 
 
-@pytest.mark.parametrize("place", range(len(LAYOUTS)), ids=[f"{name}-{spec}" for name, spec, _ in LAYOUTS])
+@pytest.mark.parametrize("place", range(len(LAYOUTS)), ids=["-".join(map(str, layout)) for layout in LAYOUTS])
 def test_planned_is_what_a_dry_run_shows(compared, place):
     name, spec, _ = LAYOUTS[place]
     planned, ran, sent, counted_ = compared[place]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+_OF_LAUNCHERS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HF_PARALLEL")
 
 
 @dataclass
@@ -37,14 +38,17 @@ def hf_parallel_launch(processes: int, spec: str) -> list[str]:
     return [sys.executable, "-m", "hf_parallel.cli", "launch", "--num_processes", str(processes), "--parallel", spec]
 
 
+def environment() -> dict[str, str]:
+    """Without what another launcher may have left in it."""
+    kept = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**kept, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+
+
 def launch(command: list[str], *arguments: str, timeout: float = 120.0) -> Ended:
     """Run a launcher to its end; all of its processes are killed if that takes longer than `timeout` seconds."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HF_PARALLEL"):
-        environment.pop(name, None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([*command, *arguments], env=environment, start_new_session=True, **pipes)
+    process = subprocess.Popen([*command, *arguments], env=environment(), start_new_session=True, **pipes)
     try:
         out, err = process.communicate(timeout=timeout)
         return Ended(process.returncode, out, err, time.time())

@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
@@ -251,6 +252,19 @@ def test_an_own_error_is_not_taken_for_a_lost_peer(script, tmp_path):
     assert code == 1
     assert err.splitlines()[0] == "hf_parallel: rank 0 failed"
     assert err.splitlines()[1].startswith("Traceback")
+
+
+def test_a_failing_rank_takes_its_workers_along(script, tmp_path):
+    """They have its connections and its output, which would stay open."""
+    code = """
+        import multiprocessing, time
+        multiprocessing.Process(target=time.sleep, args=(60,), daemon=True).start()
+        raise ValueError("this one")
+        """
+    begun = time.monotonic()
+    ended, _, err = finish(script(code), cwd=tmp_path, rank=1, world_size=2)
+    assert time.monotonic() - begun < 30
+    assert (ended, "ValueError: this one" in err) == (1, True)
 
 
 def test_process_group_is_closed_after_a_clean_end(script):

@@ -1,0 +1,207 @@
+"""Is every rank here? Asked before a save, in which all of them take part.
+
+A script that saves under `if is_main_process:` would wait for the others until the process group's time-out. Ranks
+sign in in the store; one that waits asks those that are missing, and a thread of theirs answers for them:
+
+    rank 0   waits in model.save_pretrained, asks rank 1
+    rank 1   stands in a collective of the next step, where nothing has moved for seconds; its thread says so
+    rank 0   raises: nobody will come
+
+A rank that does anything else (it evaluates, tokenizes, downloads) is waited for, as by any collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
+PATIENCE_S, SPEAK_S = 3.0, 15.0
+#: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
+LOOK_S, STILL_S = 2.0, 3.0
+_ROOM = "hf_parallel/attendance"
+_LEFT = "has ended"
+_OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+#: Code in which a process waits for others, when it does not move.
+_WAITING = (
+    *(os.path.join(_OWN, place) for place in ("collectives", "pipeline", "rewrite", "sharding", "hooks/stopping.py")),
+    *(os.path.join(_TORCH, place) for place in ("distributed", "autograd")),
+)
+#: Code that is not the user's.
+_LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+class AloneError(RuntimeError):
+    """A call that all ranks have to make was made by some of them."""
+
+
+class Attendance:
+    """This process's place in the list, and the thread that answers for it."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank, self.world_size = rank, world_size
+        self.number = 0
+        self.process, self.watched = os.getpid(), threading.get_ident()
+        self.closed = threading.Event()
+        self.thread = threading.Thread(target=self._answer, name="hf_parallel attendance", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """This process comes to no further call."""
+        if not self.closed.is_set() and os.getpid() == self.process:
+            self.closed.set()
+            self.thread.join(LOOK_S)
+            with contextlib.suppress(RuntimeError):  # the store may be gone
+                self._reply([self.number, 0], _LEFT)
+
+    # ---- a rank that is here ---------------------------------------------------------------------------------------
+
+    def meet(self, call: str) -> None:
+        """Return when all ranks are in this call.
+
+        Raises:
+            AloneError: some of them will not come, or are in another call.
+        """
+        self.number += 1
+        room = dist.PrefixStore(str(self.number), self.store)
+        first = room.compare_set("call", "", call).decode()
+        if first != call:
+            room.set("other", call)
+            raise AloneError(_different(call, first))
+        room.set(str(self.rank), "")
+        if room.add("count", 1) == self.world_size:
+            room.set("all", "")
+            self._forget(self.number - 1)
+        start, pause = time.monotonic(), 0.0005
+        while not room.check(["all"]):
+            if time.monotonic() - start > PATIENCE_S:
+                self._wait_for_missing(call, room)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        room.delete_key(str(self.rank))
+
+    def _forget(self, number: int) -> None:
+        """What is left of a call that all ranks have gone on from."""
+        for key in ("call", "count", "all"):
+            self.store.delete_key(f"{number}/{key}")
+
+    def _wait_for_missing(self, call: str, room: Any) -> None:
+        question, said, end = 0, False, time.monotonic() + SPEAK_S
+        while not room.check(["all"]):
+            missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
+            answers = {rank: self._ask(rank, [self.number, question]) for rank in missing}
+            if missing and all(answers.values()):
+                if question == 1 and not room.check(["all"]):
+                    raise AloneError(_alone(call, self.rank, answers))
+                question = 1  # once more, for they were not asked at one time
+            if room.check(["other"]):
+                raise AloneError(_different(call, room.get("other").decode()))
+            if missing and not said and time.monotonic() > end:
+                said, waits = True, f"hf_parallel: {call} on rank {self.rank} waits for {_ranks(missing)}"
+                print(waits, file=sys.stderr, flush=True)
+            time.sleep(0.2)
+
+    def _ask(self, rank: int, question: list[int]) -> str | None:
+        """Where a rank stands still, or that it has ended; None if it may still come."""
+        self.store.set(f"asked/{rank}", json.dumps(question))
+        if not self.store.check([f"answer/{rank}"]):
+            return None
+        answered, found = json.loads(self.store.get(f"answer/{rank}"))
+        return found if answered >= question or found == _LEFT else None
+
+    # ---- a rank that is not ----------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may go first
+            while not self.closed.wait(LOOK_S):
+                if self.store.check([f"asked/{self.rank}"]):
+                    question = json.loads(self.store.get(f"asked/{self.rank}"))
+                    self.store.delete_key(f"asked/{self.rank}")
+                    self._reply(question, self._stuck())
+
+    def _reply(self, question: list[int], found: str | None) -> None:
+        self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
+
+    def _stuck(self) -> str | None:
+        """Where the watched thread waits for other ranks without moving; None if it moves or does something else."""
+        before = sys._current_frames().get(self.watched)
+        place = before and before.f_lasti
+        if before is None or self.closed.wait(STILL_S):
+            return None
+        now = sys._current_frames().get(self.watched)
+        if now is not before or now.f_lasti != place or not _waits_for_others(now):
+            return None
+        return f"is at {_script_line(now)}"
+
+
+def _waits_for_others(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_WAITING)
+
+
+def _script_line(frame: FrameType) -> str:
+    """The innermost line of the user's own code."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+        outer = outer.f_back
+    found = outer or frame
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
+
+
+def _alone(call: str, rank: int, answers: dict[int, Any]) -> str:
+    rank_, where = next(iter(answers.items()))
+    others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
+    return (
+        f"hf_parallel: {call} was called on rank {rank}, but rank {rank_} {where}{others}. Every rank holds a part of "
+        f"the model and takes part in saving, of which rank 0 writes the files: call {call} on all ranks, without "
+        "`if is_main_process`"
+    )
+
+
+def _different(call: str, other: str) -> str:
+    return (
+        f"hf_parallel: this rank calls {call}, another one {other}: all ranks take part in both, one after the other"
+    )
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = " ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+_attendance: Attendance | None = None
+
+
+def watch() -> None:
+    """Let this process answer, from now on. Collective; does nothing the second time."""
+    global _attendance
+    if _attendance is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    name = [uuid.uuid4().hex]  # a store may hold what an earlier start of the same run has left
+    dist.broadcast_object_list(name, src=0)
+    store = dist.PrefixStore(f"{_ROOM}/{name[0]}", dist.distributed_c10d._get_default_store())
+    _attendance = Attendance(store, dist.get_rank(), dist.get_world_size())
+
+
+def meet(call: str) -> None:
+    """Return when all ranks are in this call, by the name that a script gives it.
+
+    Raises:
+        AloneError: some of them will not come.
+    """
+    if _attendance is not None:
+        _attendance.meet(call)

@@ -1,0 +1,36 @@
+"""What fine-tuning scripts do beside training, as PEFT's own do: shuffling without a seed, resizing, placing."""
+
+import os
+import random
+from functools import partial
+
+import numpy
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_parallel import hooks
+from hf_parallel.config import SpecError
+from tests.distributed import run
+
+
+def habits(initial):
+    """What a rank draws without a seed, and what loading and resizing say."""
+    random.seed(int(os.environ["RANK"]))
+    numpy.random.seed(int(os.environ["RANK"]))
+    hooks.activate("tp=2,pp=2", source="test")
+    drawn = random.random(), numpy.random.random()
+    with pytest.raises(SpecError, match='device_map=balanced.* "auto" works'):
+        AutoModelForCausalLM.from_pretrained(initial, device_map="balanced")
+    model = AutoModelForCausalLM.from_pretrained(initial, device_map="auto")
+    rows = model.config.vocab_size
+    kept = model.resize_token_embeddings(rows - 3, pad_to_multiple_of=8)
+    with pytest.raises(NotImplementedError, match=f"from {rows} to {rows + 8} rows .* resize and save"):
+        model.resize_token_embeddings(rows + 1, pad_to_multiple_of=8)
+    return drawn, model._hf_parallel.notes, kept is model.get_input_embeddings()
+
+
+def test_habits_of_scripts(runs):
+    """Every rank shuffles as rank 0 does; device_map="auto" is told of; a vocabulary that fits is kept."""
+    ranks = run(partial(habits, runs.initial("llama")), 4, init=False, timeout=60)
+    assert len({drawn for drawn, *_ in ranks}) == 1
+    assert all(any("device_map=auto" in note for note in notes) and kept for _, notes, kept in ranks)

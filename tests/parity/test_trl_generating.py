@@ -1,0 +1,99 @@
+"""`trl grpo` and `trl rloo` as installed, on every layout: rewards, losses and weights of one process.
+
+Draws belong to rows here (`rollouts.py`), else other numbers of data ranks draw other tokens; rows end at different
+places, so that data ranks generate for different times. Under tp alone real draws are compared too.
+"""
+
+from functools import partial
+
+import pytest
+
+from tests.distributed import RankFailure, run
+from tests.parity.test_trl import LORA, SYNCED, cases, check
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from tests import rollouts, trl_scripts
+
+#: With a key/value cache, which the tiny models leave out.
+BASE = (
+    "--reward_funcs tests.rollouts.reward tests.rollouts.second_reward --num_generations 2 --max_completion_length 8 "
+    '--max_steps 4 --generation_kwargs {"use_cache":true} '
+)
+#: 13 prompts: 26 rows, of which the last batch leaves 2 for the first data rank and none for the second.
+EVALUATED = "--eval_strategy steps --eval_steps 2 "
+CASES = {
+    # A generation batch serves two steps of two micro-batches, twice: shuffled, with log-probabilities kept.
+    "reference": (
+        f"--beta 0.1 {SYNCED} --gradient_accumulation_steps 2 --steps_per_generation 4 --num_iterations 2 "
+        "--loss_type bnpo"
+    ),
+    "adapters": f"{LORA} --beta 0.1 --gradient_accumulation_steps 2",
+    "evaluated": f"--loss_type grpo --scale_rewards batch --top_entropy_quantile 0.5 {EVALUATED}",
+    "evaluated-dapo": f"--beta 0.1 {EVALUATED}",
+    "model": "--reward_model_name_or_path ROOT/scores --mask_truncated_completions true "
+    "--importance_sampling_level sequence --log_completions true",
+    "rloo": f"--beta 0.1 --gradient_accumulation_steps 2 {EVALUATED}",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    cases(
+        "trl grpo",
+        {
+            "reference": "dp_shard=2,tp=2 dp_replicate=2",
+            "adapters": "dp_shard=2,tp=2",
+            "evaluated": "dp_shard=2",
+            "evaluated-dapo": "dp_shard=2",
+            "model": "tp=2 dp_shard=2",
+        },
+    ),
+)
+def test_grpo(folder, case, spec):
+    check(folder, "grpo", "prompt", BASE + CASES[case], spec)
+
+
+@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2"}))
+def test_rloo(folder, case, spec):
+    check(folder, "rloo", "prompt", BASE + CASES[case], spec)
+
+
+def test_real_draws_under_tp(folder):
+    """From the same random state the ranks of one model draw what one process draws."""
+    flags = folder.flags("grpo", "prompt", BASE + "--max_completion_length 4")
+
+    def train(spec: str | None) -> trl_scripts.Outcome:
+        return trl_scripts.script("grpo", flags, str(folder.root), folder.out(), spec, real_draws=True)
+
+    expected = run(train, 1, None, init=False)[0]
+    lengths = [log["num_tokens"] for log in expected.logs if "num_tokens" in log]
+    for outcome in run(train, 2, "tp=2", init=False):
+        assert [log["num_tokens"] for log in outcome.logs if "num_tokens" in log] == lengths
+        for ours, theirs in zip(outcome.logs[:-1], expected.logs[:-1], strict=True):
+            for key in ("reward", "loss", "grad_norm"):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5)  # as in test_trl.py
+
+
+REFUSED = [
+    ("GRPO", "pp=2", {}, {}, "pp_size=2.*tp or dp_shard works"),
+    ("RLOO", "tp=2", {"use_vllm": True}, {}, "use_vllm=True.*use_vllm=False works"),
+    ("GRPO", "dp_shard=2", {"entropy_coef": 0.1}, {}, "entropy_coef=0.1.*2 data ranks.*entropy_coef=0"),
+    ("GRPO", "tp=2", {}, {"rollout_func": rollouts.reward}, "rollout_func.*own generation works"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "spec", "settings", "more", "message"), REFUSED, ids=[row[-1][:10] for row in REFUSED]
+)
+def test_what_cannot_hold_is_refused(folder, kind, spec, settings, more, message):
+    model = str(folder.root / "llama")
+    call = partial(trl_scripts.generating, kind, model, folder.out(), spec, settings, **more)
+    with pytest.raises(RankFailure, match=f"{kind}Trainer with {message}"):
+        run(call, 2, init=False, timeout=60)

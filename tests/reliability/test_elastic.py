@@ -1,0 +1,167 @@
+"""`torchrun --nnodes=1:2`: a node is lost, the other goes on with half of the processes; a new one joins, and both do.
+
+Each agent of torchrun stands for a node. Nothing in the script knows: its batch is for two processes a node.
+"""
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed import run_alone
+from tests.reliability.launching import environment
+from tests.training import none
+
+LOST_IN, JOINED_IN, LIMIT_S = 5, 8, 120
+
+SCRIPT = """
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+out, batch = Path(sys.argv[1]), int(sys.argv[2])
+
+
+class Notes(TrainerCallback):
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.note(state, f"begin {state.global_step}")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.note(state, f"step {state.global_step}")
+        while state.global_step in stops and not (out / f"go-{state.global_step}").exists():
+            time.sleep(0.05)
+
+    def note(self, state, text):
+        if state.is_world_process_zero:
+            with open(out / "notes", "a") as file:
+                print(text, file=file)
+
+
+stops = [int(step) for step in sys.argv[3:]]
+torch.manual_seed(0)
+rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (44, 16))]  # the last batch of six is ragged
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=2,
+)
+arguments = TrainingArguments(
+    str(out / "run"), per_device_train_batch_size=batch, report_to=[], max_steps=10, save_steps=2, logging_steps=1,
+    learning_rate=1e-2, disable_tqdm=True, use_cpu=True,
+)
+trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, callbacks=[Notes()])
+trainer.train()
+losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+if trainer.is_world_process_zero():
+    (out / "losses.json").write_text(json.dumps(losses))
+"""
+
+
+class Nodes:
+    """Agents of torchrun that meet at a port of this machine; all of their processes are gone in the end."""
+
+    def __init__(self, spec: str, *script: str):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            place = f"localhost:{probe.getsockname()[1]}"
+        meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", place]
+        quick = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        size = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
+        runner = ["-m", "hf_parallel", "--parallel", spec, *script]
+        self.command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, *quick, *runner]
+        self.agents: list[subprocess.Popen] = []
+
+    def join(self, errors: Path) -> subprocess.Popen:
+        with open(errors, "w") as file:
+            pipes = {"stdout": subprocess.DEVNULL, "stderr": file}
+            self.agents.append(subprocess.Popen(self.command, env=environment(), start_new_session=True, **pipes))
+        return self.agents[-1]
+
+    @staticmethod
+    def lose(agent: subprocess.Popen) -> None:
+        """As when the power fails: workers are in sessions of their own."""
+        children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+        for pid in (agent.pid, *map(int, children)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        agent.wait()
+
+
+@contextlib.contextmanager
+def nodes(spec: str, *script: str):
+    made = Nodes(spec, *script)
+    try:
+        yield made
+    finally:
+        for agent in made.agents:
+            if agent.poll() is None:
+                made.lose(agent)
+
+
+def until(seen, agent: subprocess.Popen, errors: Path) -> None:
+    """Wait for something that the run does."""
+    end = time.monotonic() + LIMIT_S
+    while not seen():
+        assert agent.poll() is None, errors.read_text()[-3000:]
+        assert time.monotonic() < end, errors.read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def in_one_process(script: Path, out: Path) -> dict:
+    sys.argv = [str(script), str(out), "8"]
+    out.mkdir()
+    runpy.run_path(str(script), run_name="__main__")
+    return json.loads((out / "losses.json").read_text())
+
+
+def differences(ours: dict, theirs: dict) -> list[str]:
+    """Losses that are not within 2e-5: every step is there, with the rows of its own."""
+    found = [] if ours.keys() == theirs.keys() else [f"steps {list(ours)}, not {list(theirs)}"]
+    for step in ours.keys() & theirs.keys():
+        if not abs(ours[step] - theirs[step]) <= 2e-5 * theirs[step]:
+            found.append(f"loss in step {step}: {ours[step]!r}, undisturbed {theirs[step]!r}")
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "batch", "joins"),
+    [("dp_shard=-1", "2", False), ("tp=2,dp_shard=-1", "4", False), ("dp_shard=-1", "2", True)],
+    ids=["lost", "lost_tp2", "joined"],
+)
+def test_as_undisturbed(tmp_path, spec, batch, joins):
+    """Two nodes with eight rows a step; then one, which takes as many in twice as many goes; then two again."""
+    script, out, errors = tmp_path / "train.py", tmp_path / "out", tmp_path / "errors"
+    script.write_text(SCRIPT)
+    out.mkdir()
+    expected = run_alone(in_one_process, script, tmp_path / "one")
+    with nodes(spec, str(script), str(out), batch, str(LOST_IN), *[str(JOINED_IN)] * joins) as made:
+        stays = made.join(errors)
+        time.sleep(1.0)  # the first to come keeps the list of who is there, and must not be the one that is lost
+        lost = made.join(tmp_path / "of-the-lost")
+        notes = out / "notes"
+        until(lambda: notes.exists() and f"step {LOST_IN}" in notes.read_text(), stays, errors)
+        made.lose(lost)
+        (out / f"go-{LOST_IN}").touch()
+        if joins:
+            until(lambda: f"step {JOINED_IN}" in notes.read_text(), stays, errors)
+            joined = made.join(tmp_path / "of-the-joined")
+            until(lambda: "SIGTERM, saving after this step" in errors.read_text(), stays, errors)
+            (out / f"go-{JOINED_IN}").touch()
+            assert joined.wait(LIMIT_S) == 0, (tmp_path / "of-the-joined").read_text()[-3000:]
+        assert stays.wait(LIMIT_S) == 0, errors.read_text()[-3000:]
+    begun = [line for line in notes.read_text().split("\n") if line.startswith("begin")]
+    assert begun == ["begin 0", f"begin {LOST_IN - 1}", *[f"begin {JOINED_IN}"] * joins]
+    assert "8 rows per step are kept" in errors.read_text()
+    none(differences(json.loads((out / "losses.json").read_text()), expected))
