@@ -59,7 +59,8 @@ def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Te
         items: one round, in which each has another writer.
         local: what this rank stores of those that it sends, by name; plain tensors.
     """
-    under_way = [sent for item in items if item.writer != mesh.rank for sent in _send(item, mesh, local)]
+    group = mesh.host_group  # all ranks make it at its first use, also those that have nothing to send
+    under_way = [sent for item in items if item.writer != mesh.rank for sent in _send(item, mesh.rank, group, local)]
     whole: dict[str, torch.Tensor] = {}
     for item in items:
         if item.writer == mesh.rank:
@@ -70,12 +71,14 @@ def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Te
     return whole
 
 
-def _send(item: Item, mesh: ParallelMesh, local: Mapping[str, torch.Tensor]) -> Iterator[tuple[Any, torch.Tensor]]:
+def _send(
+    item: Item, own: int, group: dist.ProcessGroup, local: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[Any, torch.Tensor]]:
     """What is under way, with the memory that it is sent from."""
     for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
-        if mesh.rank in ranks and local[entry.name].numel():
+        if own in ranks and local[entry.name].numel():
             data = as_bytes(local[entry.name].cpu())
-            yield dist.isend(data, group=mesh.host_group, group_dst=item.writer, tag=tag), data
+            yield dist.isend(data, group=group, group_dst=item.writer, tag=tag), data
 
 
 def _put_together(

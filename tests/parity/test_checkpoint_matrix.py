@@ -160,3 +160,21 @@ def test_ranks_that_do_not_see_the_folder(tmp_path, spec, blind):
     assert [rank for rank in range(4) if not written[rank]] == list(blind)
     writers = [size for size in written if size]
     assert max(writers) <= 1.35 * min(writers), written
+
+
+def whole_on_rank_0(spec: str) -> list[str]:
+    """Names of the tensors that are not there, or differ; before anything else was saved."""
+    from hf_parallel import parallelize
+    from hf_parallel.checkpoint import full_state_dict
+
+    one = dict(model_of_one_process().named_parameters())
+    model = parallelize(model_of_one_process(), spec)
+    found = full_state_dict(model, model._hf_parallel.mesh)
+    assert torch.distributed.get_rank() == 0 or not found
+    return [name for name in one if found and not torch.equal(found[name], one[name])]
+
+
+@pytest.mark.parametrize("spec", ["dp_replicate=2,dp_shard=2", "pp=2,tp=2"], ids=spec_id)
+def test_whole_tensors_on_rank_0(spec):
+    """Also where some ranks have nothing to send."""
+    none(run(partial(whole_on_rank_0, spec), 4, timeout=30)[0])

@@ -21,7 +21,7 @@ LATER = SPEC + ",async_save=true"
 CASES = [(phase, rank, SPEC) for phase in PHASES if phase != "adapter" for rank in (0, 1)]
 CASES += [("weights", 0, LATER), ("weights", 1, LATER), ("optimizer", 1, LATER), ("publish", 1, LATER)]
 CASES += [("rename", 0, LATER)]
-CASES += [("weights", 3, FOUR), ("optimizer", 2, FOUR), ("publish", 3, FOUR)]
+CASES += [("weights", 3, FOUR), ("publish", 2, FOUR)]
 LIMIT_S = 20  # of the 60 that are allowed
 
 
@@ -61,7 +61,7 @@ def resumed(spec: str, folder: str, out: str) -> set[int]:
     return set(disturbed(spec, folder, out, lambda trainer: None, resume=True, adapt=lora).logs)
 
 
-@pytest.mark.parametrize(("phase", "rank"), [("adapter", 0), ("adapter", 1), ("optimizer", 1)])
+@pytest.mark.parametrize(("phase", "rank"), [("adapter", 1), ("optimizer", 1)])
 def test_killed_while_an_adapter_is_saved(runs, tmp_path, phase, rank):
     ended = failure(SPEC, runs.initial("qwen3"), str(tmp_path), partial(die_at, phase, rank), adapt=lora)
     assert ended.kinds == {rank: "Killed", 1 - rank: "CheckpointError"}, str(ended)
@@ -94,7 +94,7 @@ def states(spec: str, folder: str, project: str, fault: Callable | None) -> floa
     return float(sum(s["exp_avg"].to_local().abs().sum() for s in optimizer.state.values()))
 
 
-@pytest.mark.parametrize(("phase", "rank"), [("weights", 1), ("optimizer", 0), ("publish", 1), ("rename", 0)])
+@pytest.mark.parametrize(("phase", "rank"), [("weights", 1), ("publish", 1), ("rename", 0)])
 def test_killed_while_a_state_is_saved(runs, tmp_path, phase, rank):
     fault = partial(die_at, phase, rank)
     with pytest.raises(RankFailure) as caught:

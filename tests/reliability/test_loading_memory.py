@@ -117,7 +117,7 @@ def test_private_memory_while_loading(runs, tmp_path):
     shown(ranks)
     for sizes in ranks:
         assert sizes["slices"] <= 1.02 * 4 * parameters / 4  # 4 bytes, a quarter each; norms are whole under tp
-        assert sizes["peak"] <= 1.25 * sizes["slices"] + sizes["largest"] + SLACK
+        assert sizes["peak"] <= 1.05 * sizes["slices"] + SLACK  # less than its slices and one tensor
 
 
 @pytest.mark.slow
@@ -131,4 +131,4 @@ def test_private_memory_while_converting(tmp_path):
     for sizes in ranks:
         assert sizes["largest"] >= 55 * MB
         assert sizes["peak"] <= 1.05 * sizes["slices"] + 0.5 * sizes["largest"] + SLACK
-        assert sizes["saving"] <= 4 * sizes["largest"] + SLACK  # the gather of one tensor alone takes twice its size
+        assert sizes["saving"] <= 2 * sizes["largest"] + SLACK  # one whole, and what it sends of others
