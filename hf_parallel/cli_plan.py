@@ -92,6 +92,7 @@ def _plan_model(args: argparse.Namespace) -> int:
         top=_positive("--top", args.top),
         accept=None if isinstance(model, dict) else accepted(model),
         expected=args.parallel,
+        adapt=_adapters(args),
     )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
@@ -131,6 +132,21 @@ def read_model(source: str) -> Any:
     except (OSError, ValueError, KeyError) as error:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SpecError(f"{source}: {first}") from error
+
+
+def _adapters(args: argparse.Namespace) -> Any:
+    """What puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
+    if not args.lora:
+        return None
+    from importlib.util import find_spec
+
+    if find_spec("peft") is None:
+        if args.verify:
+            raise SpecError("--lora --verify: runs peft's own code; pip install peft works")
+        return None
+    from hf_parallel.hooks.planned_adapters import lora
+
+    return lora(args.lora)
 
 
 def _cluster(args: argparse.Namespace) -> Any:
@@ -175,8 +191,6 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
 
     if isinstance(model, dict):
         raise SpecError("--verify runs the model's own code: MODEL must be one of Transformers, not only its numbers")
-    if args.lora:
-        raise SpecError("--verify: adapters come after the model is parallel, which a dry run does not play yet")
     choice = found.choices[0]
     config = choice.config
     block = config.dp_shard_size * config.tp_size
@@ -192,6 +206,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
             accumulation=calls,
             optimizer=args.optimizer,
             precision=choice.prediction.job.precision,
+            adapt=_adapters(args),
         )
         for rank in ranks
     ]

@@ -166,6 +166,7 @@ def to_layout(config: ParallelConfig) -> Layout:
 
 def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
     """What a config and a batch are to the planner."""
+    in_a_call = config.pipeline_microbatches if config.pp_size > 1 else None
     return Job(
         goal.seq,
         micro_batch,
@@ -175,6 +176,7 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         lora=goal.lora,
         optimizer=goal.optimizer,
         engine="hf_parallel",
+        calls=count // (in_a_call or count),
     )
 
 
@@ -186,7 +188,9 @@ def other_schedules(goal: Goal, choice: Choice) -> Iterator[Choice]:
     for name in _SCHEDULES:
         tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.data_parallel_size > 1
         enough = goal.shape.layers >= 2 * config.pp_size
-        if enough and not tied_v and micro_batches % config.pp_size == 0:
+        # Each half of a backward recomputes for itself, the second once per parameter: more than a bubble costs.
+        again = config.activation_checkpointing != "none" and name.endswith("zero_bubble")
+        if enough and not again and not tied_v and micro_batches % config.pp_size == 0:
             other = predicted(goal, dataclasses.replace(config, pipeline_schedule=name), size)
             if isinstance(other, Choice):
                 yield other

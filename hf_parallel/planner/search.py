@@ -49,6 +49,7 @@ def search(
     top: int = 10,
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
+    adapt: Callable[[Any], None] | None = None,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -61,6 +62,7 @@ def search(
         accept: asked about the layouts that are about to be returned, fastest first; those it does not take are left
             out.
         expected: a layout to compare with the best.
+        adapt: puts adapters into a model, to count what they keep: see `dry_run`.
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -69,7 +71,7 @@ def search(
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
     rank = 16 if lora is True else int(lora)
     goal = Goal(
-        _counted(model, known_precision(precision)),
+        _counted(model, known_precision(precision), adapt),
         cluster,
         seq,
         global_batch,
@@ -115,7 +117,7 @@ def search(
     return dataclasses.replace(found, why_not=[*yours, *_why_not(goal, found)], advice=advice)
 
 
-def _counted(model: Any, precision: str) -> ModelShape:
+def _counted(model: Any, precision: str, adapt: Callable[[Any], None] | None) -> ModelShape:
     """The shape of a model; of one of Transformers also what its layers keep, from dry runs, if this process can."""
     import torch.distributed as dist
 
@@ -123,7 +125,7 @@ def _counted(model: Any, precision: str) -> ModelShape:
     if isinstance(model, (ModelShape, Mapping)) or dist.is_initialized():
         return shape
     try:
-        return count_activations(shape, model, precision)
+        return count_activations(shape, model, precision, adapt)
     except (SpecError, RuntimeError):  # its code needs values, or tensors of another kind: the formula holds
         return shape
 
