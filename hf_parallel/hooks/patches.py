@@ -9,6 +9,7 @@ from hf_parallel.hooks import (
     accelerator,
     checkpoints,
     data,
+    eight_bit,
     four_bit,
     from_pretrained,
     generating,
@@ -96,6 +97,8 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
         Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
+        # bitsandbytes, when a script imports it.
+        Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor", late=True),
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),

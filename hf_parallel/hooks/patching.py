@@ -24,9 +24,10 @@ CHECKED = {
     "accelerate": ("1.12", "1.15"),
     "peft": ("0.21", "0.21"),
     "trl": ("1.16", "1.16"),
+    "bitsandbytes": ("0.50", "0.50"),
 }
 #: Libraries that may be missing.
-OPTIONAL = {"peft", "trl"}
+OPTIONAL = {"peft", "trl", "bitsandbytes"}
 #: Set to 1 to go on with other versions, at your own risk.
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
