@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.memory import GIB, HABITS, RankMemory, activation_terms, kept_bytes
+from hf_parallel.planner.memory import EIGHT_BIT_MOMENTS, GIB, HABITS, RankMemory, activation_terms, kept_bytes
 from hf_parallel.planner.model_shape import Block, Matrix, ModelShape
 from hf_parallel.planner.pipeline_memory import Moment, StageBytes, fullest_moment
 from hf_parallel.planner.stages import Stage, neighbours_elsewhere
@@ -215,7 +215,8 @@ class _Rank:
 def own_moments(job: Job) -> float:
     """Bytes per trained parameter of the optimizer's state, which has that one's dtype unless it is an 8-bit one."""
     width = ADAPTER_WIDTH if job.lora else job.stored
-    return {"adamw": 2.0 * width, "adamw_8bit": 2.0, "sgd": 0.0, "sgd_momentum": 1.0 * width}[job.optimizer]
+    known = {"adamw": 2.0 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": 1.0 * width}
+    return known[job.optimizer]
 
 
 def adapters_of(block: Block, layout: Layout, rank: int) -> float:

@@ -109,7 +109,7 @@ def _tensor_of_adapters(
         yield Transfer("tp", "all_reduce", product, outputs * batches, group, "outputs of attention and MLP")
         yield Transfer("tp", "all_reduce", stream, (2 * layers - first) * batches, group, "gradients of their inputs")
     blocks = [(block, count) for stage in stages for block, count in stage.counts]
-    summed = sum(
+    summed: float = sum(
         count * m.count * (m.outputs if m.split == "row" else m.inputs) for b, count in blocks for m in adapted(b)
     )
     summed += _shared_heads(shape, stages, layout, job) / shape.hidden / job.stored  # of these the other half too

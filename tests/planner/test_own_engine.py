@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks.planned_adapters import lora
@@ -12,6 +13,7 @@ from hf_parallel.planner.candidates import to_job, to_layout
 from hf_parallel.planner.choices import Goal
 from hf_parallel.planner.communication import groups
 from hf_parallel.planner.dry_run import _settled, dry_run, on_meta
+from hf_parallel.planner.memory import MOMENTS
 from hf_parallel.planner.model_shape import shape_of
 from hf_parallel.planner.own_engine import count_activations
 from hf_parallel.planner.own_traffic import own_traffic
@@ -121,6 +123,25 @@ def test_planned_is_what_a_dry_run_shows(group, place):
         assert sent == pytest.approx(counted_, rel=0.03)
     else:
         assert sent == pytest.approx(counted_, rel=1e-12)
+
+
+def states_in_8_bits():
+    """(bytes that bitsandbytes' AdamW keeps after a step, numbers of the model)."""
+    from bitsandbytes.optim import AdamW8bit
+
+    model = models.build("llama", hidden_size=256, intermediate_size=512)
+    optimizer = AdamW8bit(model.parameters())
+    tokens = torch.arange(32).view(1, 32)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    kept = [x.untyped_storage() for values in optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
+    return sum({part._cdata: part.nbytes() for part in kept}.values()), sum(p.numel() for p in model.parameters())
+
+
+def test_moments_in_8_bits():
+    pytest.importorskip("bitsandbytes")
+    kept, numbers = run_alone(states_in_8_bits)
+    assert MOMENTS["adamw_8bit"] * numbers == pytest.approx(kept, rel=0.01)  # norms keep theirs in fp32
 
 
 TINY = {"num_hidden_layers": 4}
