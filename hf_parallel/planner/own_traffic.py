@@ -20,7 +20,7 @@ from hf_parallel.planner.communication import Group, Transfer, groups
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import ModelShape
-from hf_parallel.planner.own_engine import ADAPTER_WIDTH, adapted, adapters_of, parameters_of
+from hf_parallel.planner.own_layers import ADAPTER_WIDTH, adapted, adapters_of, parameters_of
 from hf_parallel.planner.stages import Stage, neighbours_elsewhere, stages_of_rank
 from hf_parallel.planner.step_time import schedule_order, simulated_batches
 

@@ -28,7 +28,7 @@ from hf_parallel.planner.choices import Choice, Found, Goal
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import known_precision
 from hf_parallel.planner.model_shape import ModelShape, shape_of
-from hf_parallel.planner.own_engine import count_activations
+from hf_parallel.planner.own_layers import count_activations
 
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further

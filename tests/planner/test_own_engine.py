@@ -15,7 +15,7 @@ from hf_parallel.planner.communication import groups
 from hf_parallel.planner.dry_run import _settled, dry_run, on_meta
 from hf_parallel.planner.memory import MOMENTS
 from hf_parallel.planner.model_shape import shape_of
-from hf_parallel.planner.own_engine import count_activations
+from hf_parallel.planner.own_layers import count_activations
 from hf_parallel.planner.own_traffic import own_traffic
 from hf_parallel.planner.predict import memory_of_ranks
 from hf_parallel.planner.report import tensors_gib
