@@ -153,7 +153,7 @@ def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int
         "logging_steps": 1,
         "save_strategy": "no",
         **({"max_steps": 3} if script.stream else {"num_train_epochs": 1}),
-        **dict(script.arguments),
+        **{key: dict(value) if isinstance(value, tuple) else value for key, value in script.arguments},
     }
     arguments = TrainingArguments(
         out,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.checkpoint.eight_bit import plain_slots
 from hf_parallel.checkpoint.names import named
 
 
@@ -28,7 +29,7 @@ def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
     Raises:
         NotImplementedError: the optimizer keeps something that has no place in a checkpoint.
     """
-    kind, names = type(optimizer).__name__, {id(p): name for name, p in named(model).items()}
+    kind, names = kind_of(optimizer), {id(p): name for name, p in named(model).items()}
     state = OptimizerState(kind)
     for group in optimizer.param_groups:
         options = {key: as_json(kind, key, value) for key, value in group.items() if key != "params"}
@@ -39,13 +40,19 @@ def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
             raise NotImplementedError(
                 f"hf_parallel: {kind} keeps state of {parameter!r:.60}, no parameter of the model"
             )
-        for slot, value in slots.items():
+        for slot, value in plain_slots(slots, parameter).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
                 _check_slot(kind, name, slot, value, parameter)
                 state.tensors[f"{name}/{slot}"] = value
             else:
                 state.numbers.setdefault(name, {})[slot] = as_json(kind, slot, value)
     return state
+
+
+def kind_of(optimizer: Any) -> str:
+    """Its class, and the library it is from: an AdamW that is not torch's has other states."""
+    library = type(optimizer).__module__.partition(".")[0]
+    return type(optimizer).__name__ if library in ("torch", "__main__") else f"{library}.{type(optimizer).__name__}"
 
 
 def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter: torch.Tensor) -> None:

@@ -23,11 +23,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.checkpoint.eight_bit import pack_states, plain_slots
 from hf_parallel.checkpoint.files import TensorFile, write
 from hf_parallel.checkpoint.gather import entries_of
 from hf_parallel.checkpoint.hub_format import Group
 from hf_parallel.checkpoint.names import named, of_stages
-from hf_parallel.checkpoint.optimizer_state import OptimizerState, as_json, from_json, read_state
+from hf_parallel.checkpoint.optimizer_state import OptimizerState, as_json, from_json, kind_of, read_state
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.save import shards, taken
 from hf_parallel.checkpoint.saving import Saving, current
@@ -136,8 +137,8 @@ def load_optimizer(
             saved = _saved(os.path.join(directory, folder), stack)
         else:
             saved = _saved_by_plain_trainer(os.path.join(directory, plain), plain_groups)
-        if saved.kind not in (None, type(optimizer).__name__):
-            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {type(optimizer).__name__}")
+        if saved.kind not in (None, kind_of(optimizer)):
+            raise ValueError(f"{directory} has the state of {saved.kind}, this run has {kind_of(optimizer)}")
         _set_state(model, optimizer, saved)
 
 
@@ -174,7 +175,7 @@ def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> Optim
         state.options.update(dict.fromkeys(own, options))
         numbered.update(zip(group["params"], own, strict=True))
     for number, slots in loaded["state"].items():
-        for slot, value in slots.items():
+        for slot, value in plain_slots(slots).items():
             if torch.is_tensor(value) and value.ndim and slot != "step":
                 state.tensors[f"{numbered[number]}/{slot}"] = value
             else:
@@ -200,6 +201,7 @@ def _set_state(model: nn.Module, optimizer: Any, saved: OptimizerState) -> None:
     for group in packed["param_groups"]:
         group.update(_options(group, [names[number] for number in group["params"]], saved))
     optimizer.load_state_dict(packed)
+    pack_states(optimizer)
 
 
 def _slots(saved: OptimizerState) -> dict[str, list[str]]:

@@ -7,6 +7,7 @@ arXiv 2110.02861). Where cuts do not fall between blocks, rounding differs from 
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,7 +47,10 @@ def _refuse_norms(optimizer: Any) -> None:
 def on_local_parts(optimizer: Any) -> Iterator[None]:
     """In here an optimizer has plain tensors for DTensors, with their gradients and states."""
     former = [group["params"] for group in optimizer.param_groups]
-    parts = {p: _local_part(p) for parameters in former for p in parameters if isinstance(p, DTensor)}
+    parts: dict[torch.Tensor, torch.Tensor] = {}
+    for parameter in itertools.chain(*former):
+        if isinstance(parameter, DTensor):
+            parts[parameter] = _local_part(parameter)
     _move_states(optimizer, parts)
     try:
         for number, group in enumerate(optimizer.param_groups):
@@ -59,7 +63,7 @@ def on_local_parts(optimizer: Any) -> Iterator[None]:
             group["params"] = parameters
 
 
-def _local_part(parameter: DTensor) -> torch.Tensor:
+def _local_part(parameter: Any) -> torch.Tensor:
     part = parameter.detach().to_local()
     if parameter.grad is not None and part.numel():  # kernels do not take empty ones
         part.grad = parameter.grad.to_local()

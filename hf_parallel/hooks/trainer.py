@@ -100,6 +100,12 @@ def check_arguments(args: Any) -> None:
             "row and column statistics of shards",
             "optim=adamw_torch",
         ),
+        (
+            "underflow_overflow" in args.debug and config.tp_size > 1,
+            "debug=underflow_overflow",
+            "watching split weights",
+            "dp_shard in the place of tp",
+        ),
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]

@@ -157,3 +157,37 @@ def test_a_wrong_layout_would_be_seen(runs):
     assert "loss in step 2" in found
     assert "weight model.layers.0" in found
     assert "step 1" not in found
+
+
+#: Settings that users combine: the schedule, who reads the rows in which order, when it is evaluated.
+SETTINGS = {
+    "workers": {
+        "optim_args": "momentum=0.9",
+        "weight_decay": 0.1,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 1,
+        "max_grad_norm": 0.1,
+        "dataloader_num_workers": 2,
+        "train_sampling_strategy": "group_by_length",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_on_start": True,
+        "eval_accumulation_steps": 1,
+    },
+    "dispatched": {
+        "accelerator_config": (("dispatch_batches", True),),
+        "train_sampling_strategy": "sequential",
+        "dataloader_drop_last": True,
+        "max_steps": 5,
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "eval_strategy": "epoch",
+        "save_strategy": "epoch",
+        "load_best_model_at_end": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2,dp_shard=2"])
+def test_settings_together(runs, spec, name):
+    runs.check(Script(arguments=tuple(SETTINGS[name].items()), uneven_lengths=name == "workers"), spec)

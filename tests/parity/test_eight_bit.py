@@ -1,0 +1,66 @@
+"""Optimizers whose states have 8 bits: steps on shards, and checkpoints that any layout reads."""
+
+import pytest
+import torch
+
+from tests.resuming import ONE, STEPS, STOP, log_differences, trained
+from tests.training import none, spec_id
+
+#: Relative. Codes are 1 % apart, and blocks of 256 values lie elsewhere on each layout; a shard without a step, or
+#: a state of zeros after resuming, moves the losses by 1e-2 and more.
+ROUNDING = 2e-3
+OPTIMIZER = {"optim": "adamw_8bit", "learning_rate": 2e-3}
+REST = range(STOP + 1, STEPS + 1)
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory, runs):
+    """Uninterrupted runs by layout."""
+    root, made = tmp_path_factory.mktemp("eight_bit"), {}
+
+    def run(spec: str):
+        if spec not in made:
+            made[spec] = trained(spec, job(runs, root / (spec_id(spec) or "one")))[0]
+        return made[spec]
+
+    return run
+
+
+def job(runs, out, **more):
+    return {"folder": runs.initial("llama"), "out": str(out), **OPTIMIZER, **more}
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2,dp_shard=2"], ids=spec_id)
+def test_trains_as_one_process_does(ended, spec):
+    none(log_differences(ended(spec), ended(ONE), range(1, STEPS + 1), ROUNDING))
+
+
+@pytest.mark.parametrize(
+    ("source", "spec"),
+    [("tp=2", "tp=2"), (ONE, "tp=2"), ("tp=2", "dp_shard=2"), ("dp_shard=2", ONE)],
+    ids=lambda spec: spec_id(spec) or "one",
+)
+def test_resumes(ended, runs, tmp_path, source, spec):
+    """Codes read back on the same layout are those that were written: only the blocks' factors are rounded."""
+    former = ended(source)
+    resumed = trained(spec, job(runs, tmp_path, resume=f"{former.folder}/checkpoint-{STOP}"))[0]
+    none(log_differences(resumed, former, REST, 1e-6 if source == spec else ROUNDING))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_survive(signed):
+    """Blocks with extremes of either sign, a last one that is not full, and one of zeros."""
+    functional = pytest.importorskip("bitsandbytes.functional")
+    from hf_parallel.checkpoint.eight_bit import _codes, plain_slots
+
+    table = functional.create_dynamic_map(signed=signed)
+    torch.manual_seed(0)
+    values = torch.randn(5, 203) * torch.logspace(-6, 0, 5)[:, None]
+    values[2] = 0
+    codes, largest = _codes(values if signed else values.square(), table)
+    slots = {"step": 3, "state1": codes, "qmap1": table, "absmax1": largest}
+    again, factors = _codes(plain_slots(slots)["state1"], table)
+    assert torch.equal(again, codes)
+    torch.testing.assert_close(factors, largest, rtol=3e-7, atol=0)
+    expected = functional.dequantize_blockwise(codes, absmax=largest, code=table, blocksize=256)
+    torch.testing.assert_close(plain_slots(slots)["state1"], expected)
