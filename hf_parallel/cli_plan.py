@@ -97,6 +97,7 @@ def _plan_model(args: argparse.Namespace) -> int:
         accept=None if isinstance(model, dict) else accepted(model),
         expected=args.parallel,
         include_unsupported=args.include_unsupported,
+        adapt=_adapters(args),
     )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))
@@ -144,6 +145,21 @@ def read_model(source: str) -> Any:
         raise SpecError(f"{source}: {first}") from error
 
 
+def _adapters(args: argparse.Namespace) -> Any:
+    """What puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
+    if not args.lora:
+        return None
+    from importlib.util import find_spec
+
+    if find_spec("peft") is None:
+        if args.verify:
+            raise SpecError("--lora --verify: runs peft's own code; pip install peft works")
+        return None
+    from hf_parallel.hooks.planned_adapters import lora
+
+    return lora(args.lora)
+
+
 def _cluster(args: argparse.Namespace) -> Any:
     from hf_parallel.planner.clusters import read_cluster
     from hf_parallel.planner.detect import detect
@@ -188,8 +204,6 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
 
     if isinstance(model, dict):
         raise SpecError("--verify runs the model's own code: MODEL must be one of Transformers, not only its numbers")
-    if args.lora:
-        raise SpecError("--verify: adapters come after the model is parallel, which a dry run does not play yet")
     choice = found.best
     config = choice.config
     block = config.dp_shard_size * config.tp_size
@@ -205,6 +219,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
             accumulation=calls,
             optimizer=args.optimizer,
             precision=choice.prediction.job.precision,
+            adapt=_adapters(args),
         )
         for rank in ranks
     ]

@@ -67,6 +67,12 @@ class Job:
     offload: str = "none"
     attention: str = "flash"
     engine: str = "standard"
+    calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
+
+    @property
+    def micro_batches_per_call(self) -> int:
+        """Of one run of a pipeline's schedule."""
+        return self.micro_batches // self.calls
 
     @property
     def width(self) -> int:

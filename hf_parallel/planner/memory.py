@@ -15,8 +15,10 @@ from hf_parallel.planner.model_shape import Block, ModelShape
 from hf_parallel.planner.stages import Stage
 
 GIB = 2**30
+#: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 #: Bytes per element of what an optimizer keeps besides master weights: two fp32 moments, two 8-bit ones, none.
-MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.0, "sgd": 0.0, "sgd_momentum": 4.0}
+MOMENTS = {"adamw": 8.0, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": 4.0}
 
 
 @dataclass(frozen=True)

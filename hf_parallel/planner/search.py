@@ -36,7 +36,7 @@ from hf_parallel.planner.choices import Choice, Found, Goal
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import known_precision
 from hf_parallel.planner.model_shape import ModelShape, shape_of
-from hf_parallel.planner.own_engine import count_activations
+from hf_parallel.planner.own_layers import count_activations
 from hf_parallel.planner.trial import TooLarge, predicted, variants
 
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
@@ -61,6 +61,7 @@ def search(
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
     include_unsupported: bool = False,
+    adapt: Callable[[Any], None] | None = None,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -74,6 +75,7 @@ def search(
             out.
         expected: a layout to compare with the best.
         include_unsupported: rank what this version of the engine does not run, too; such choices say so.
+        adapt: puts adapters into a model, to count what they keep: see `dry_run`.
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -82,7 +84,7 @@ def search(
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
     rank = 16 if lora is True else int(lora)
     goal = Goal(
-        _counted(model, known_precision(precision)),
+        _counted(model, known_precision(precision), adapt),
         cluster,
         seq,
         global_batch,
@@ -206,7 +208,7 @@ class _Search:
         return True
 
 
-def _counted(model: Any, precision: str) -> ModelShape:
+def _counted(model: Any, precision: str, adapt: Callable[[Any], None] | None) -> ModelShape:
     """The shape of a model; of one of Transformers also what its layers keep, from dry runs, if this process can."""
     import torch.distributed as dist
 
@@ -214,7 +216,7 @@ def _counted(model: Any, precision: str) -> ModelShape:
     if isinstance(model, (ModelShape, Mapping)) or dist.is_initialized():
         return shape
     try:
-        return count_activations(shape, model, precision)
+        return count_activations(shape, model, precision, adapt)
     except Exception:  # whatever its own code raises on rows of tokens that have no values: the formula holds
         return shape
 

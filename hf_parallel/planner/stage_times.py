@@ -113,10 +113,12 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
     elif matrix.split == "expert":
         count = max(1, matrix.count // layout.ep)
         m = tokens / layout.tp * layout.ep * matrix.share
+    lowered = matrix.split != "expert" or not job.autocast  # autocast leaves grouped products alone
+    precision = job.products if lowered else "fp32"
     if not backward:
-        return count * gemm_seconds(gpu, job.products, m, n, k)
-    data = gemm_seconds(gpu, job.products, m, k, n)
-    return count * (data + (0 if job.lora else gemm_seconds(gpu, job.products, n, k, m)))
+        return count * gemm_seconds(gpu, precision, m, n, k)
+    data = gemm_seconds(gpu, precision, m, k, n)
+    return count * (data + (0 if job.lora else gemm_seconds(gpu, precision, n, k, m)))
 
 
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_parallel.config import V_SCHEDULES, SpecError
 from hf_parallel.pipeline.balance import Cost, Costs, balance
@@ -21,6 +21,7 @@ class Stage:
     head: int
     is_first: bool
     is_last: bool
+    index: int = field(default=0, compare=False)  # equal stages take equal times, wherever they are
 
     @property
     def blocks(self) -> list[Block]:
@@ -66,14 +67,15 @@ def _cut(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, ...]:
     for index, layers in enumerate(split):
         counts = tuple(distinct(shape.blocks[first : first + layers]).items())
         first += layers
-        stages.append(_stage(shape, counts, index == 0, index == number - 1))
+        stages.append(_stage(shape, counts, index, number))
     return tuple(stages)
 
 
-def _stage(shape: ModelShape, counts: tuple[tuple[Block, int], ...], is_first: bool, is_last: bool) -> Stage:
+def _stage(shape: ModelShape, counts: tuple[tuple[Block, int], ...], index: int, number: int) -> Stage:
+    is_first, is_last = index == 0, index == number - 1
     copied = shape.embedding_parameters if shape.tied and not is_first else 0
     head = shape.head_parameters + copied + shape.other_parameters if is_last else 0
-    return Stage(counts, shape.embedding_parameters if is_first else 0, head, is_first, is_last)
+    return Stage(counts, shape.embedding_parameters if is_first else 0, head, is_first, is_last, index)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -111,3 +113,11 @@ def stages_of_rank(layout: Layout, rank: int) -> list[int]:
     if layout.schedule in V_SCHEDULES:
         return [rank, 2 * layout.pp - 1 - rank]
     return [rank + turn * layout.pp for turn in range(layout.virtual_stages)]
+
+
+def neighbours_elsewhere(stages: list[Stage]) -> int:
+    """How many times a stage beside one of these is on another rank; the two at the bottom of a V are on one."""
+    here = {stage.index for stage in stages}
+    beside = [(stage.index - 1, not stage.is_first) for stage in stages]
+    beside += [(stage.index + 1, not stage.is_last) for stage in stages]
+    return sum(exists and index not in here for index, exists in beside)

@@ -49,10 +49,10 @@ def pipeline_seconds(
     The schedule is simulated with the real times of its stages and of what they send. Long runs are continued at the
     pace that they come to: under 1F1B a round trip to the next stage is part of every micro-batch's time.
     """
-    count, p = job.micro_batches, layout.pp
+    count, p = job.micro_batches_per_call, layout.pp
     busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
     if p == 1:
-        return count * busy[0], 0.0
+        return job.micro_batches * busy[0], 0.0
     simulated = min(count, p) if layout.schedule == "1f1b" else simulated_batches(layout, job)
     duration = _simulated(layout, stages, sending, simulated)
     if count > simulated:
@@ -61,7 +61,7 @@ def pipeline_seconds(
         else:
             pace = (duration - _simulated(layout, stages, sending, simulated - p)) / p
         duration += (count - simulated) * max(pace, *busy)
-    return duration, 1 - count * sum(busy) / (p * duration)
+    return job.calls * duration, 1 - count * sum(busy) / (p * duration)
 
 
 def pace_of_1f1b(busy: list[float], sending: float) -> float:
@@ -86,7 +86,7 @@ def live_forwards(layout: Layout, job: Job) -> tuple[int, ...]:
 
 def simulated_batches(layout: Layout, job: Job) -> int:
     """Micro-batches of a run long enough to be like any longer one."""
-    return min(job.micro_batches, 2 * layout.pp)
+    return min(job.micro_batches_per_call, 2 * layout.pp)
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,7 @@ def to_layout(config: ParallelConfig) -> Layout:
 
 def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
     """What a config and a batch are to the planner."""
+    in_a_call = config.pipeline_microbatches if config.pp_size > 1 else None
     return Job(
         goal.seq,
         micro_batch,
@@ -146,4 +147,5 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         optimizer=goal.optimizer,
         offload=config.offload.partition(":")[0],
         engine="hf_parallel",
+        calls=count // (in_a_call or count),
     )

@@ -4,21 +4,11 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import MixtralConfig
 
 from hf_parallel.planner.ledger import local
 from hf_parallel.planner.observe import build_optimizer, observe
 from tests import models
 from tests.counting import CountCollectives
-
-
-def experts(**changes: Any) -> MixtralConfig:
-    """Mixtral: four experts in each layer, two of them at work for a token."""
-    own = {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None, "tie_word_embeddings": False}
-    return MixtralConfig(**{**models.DECODER, **own, **changes})
-
-
-models.CONFIGS.setdefault("experts", experts)
 
 
 def measured(name: str, spec: str, rows: int, length: int, accumulation: int = 1, **sizes: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from hf_parallel.hooks.planned_adapters import four_bit, lora
 from hf_parallel.planner.dry_run import dry_run
 from tests import models
 from tests.distributed import run, run_alone
-from tests.planner.measuring import allocated, experts, measured, measured_in_a_script, measured_with_adapters, numbers
+from tests.planner.measuring import allocated, measured, measured_in_a_script, measured_with_adapters, numbers
 
 ROWS, LENGTH = 4, 32
 STATES = ("parameters", "gradients", "optimizer")
@@ -36,8 +36,7 @@ CASES = [
     ("gpt2", "tp=2,dp_shard=2,activation_checkpointing=full", 1),
     ("qwen3", "pp=2,tp=2,pipeline_microbatches=4", 1),
     ("llama", "pp=2,dp_shard=2,pipeline_microbatches=4,pipeline_schedule=interleaved_zero_bubble", 1),
-    ("experts", "dp_shard=4", 1),
-    ("experts", "pp=2,dp_shard=2,pipeline_microbatches=4", 1),
+    ("mixtral", "pp=2,dp_shard=2,pipeline_microbatches=4", 1),
 ]
 
 
@@ -79,7 +78,7 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize(("spec", "bits"), [("pp=2,tp=2", 32), ("tp=2,dp_shard=2", 32), ("dp_shard=4", 4)])
+@pytest.mark.parametrize(("spec", "bits"), [("pp=2,tp=2", 32), ("dp_shard=4", 4)])
 def test_adapters_are_those_of_a_script(folder, spec, bits):
     """LoRA and QLoRA: only adapters have gradients and states; the base is gathered and never reduced."""
     real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, folder, bits)
@@ -155,7 +154,7 @@ def refusal(call):
         ({"precision": "fp8"}, "precision=fp8"),
         ({"optimizer": "lion"}, "optimizer=lion"),
         ({"world_size": 3}, "dp_shard"),
-        ({"model": experts(experts_implementation="eager")}, 'experts_implementation="grouped_mm" works'),
+        ({"model": models.mixtral(experts_implementation="eager")}, 'experts_implementation="grouped_mm" works'),
     ],
 )
 def test_refusals(options, words):

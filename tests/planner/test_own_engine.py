@@ -4,14 +4,17 @@ import dataclasses
 import functools
 
 import pytest
+import torch
 
 from hf_parallel.config import ParallelConfig
+from hf_parallel.hooks.planned_adapters import lora
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.choices import Goal
 from hf_parallel.planner.communication import groups
 from hf_parallel.planner.dry_run import _settled, dry_run, on_meta
+from hf_parallel.planner.memory import MOMENTS
 from hf_parallel.planner.model_shape import shape_of
-from hf_parallel.planner.own_engine import count_activations
+from hf_parallel.planner.own_layers import count_activations
 from hf_parallel.planner.own_traffic import own_traffic
 from hf_parallel.planner.predict import memory_of_ranks
 from hf_parallel.planner.report import tensors_gib
@@ -38,21 +41,24 @@ CONFIGS = {
 
 
 @functools.cache
-def counted(name, precision="bf16"):
+def counted(name, precision="bf16", rank=0):
     config = CONFIGS[name]()
-    return count_activations(shape_of(config), config, precision)
+    return count_activations(shape_of(config), config, precision, lora(rank) if rank else None)
 
 
-def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, world=8, config=None):
+def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, world=8, config=None, **training):
     """(bytes planned, bytes of the dry run, traffic planned, traffic of the dry run) by plain numbers."""
     config = config or CONFIGS[name]()
     layout = ParallelConfig.parse(spec).resolve(world)
     given = {"rows": rows, "seq": seq, "accumulation": accumulation, "precision": precision}
-    ran = dry_run(config, layout, rank=rank, **given)
+    adapters, optimizer = training.get("adapters", 0), training.get("optimizer", "adamw")
+    adapt = lora(adapters) if adapters else None
+    ran = dry_run(config, layout, rank=rank, adapt=adapt, optimizer=optimizer, **given)
     settled, _ = _settled(on_meta(config), layout, rank)
-    shape = counted(name, precision) if name else shape_of(config)
+    shape = counted(name, precision, adapters) if name else shape_of(config)
     size = rows // (settled.pipeline_microbatches or 1)
-    goal = Goal(shape, make_cluster("a100-80gb", world), seq, None, precision, rows=rows, accumulation=accumulation)
+    cluster = make_cluster("a100-80gb", world)
+    goal = Goal(shape, cluster, seq, None, precision, optimizer, adapters, rows=rows, accumulation=accumulation)
     where, job = to_layout(settled), to_job(goal, settled, size, rows * accumulation // size)
     stages = make_stages(shape, where, job)
     place = ran.place["pp"]
@@ -65,6 +71,7 @@ def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, wo
     return planned, ran.peak_bytes, sent, counted_
 
 
+FOUR = "pipeline_microbatches=4,pipeline_schedule"
 LAYOUTS = [
     ("llama", "dp_shard=8", {"rows": 2}),
     ("llama", "dp_shard=8,zero_stage=2", {"rows": 2, "accumulation": 2}),
@@ -77,29 +84,66 @@ LAYOUTS = [
     ("qwen3", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7}),
     ("gpt2", "dp_shard=8", {"rows": 4}),
     ("gpt2", "tp=4,dp_shard=2", {"rows": 2}),
+    ("qwen3", "dp_shard=8", {"rows": 2, "optimizer": "sgd"}),
+]
+MORE = [
+    ("llama", "pp=2,dp_shard=4,pipeline_microbatches=2", {"rows": 2, "rank": 4, "accumulation": 2}),
+    ("llama", f"pp=2,dp_shard=4,{FOUR}=interleaved_zero_bubble", {"rows": 4, "rank": 4}),
+    ("llama", f"pp=2,dp_shard=4,{FOUR}=zbv_zero_bubble", {"rows": 4, "rank": 4}),
+    ("llama", f"pp=2,tp=2,dp_shard=2,{FOUR}=dualpipe_v", {"rows": 4}),
     ("llama", "dp_shard=8", {"rows": 2, "precision": "mixed"}),
     ("llama", "dp_shard=8,activation_checkpointing=full", {"rows": 2, "precision": "mixed"}),
     ("llama", "tp=8,sequence_parallel=false", {"rows": 2, "precision": "mixed"}),
     ("llama", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7, "precision": "mixed"}),
     ("llama", "tp=2,dp_replicate=4", {"rows": 2, "precision": "fp16"}),
+    ("llama", "tp=2,dp_shard=4", {"rows": 2, "adapters": 8}),
+    ("llama", "pp=2,dp_shard=4,pipeline_microbatches=4", {"rows": 4, "adapters": 8}),
 ]
 
 
+GROUPS = (LAYOUTS, MORE)
+
+
 @pytest.fixture(scope="module")
-def compared():
-    """All of them in one process, which counts each model once."""
-    return run_alone(lambda: [both(name, spec, **options) for name, spec, options in LAYOUTS], timeout=280)
+def compared(request):
+    """A group in one process, which counts each model once."""
+    group = GROUPS[request.param]
+    found = run_alone(lambda: [both(name, spec, **options) for name, spec, options in group], timeout=280)
+    return list(zip(group, found, strict=True))
 
 
-@pytest.mark.parametrize("place", range(len(LAYOUTS)), ids=["-".join(map(str, layout)) for layout in LAYOUTS])
+@pytest.mark.parametrize(
+    ("compared", "place"),
+    [(i, place) for i, group in enumerate(GROUPS) for place in range(len(group))],
+    ids=["-".join(map(str, layout)) for group in GROUPS for layout in group],
+    indirect=["compared"],
+)
 def test_planned_is_what_a_dry_run_shows(compared, place):
-    name, spec, _ = LAYOUTS[place]
-    planned, ran, sent, counted_ = compared[place]
+    (name, spec, _), (planned, ran, sent, counted_) = compared[place]
     assert planned == pytest.approx(ran, rel=0.05)
     if name == "gpt2" and "tp=" in spec:  # whether a bias is split is not in its shape
         assert sent == pytest.approx(counted_, rel=0.03)
     else:
         assert sent == pytest.approx(counted_, rel=1e-12)
+
+
+def states_in_8_bits():
+    """(bytes that bitsandbytes' AdamW keeps after a step, numbers of the model)."""
+    from bitsandbytes.optim import AdamW8bit
+
+    model = models.build("llama", hidden_size=256, intermediate_size=512)
+    optimizer = AdamW8bit(model.parameters())
+    tokens = torch.arange(32).view(1, 32)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    kept = [x.untyped_storage() for values in optimizer.state.values() for x in values.values() if torch.is_tensor(x)]
+    return sum({part._cdata: part.nbytes() for part in kept}.values()), sum(p.numel() for p in model.parameters())
+
+
+def test_moments_in_8_bits():
+    pytest.importorskip("bitsandbytes")
+    kept, numbers = run_alone(states_in_8_bits)
+    assert MOMENTS["adamw_8bit"] * numbers == pytest.approx(kept, rel=0.01)  # norms keep theirs in fp32
 
 
 TINY = {"num_hidden_layers": 4}
@@ -111,6 +155,8 @@ TINY = {"num_hidden_layers": 4}
         ("tp=4", 4),
         ("pp=4,pipeline_microbatches=4", 4),
         ("dp_shard=2,dp_replicate=2", 4),
+        (f"pp=2,dp_shard=2,{FOUR}=zbv_zero_bubble", 4),
+        (f"pp=2,tp=2,{FOUR}=dualpipe_v", 4),
     ],
 )
 def test_planned_dry_and_real_send_the_same(spec, rows):

@@ -99,6 +99,26 @@ def test_adapters_need_no_gradients_of_the_rest():
     assert lora.step_time_s < whole.step_time_s
 
 
+@pytest.mark.parametrize("engine", ["standard", "hf_parallel"])
+def test_fp32_weights_under_autocast(engine):
+    """They travel and are kept as fp32, are multiplied as bf16, and are copied for that."""
+    bf16, mixed, fp32 = (changed(precision=name, engine=engine) for name in ("bf16", "mixed", "fp32"))
+    sent = [sum(found.breakdown.bytes_by_axis.values()) for found in (bf16, mixed, fp32)]
+    assert sent[1] == sent[2] == 2 * sent[0]
+    assert bf16.step_time_s < mixed.step_time_s < fp32.step_time_s
+    assert mixed.breakdown.time["autocast"] > 0
+    copies = 2 * mixed.shape.active_parameters / 2**30
+    assert mixed.breakdown.memory["optimizer"] == fp32.breakdown.memory["optimizer"]
+    assert mixed.memory_gib > copies + mixed.breakdown.memory["weights"]
+
+
+def test_names_of_precisions():
+    assert changed(precision="bf16-mixed").job.precision == "mixed"
+    assert changed(precision="amp_bf16").job.precision == "bf16"
+    fp16 = changed(precision="fp16", engine="hf_parallel")
+    assert fp16.memory_gib == changed(precision="mixed", engine="hf_parallel").memory_gib
+
+
 def test_what_a_slow_network_does():
     """ZeRO-3 over Ethernet gathers weights for ever; replicas that shard inside nodes do not."""
     fast, slow = (changed(network=name).step_time_s for name in ("infiniband-ndr", "ethernet-25g"))
