@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,13 +17,12 @@ from hf_parallel.anatomy import (
     flops_per_token,
     loss_sums_over_tokens,
     reads_item_count,
-    text_config,
     transformer_blocks,
 )
-from hf_parallel.checkpoint import save_pretrained
-from hf_parallel.collectives import meet, watch
+from hf_parallel.collectives import watch
 from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.methods import replace_methods
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
 from hf_parallel.pipeline.schedules import SPLIT_BACKWARD, choose_schedule
 from hf_parallel.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
@@ -99,6 +97,8 @@ def parallelize(
         config = state.config = mesh.config = with_schedule(model, config, tied)
         counts, line = layers_per_stage(model, config)
         state.notes.append(line)
+        if recomputes_in_parts(config, config.pipeline_schedule):
+            state.notes.append(f"{config.pipeline_schedule} recomputes layers several times; 1f1b is faster here")
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
         state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
@@ -259,45 +259,7 @@ def _mark(model: Any, state: ParallelState) -> None:
     watch()
     model._hf_parallel = state
     model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
-    if hasattr(model, "save_pretrained"):
-        # On the object, so that plain loops without the hooks save whole weights too.
-        model.save_pretrained = functools.partial(_save_pretrained, model, state.mesh)
-    if hasattr(model, "resize_token_embeddings"):
-        model.resize_token_embeddings = functools.partial(_keep_size, model)
-    if state.pipeline is not None and hasattr(model, "generate"):
-        model.generate = functools.partial(_generate_without_cache, model, state)
-
-
-def _save_pretrained(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> None:
-    if kwargs.get("state_dict") is None:
-        meet("save_pretrained")
-    save_pretrained(model, mesh, *args, **kwargs)
-
-
-def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
-    """`resize_token_embeddings` to the size they have, as scripts ask for after they have loaded a tokenizer."""
-    rows = getattr(text_config(model), "vocab_size", 0)
-    wanted, step = rows if wanted is None else wanted, pad_to_multiple_of or 1
-    if -(-wanted // step) * step == rows:
-        return model.get_input_embeddings()
-    raise NotImplementedError(
-        f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
-        "not part of this version; resize and save the model in one process first"
-    )
-
-
-def _generate_without_cache(model: Any, state: ParallelState, *args: Any, **kwargs: Any) -> Any:
-    """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
-    if state.mesh.data_size > 1:
-        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
-    seed = torch.randint(2**31, (1,)).to(state.mesh.device)
-    for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
-        dist.broadcast(seed, group=state.mesh.group(axis), group_src=0)
-    with state.mesh.fork_random_state():
-        torch.manual_seed(int(seed))
-        return type(model).generate(model, *args, **kwargs, use_cache=False)
+    replace_methods(model, state.mesh, pipelined=state.pipeline is not None)
 
 
 def parameters_per_rank(model: nn.Module) -> list[int]:

@@ -49,8 +49,14 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
         SpecError: none can run `pipeline_microbatches`.
     """
     allowed = [name for name in SCHEDULES if not (tied and config.data_parallel_size > 1 and name in V_SCHEDULES)]
+    allowed = [name for name in allowed if not recomputes_in_parts(config, name)]
     count = config.pipeline_microbatches or 4 * config.pp_size
     return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)
+
+
+def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
+    """Each part of a split backward pass recomputes a checkpointed layer for itself: more than a bubble costs."""
+    return config.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
 
 
 def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:

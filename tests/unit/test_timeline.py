@@ -335,3 +335,13 @@ def test_plan_refuses_in_one_line(tmp_path, capsys, spec, options, words):
 def test_plan_cannot_write(tmp_path, capsys):
     assert cli.main(["plan", "--timeline", str(tmp_path / "none" / "out.svg"), "--parallel", "pp=2"]) == 2
     assert "No such file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("checkpointing", "chosen"), [("none", "interleaved_zero_bubble"), ("full", "1f1b")])
+def test_auto_does_not_recompute_in_parts(checkpointing, chosen):
+    """What splits the backward pass runs a checkpointed layer's forward again for each part."""
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.pipeline.schedules import choose_schedule
+
+    spec = f"pp=4,pipeline_microbatches=8,pipeline_schedule=auto,activation_checkpointing={checkpointing}"
+    assert choose_schedule(ParallelConfig.parse(spec), layers=16, tied=False) == chosen

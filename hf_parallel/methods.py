@@ -1,0 +1,56 @@
+"""What a parallel model's own methods do, put on the object: so plain loops without the hooks have them too."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.anatomy import text_config
+from hf_parallel.checkpoint import save_pretrained
+from hf_parallel.collectives import meet
+from hf_parallel.mesh import ParallelMesh
+
+
+def replace_methods(model: Any, mesh: ParallelMesh, pipelined: bool) -> None:
+    """Save whole weights, keep the size of the embedding, and generate through a pipeline."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_save_pretrained, model, mesh)
+    if hasattr(model, "resize_token_embeddings"):
+        model.resize_token_embeddings = functools.partial(_keep_size, model)
+    if pipelined and hasattr(model, "generate"):
+        model.generate = functools.partial(_generate_without_cache, model, mesh)
+
+
+def _save_pretrained(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("state_dict") is None:
+        meet("save_pretrained")
+    save_pretrained(model, mesh, *args, **kwargs)
+
+
+def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
+    """`resize_token_embeddings` to the size they have, as scripts ask for after they have loaded a tokenizer."""
+    rows = getattr(text_config(model), "vocab_size", 0)
+    wanted, step = rows if wanted is None else wanted, pad_to_multiple_of or 1
+    if -(-wanted // step) * step == rows:
+        return model.get_input_embeddings()
+    raise NotImplementedError(
+        f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
+        "not part of this version; resize and save the model in one process first"
+    )
+
+
+def _generate_without_cache(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> Any:
+    """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
+    if mesh.data_size > 1:
+        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
+    seed = torch.randint(2**31, (1,)).to(mesh.device)
+    for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
+        dist.broadcast(seed, group=mesh.group(axis), group_src=0)
+    with mesh.fork_random_state():
+        torch.manual_seed(int(seed))
+        return type(model).generate(model, *args, **kwargs, use_cache=False)
