@@ -24,7 +24,7 @@ from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecE
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.methods import replace_methods
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
-from hf_parallel.pipeline.schedules import SPLIT_BACKWARD, choose_schedule
+from hf_parallel.pipeline.schedules import SPLIT_BACKWARD, choose_schedule, recomputes_in_parts
 from hf_parallel.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
