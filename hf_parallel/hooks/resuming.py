@@ -169,6 +169,8 @@ def init_training_state(original: Callable) -> Callable:
         from transformers.trainer_utils import has_length
 
         found = original(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
+            return epochs, 0
         if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
             return found
         with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:

@@ -251,3 +251,10 @@ def test_plain_trainer_does_not_go_on_with_fresh_moments(stopped, runs, tmp_path
     checkpoint = f"{stopped('qwen3', 'tp=2').folder}/checkpoint-{STOP}"
     with pytest.raises(RankFailure, match="ResumeUnderHfParallel"):
         run_alone(without_the_plugin, runs.initial("qwen3"), str(tmp_path), checkpoint)
+
+
+def test_a_run_that_had_ended_takes_no_step(stopped, runs, tmp_path):
+    """In the middle of an epoch, where Trainer by itself looks only after the next step."""
+    ended = f"{stopped('qwen3', 'tp=2').folder}/checkpoint-{STOP}"
+    job = {"folder": runs.initial("qwen3"), "out": str(tmp_path), "resume": ended, "max_steps": STOP}
+    assert trained("tp=2", job)[0].logs == {}
