@@ -60,7 +60,7 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
         "tokens_per_step": tokens * mesh.data_size,
         "attention": getattr(model.config, "_attn_implementation", None) if hasattr(model, "config") else None,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
-        "notes": state.notes if state else [],
+        "notes": [*(state.notes if state else ()), *_inexact(model, mesh.data_size)],
         "versions": {p: importlib.metadata.version(p) for p in ("hf-parallel", "torch", "transformers", "accelerate")},
     }
 
@@ -80,6 +80,13 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
     return lines + [f"  note                 {note}" for note in facts["notes"]]
+
+
+def _inexact(model: Any, data_ranks: int) -> list[str]:
+    """What is known not to be that of one process."""
+    if data_ranks > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
+        return ["each data rank balances experts over its own rows; without output_router_logits losses are exact"]
+    return []
 
 
 def _state_bytes(trainer: Any, parameters: int) -> int:

@@ -34,3 +34,14 @@ def test_habits_of_scripts(runs):
     ranks = run(partial(habits, runs.initial("llama")), 4, init=False, timeout=60)
     assert len({drawn for drawn, *_ in ranks}) == 1
     assert all(any("device_map=auto" in note for note in notes) and kept for _, notes, kept in ranks)
+
+
+def test_experts_that_data_ranks_balance_apart_are_told():
+    """Their auxiliary loss is not linear in the rows."""
+    from types import SimpleNamespace
+
+    from hf_parallel.hooks.report import _inexact
+
+    model = SimpleNamespace(config=SimpleNamespace(output_router_logits=True))
+    assert "balances experts" in _inexact(model, data_ranks=2)[0]
+    assert not _inexact(model, data_ranks=1)
