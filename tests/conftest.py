@@ -12,14 +12,18 @@ from tests import support_matrix, training
 RESULTS = Path(__file__).parent / "results" / "support.json"
 #: Of the combinations of each test in these files `make test` runs every n-th, `make test-all` all.
 EVERY = {
+    "test_dry_run.py": 2,
     "test_elastic.py": 3,
-    "test_families.py": 3,
-    "test_lora.py": 3,
-    "test_lora_grid.py": 7,
+    "test_families.py": 4,
+    "test_killed_saves.py": 2,
+    "test_lora.py": 4,
+    "test_lora_grid.py": 11,
     "test_lora_weights.py": 3,
     "test_loading.py": 2,
     "test_new_heads.py": 3,
+    "test_own_engine.py": 2,
     "test_pipeline.py": 2,
+    "test_resume.py": 2,
     "test_trainer.py": 2,
     "test_variants.py": 2,
 }

@@ -101,7 +101,6 @@ SETTINGS = {
             ("dp_shard=2", "single"),
             ("tp=2", "double"),
             ("tp=2,pp=2", "single"),
-            ("dp_shard=2", "half"),
         )
     ],
 )
