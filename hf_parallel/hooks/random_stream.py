@@ -22,15 +22,16 @@ class RandomStream:
 
     latest: RandomStream | None = None
 
-    def __init__(self, began: tuple) -> None:
-        self.began = self.state = began
+    def __init__(self, state: tuple) -> None:
+        self.state = state
+        torch.rand(())  # the same seed set again brings back `state`, and not what is left now
+        self.left = self._get()
 
     @classmethod
     def here(cls) -> RandomStream:
-        """The stream of all loaders that are made at this state of rank 0's generators, as they share it there."""
-        now = cls._get()
-        known = cls.latest is not None and _equal(cls.latest.began, now)
-        told: list[Any] = [None if known else now]
+        """The latest one as long as rank 0's generators are as that has left them; else a new one from there."""
+        known = cls.latest is not None and _equal(cls.latest.left, cls._get())
+        told: list[Any] = [None if known else cls._get()]
         dist.broadcast_object_list(told, src=0)
         if told[0] is not None:
             cls.latest = cls(told[0])

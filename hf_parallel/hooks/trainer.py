@@ -17,7 +17,6 @@ from hf_parallel.hooks import after_saves, losses, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.data import is_ragged, real_rows, refuse_cut_examples
-from hf_parallel.hooks.random_stream import RandomStream
 from hf_parallel.pipeline.schedules import micro_batch_count
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -33,7 +32,6 @@ def init(original: Callable) -> Callable:
             args = TrainingArguments(output_dir="tmp_trainer")
         check_arguments(args)
         trl.check(self, args, kwargs.get("eval_dataset"))
-        RandomStream.latest = None  # a trainer sets the seed
         if model is not None:
             bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
             _make_ready(model, bound.arguments.get("optimizers"))

@@ -93,3 +93,26 @@ def _differences(seen: dict, expected: dict) -> list[str]:
         return [*found, f"gathered {len(seen['tokens'])} rows, not the {len(expected['tokens'])} of the set in order"]
     gap = (seen["logits"] - expected["logits"]).abs().max().item()
     return found if gap <= LOGITS else [*found, f"logits off by {gap:.2e}"]
+
+
+def orders(spec: str | None) -> list[list[int]]:
+    """The rows of loaders in the order in which they are read: two after one seed, then one after the same again."""
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    accelerator, found = Accelerator(cpu=True), []
+    for seeded in (True, False, True):
+        if seeded:
+            torch.manual_seed(5)
+        loader = accelerator.prepare(DataLoader(range(16), batch_size=4, shuffle=True))
+        found.append([int(row) for batch in loader for row in batch])
+    return found
+
+
+def test_seeds_order_rows_as_in_one_process():
+    """Without a seed between them loaders go on from one another; the same seed brings back the same order."""
+    first, second, third = expected = run_alone(orders, None)
+    assert first == third != second
+    for found in run(orders, 2, "tp=2", init=False):
+        assert found == expected
