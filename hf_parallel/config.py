@@ -24,6 +24,8 @@ SINGLE_SCHEDULES = ("1f1b", "gpipe")
 LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
+#: Those that compute gradients of inputs and of weights at different times.
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 AUTO_SCHEDULE = "auto"  # chosen once the model is known
 #: The spec that leaves the layout to the planner.
 AUTO = "auto"
@@ -141,6 +143,10 @@ class ParallelConfig:
         if self.pipeline_schedule in V_SCHEDULES and stage >= self.pp_size:
             return 2 * self.pp_size - 1 - stage
         return stage % self.pp_size
+
+    def recomputes_in_parts(self, schedule: str) -> bool:
+        """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
+        return self.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
 
     @property
     def world_size(self) -> int:

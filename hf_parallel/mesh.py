@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import AXES, ParallelConfig, SpecError
 
@@ -40,12 +41,9 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     return {axis: place[axis] for axis in AXES}
 
 
-def rank_at(config: ParallelConfig, place: dict[str, int]) -> int:
-    """The rank at this place; an axis that is not named is 0. The inverse of `coordinates`."""
-    rank = 0
-    for axis, size in zip(AXES, axis_sizes(config), strict=True):
-        rank = rank * size + place.get(axis, 0)
-    return rank
+def stored(tensor: Any) -> torch.Tensor:
+    """The part of a tensor that this rank stores, as a plain tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def data_rank(config: ParallelConfig, rank: int) -> int:

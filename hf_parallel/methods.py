@@ -15,11 +15,13 @@ from hf_parallel.mesh import ParallelMesh
 
 
 def replace_methods(model: Any, mesh: ParallelMesh, pipelined: bool) -> None:
-    """Save whole weights, keep the size of the embedding, and generate through a pipeline."""
+    """Save whole weights, keep the size of the embedding, generate on ranks that end apart and through a pipeline."""
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_save_pretrained, model, mesh)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = functools.partial(_keep_size, model)
+    if mesh.data_size > 1 and hasattr(model, "prepare_inputs_for_generation"):
+        _generate_together(model)
     if pipelined and hasattr(model, "generate"):
         model.generate = functools.partial(_generate_without_cache, model, mesh)
 
@@ -40,6 +42,23 @@ def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | 
         f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
         "not part of this version; resize and save the model in one process first"
     )
+
+
+def _generate_together(model: Any) -> None:
+    """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
+
+    That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
+    """
+    prepare = model.prepare_inputs_for_generation
+
+    def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        mask = kwargs.get("attention_mask")
+        whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
+        if whole_rows and torch.is_tensor(mask) and mask.ndim == 2 and not model.config.is_encoder_decoder:
+            kwargs["attention_mask"] = mask[:, : input_ids.shape[1]]
+        return prepare(input_ids, *args, **kwargs)
+
+    model.prepare_inputs_for_generation = prepare_inputs
 
 
 def _generate_without_cache(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> Any:

@@ -20,11 +20,11 @@ from hf_parallel.anatomy import (
     transformer_blocks,
 )
 from hf_parallel.collectives import watch
-from hf_parallel.config import AUTO_SCHEDULE, V_SCHEDULES, ParallelConfig, SpecError
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.config import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES, ParallelConfig, SpecError
+from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.methods import replace_methods
 from hf_parallel.pipeline import PipelineEngine, cut_into_stages
-from hf_parallel.pipeline.schedules import SPLIT_BACKWARD, choose_schedule, recomputes_in_parts
+from hf_parallel.pipeline.schedules import choose_schedule
 from hf_parallel.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
 from hf_parallel.rewrite.identical import make_identical
 from hf_parallel.rewrite.region import Switch
@@ -97,7 +97,7 @@ def parallelize(
         config = state.config = mesh.config = with_schedule(model, config, tied)
         counts, line = layers_per_stage(model, config)
         state.notes.append(line)
-        if recomputes_in_parts(config, config.pipeline_schedule):
+        if config.recomputes_in_parts(config.pipeline_schedule):
             state.notes.append(f"{config.pipeline_schedule} recomputes layers several times; 1f1b is faster here")
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
@@ -265,7 +265,7 @@ def _mark(model: Any, state: ParallelState) -> None:
 def parameters_per_rank(model: nn.Module) -> list[int]:
     """How many parameters each rank stores, in rank order. Collective."""
     unique = {id(p): p for p in model.parameters()}.values()
-    own = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in unique)
+    own = sum(stored(p).numel() for p in unique)
     counts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(counts, own)
     return counts

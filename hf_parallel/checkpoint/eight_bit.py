@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.mesh import stored
+
 _BLOCK = 256
 #: What states are nested in where bitsandbytes writes them itself.
 _NESTED = "__bnb_optimizer_quant_state__"
@@ -39,7 +41,7 @@ def _values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> 
 
 
 def _as_part_of(parameter: Any, local: torch.Tensor) -> torch.Tensor:
-    if not isinstance(parameter, DTensor) or isinstance(local, DTensor) or local.shape != parameter.to_local().shape:
+    if not isinstance(parameter, DTensor) or isinstance(local, DTensor) or local.shape != stored(parameter).shape:
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     return DTensor.from_local(
@@ -55,8 +57,7 @@ def pack_states(optimizer: Any) -> None:
         slots = optimizer.state.get(parameter)
         if not slots:
             continue
-        part = parameter.detach()
-        part = part.to_local() if isinstance(part, DTensor) else part
+        part = stored(parameter.detach())
         optimizer.init_state(optimizer.param_groups[number], part, number, index)
         optimizer.state[parameter] = _filled(optimizer.state.pop(part), slots)
 
@@ -74,8 +75,7 @@ def _filled(fresh: dict[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
         if name not in ("state1", "state2"):
             fresh[name] = value
             continue
-        local = value.to_local() if isinstance(value, DTensor) else value
-        local = local.to(fresh[name].device)
+        local = stored(value).to(fresh[name].device)
         if fresh[name].dtype == torch.uint8:
             codes, fresh[f"absmax{name[-1]}"] = _codes(local, fresh[f"qmap{name[-1]}"])
             fresh[name].copy_(codes)

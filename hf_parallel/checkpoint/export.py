@@ -23,7 +23,7 @@ from hf_parallel.checkpoint.files import TensorFile
 from hf_parallel.checkpoint.hub_format import Entry, hub_groups
 from hf_parallel.checkpoint.load import converted, in_folder
 from hf_parallel.checkpoint.manifest import damages, has_manifest
-from hf_parallel.checkpoint.save import shards
+from hf_parallel.checkpoint.save import shards, write_index
 from hf_parallel.checkpoint.saving import CheckpointError, Saving
 from hf_parallel.checkpoint.slices import Part, read
 from hf_parallel.checkpoint.unread import Unread, unread
@@ -119,8 +119,7 @@ def _write(items: list[Item], out: str, stem: str, max_shard_size: int | str) ->
         target.publish([target.sums])
     if plan.is_sharded:
         index = {"metadata": plan.metadata, "weight_map": weight_map}
-        with open(os.path.join(out, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as file:
-            json.dump(index, file, indent=2, sort_keys=True)
+        write_index(out, stem, index)
 
 
 def _put(item: Item, target: TensorFile) -> None:

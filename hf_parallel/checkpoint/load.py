@@ -15,6 +15,7 @@ from torch import nn
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.checkpoint.unread import unread, values
+from hf_parallel.mesh import stored
 from hf_parallel.packed import stored_order
 
 
@@ -100,4 +101,4 @@ def _copy_part(model: nn.Module, key: str, target: Any, source: torch.Tensor) ->
         raise ValueError(f"{key} is {tuple(target.shape)}, in the folder {tuple(source.shape)}")
     part = values(source, local_part(target, stored_order(model, key)))
     with torch.no_grad():
-        (target.to_local() if hasattr(target, "to_local") else target).copy_(part)
+        stored(target).copy_(part)

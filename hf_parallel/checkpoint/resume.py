@@ -35,7 +35,7 @@ from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.checkpoint.writers import Item, assign
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.packed import stored_order
 
 FOLDER = "optimizer"
@@ -226,7 +226,7 @@ def _local(model: nn.Module, name: str, parameter: Any, source: torch.Tensor, fo
     if not kept or (former.shape, former.dtype) != (parameter.shape, source.dtype):
         former = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
     part = values(source, local_part(parameter, stored_order(model, name)))
-    (former.to_local() if isinstance(former, DTensor) else former).copy_(part)
+    stored(former).copy_(part)
     return former
 
 

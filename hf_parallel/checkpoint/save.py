@@ -22,7 +22,7 @@ from hf_parallel.checkpoint.gather import entries_of, gathered
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
 from hf_parallel.checkpoint.saving import Saving, current, lost_peer, wait_for_writer
 from hf_parallel.checkpoint.writers import Item, all_to, assign, rounds
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
 
 
 def save_pretrained(
@@ -82,7 +82,7 @@ def full_state_dict(
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
     items = all_to(0, [Group((entry,), (entry,)) for entry in entries], mesh.config)
     local = taken(model.state_dict(), items, mesh)
-    parts = {name: tensor.to_local() if hasattr(tensor, "to_local") else tensor for name, tensor in local.items()}
+    parts = {name: stored(tensor) for name, tensor in local.items()}
     found: dict[str, torch.Tensor] = {}
     try:
         for together in rounds(items):
@@ -128,10 +128,11 @@ def _write_weights(
             _remove_stale_files(directory, stem, keep=set(entries))
             if plan.is_sharded:
                 weight_map = {entry.name: file for file, found in entries.items() for entry in found}
-                _write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
+                write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
-def _write_index(directory: str, stem: str, index: dict[str, Any]) -> None:
+def write_index(directory: str, stem: str, index: dict[str, Any]) -> None:
+    """Which tensor is in which file, as on the Hub."""
     with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)
 

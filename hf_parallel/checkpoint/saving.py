@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.writers import writing_ranks
 from hf_parallel.config import SpecError
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
 
 
 class CheckpointError(RuntimeError):
@@ -69,7 +69,7 @@ class Saving:
 
     def stream(self, local: Mapping[str, Any], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
-        parts = {name: _plain(tensor) for name, tensor in local.items()}
+        parts = {name: stored(tensor).detach() for name, tensor in local.items()}
         if self.in_background:
             parts = {name: _copy(part) for name, part in parts.items()}
             if self.mesh.device.type != "cpu":
@@ -144,10 +144,6 @@ def going_on(saving: Saving) -> Iterator[Saving]:
         yield saving
     finally:
         _current = former
-
-
-def _plain(tensor: Any) -> torch.Tensor:
-    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:

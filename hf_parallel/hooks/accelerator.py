@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import eight_bit, runtime
 from hf_parallel.hooks.peft_before import make_parallel_below
 from hf_parallel.hooks.peft_settings import check_optimizer
 from hf_parallel.parallelize import parallelize
@@ -35,6 +35,7 @@ def prepare(original: Callable) -> Callable:
             _scale_in_pipeline(model, self.scaler)
         for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
             check_optimizer(optimizer)
+            eight_bit.check(optimizer)
             follow_parameters(optimizer)
         return original(self, *args, **kwargs)
 

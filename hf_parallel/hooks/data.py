@@ -225,13 +225,13 @@ def num_processes(original: Any) -> Any:
 
 
 @contextlib.contextmanager
-def replacing(owner: Any, **methods: Callable) -> Iterator[None]:
-    """In here the object has these methods."""
-    vars(owner).update(methods)
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """In here the object itself has these, before those of its class."""
+    vars(owner).update(attributes)
     try:
         yield
     finally:
-        for name in methods:
+        for name in attributes:
             delattr(owner, name)
 
 
@@ -240,14 +240,9 @@ def process_index(original: Any) -> Any:
     return property(lambda self: vars(self).get("_data_rank", original.fget(self)), doc="Rank of this process.")
 
 
-@contextlib.contextmanager
-def as_data_rank(accelerator: Any) -> Iterator[None]:
-    """In here `process_index` says which rows of what is gathered are this rank's own."""
-    accelerator._data_rank = runtime.mesh().data_rank
-    try:
-        yield
-    finally:
-        del accelerator._data_rank
+def as_data_rank(accelerator: Any) -> contextlib.AbstractContextManager:
+    """In there `process_index` says which rows of what is gathered are this rank's own."""
+    return replacing(accelerator, _data_rank=runtime.mesh().data_rank)
 
 
 def scheduler_state(original: Any) -> Any:

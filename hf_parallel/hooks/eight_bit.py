@@ -26,7 +26,7 @@ def step(original: Callable) -> Callable:
             with torch.enable_grad():
                 loss = closure()
         if not self.initialized:
-            _refuse_norms(self)
+            check(self)
             self.check_overrides()  # looks for the parameters themselves
         with torch.no_grad(), on_local_parts(self):
             original(self)
@@ -35,10 +35,12 @@ def step(original: Callable) -> Callable:
     return replacement
 
 
-def _refuse_norms(optimizer: Any) -> None:
-    if optimizer.args.max_unorm > 0:
+def check(optimizer: Any) -> None:
+    """Refuse what compares norms of whole tensors, such as LAMB and LARS; of other libraries nothing is known here."""
+    own = getattr(optimizer, "optimizer", optimizer)
+    if getattr(getattr(own, "args", None), "max_unorm", 0) > 0:
         raise SpecError(
-            f"{type(optimizer).__name__} of bitsandbytes compares norms of whole tensors, of which ranks hold parts; "
+            f"{type(own).__name__} of bitsandbytes compares norms of whole tensors, of which ranks hold parts; "
             "adamw_8bit works"
         )
 

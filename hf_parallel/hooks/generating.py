@@ -72,8 +72,10 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
 
 
 def _has_no_length(dataset: Any) -> bool:
+    from transformers.trainer_utils import has_length
+
     sets = dataset.values() if isinstance(dataset, dict) else [dataset]
-    return any(one is not None and not hasattr(one, "__len__") for one in sets)
+    return any(one is not None and not has_length(one) for one in sets)
 
 
 # ---- which rows, which random numbers -----------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import generating, runtime
 from hf_parallel.hooks.data import replacing
 from hf_parallel.hooks.rows import JOINED
+from hf_parallel.mesh import stored
 from hf_parallel.pipeline.serving import served
 from hf_parallel.rewrite.layers import local
 from hf_parallel.rewrite.log_probs import Scaling, log_probs
@@ -235,7 +236,7 @@ def hash_module(original: Callable) -> Callable:
             return original(module)
         digest = hashlib.sha256()
         for name, tensor in sorted(module.state_dict().items()):
-            part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            part = stored(tensor)
             digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
             digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         parts: list[Any] = [None] * dist.get_world_size()

@@ -24,10 +24,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from hf_parallel.anatomy import text_config
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.pipeline import serving
 from hf_parallel.pipeline.batches import Batch, count_targets, split_rows, tokens_of
 from hf_parallel.pipeline.elsewhere import Elsewhere
@@ -282,7 +281,7 @@ class PipelineEngine:
             if scale is not None:
                 gradient.mul_(scale)
             if id(parameter) in tied:  # both ends of the pipeline hold this parameter: its gradient is the sum
-                dist.all_reduce(_local(gradient), group=self.tied_group)
+                dist.all_reduce(stored(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
 
@@ -295,7 +294,3 @@ def _named(signature: inspect.Signature, args: tuple, kwargs: Batch) -> Batch:
 def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
     """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
     return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -38,8 +38,6 @@ _SCHEDULES: dict[str, type] = {
     "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
     "dualpipe_v": schedules.ScheduleDualPipeV,
 }
-#: Schedules that compute gradients of inputs and of weights at different times.
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
 
 
 def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
@@ -49,14 +47,9 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
         SpecError: none can run `pipeline_microbatches`.
     """
     allowed = [name for name in SCHEDULES if not (tied and config.data_parallel_size > 1 and name in V_SCHEDULES)]
-    allowed = [name for name in allowed if not recomputes_in_parts(config, name)]
+    allowed = [name for name in allowed if not config.recomputes_in_parts(name)]
     count = config.pipeline_microbatches or 4 * config.pp_size
     return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)
-
-
-def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
-    """Each part of a split backward pass recomputes a checkpointed layer for itself: more than a bubble costs."""
-    return config.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
 
 
 def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:

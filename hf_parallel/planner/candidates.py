@@ -134,7 +134,10 @@ def other_schedules(goal: Goal, choice: Choice) -> Iterator[ParallelConfig]:
     for name in _SCHEDULES:
         tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.data_parallel_size > 1
         enough = goal.shape.layers >= 2 * config.pp_size
-        # Each half of a backward recomputes for itself, the second once per parameter: more than a bubble costs.
-        again = config.activation_checkpointing != "none" and name.endswith("zero_bubble")
-        if enough and not again and not tied_v and choice.rows // size % config.pp_size == 0:
+        if (
+            enough
+            and not config.recomputes_in_parts(name)
+            and not tied_v
+            and choice.rows // size % config.pp_size == 0
+        ):
             yield configured(config, pipeline_schedule=name)

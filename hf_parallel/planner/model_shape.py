@@ -16,13 +16,14 @@ from typing import Any
 
 from hf_parallel.config import SpecError
 
-#: Megatron's way to split a matrix over tp: by outputs, by inputs, not at all; "expert": by whole experts over ep.
-SPLITS = ("column", "row", "whole", "expert")
-
 
 @dataclass(frozen=True)
 class Matrix:
-    """`count` equal matrices [outputs, inputs]; a token meets `share` of them (1: all; top_k / experts)."""
+    """`count` equal matrices [outputs, inputs]; a token meets `share` of them (1: all; top_k / experts).
+
+    `split` is Megatron's way over tp: "column" by outputs, "row" by inputs, "whole" not at all; "expert": by whole
+    experts over ep.
+    """
 
     name: str
     inputs: int

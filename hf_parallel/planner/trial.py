@@ -92,9 +92,8 @@ def predicted(
     if limit < math.inf and _least_seconds(goal, stages, layout, job) > limit * share * layout.dp:
         return None
     peak = fullest(memory_of_ranks(goal.shape, stages, layout, job))
-    if not measure and not fits(peak, goal.cluster):
-        return TooLarge(config, size, peak.needed / GIB)
-    if _offloaded(goal, layout, job) > goal.cluster.gpu.host.memory_gib and not measure:
+    fitting = fits(peak, goal.cluster) and _offloaded(goal, layout, job) <= goal.cluster.gpu.host.memory_gib
+    if not measure and not fitting:
         return TooLarge(config, size, peak.needed / GIB)
     return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, share // rows)
 

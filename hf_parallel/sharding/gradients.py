@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
 
 _CUT_AXES = ("dp_shard", "tp")
 
@@ -38,7 +38,7 @@ def clip_grad_norm(
     total = gradient_norm(parameters, mesh, norm_type, copies)
     if max_norm != math.inf:
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the formula of torch.nn.utils.clip_grad_norm_
-        for gradients in _by_device_and_dtype(_local(p.grad) for p in parameters if p.grad is not None):
+        for gradients in _by_device_and_dtype(stored(p.grad) for p in parameters if p.grad is not None):
             torch._foreach_mul_(gradients, scale.to(gradients[0].device))
     return total
 
@@ -52,7 +52,7 @@ def gradient_norm(
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in copies:
-            gathered[_cut_axes(parameter.grad)].append(_local(parameter.grad))
+            gathered[_cut_axes(parameter.grad)].append(stored(parameter.grad))
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
     combinations = [frozenset(), frozenset({"tp"}), frozenset({"dp_shard"}), frozenset(_CUT_AXES)]
@@ -88,10 +88,6 @@ def _cut_axes(gradient: torch.Tensor) -> frozenset[str]:
     names = gradient.device_mesh.mesh_dim_names or ()
     # A strided shard (dp_shard and tp on one dim) has a dim too, but is not a plain Shard.
     return frozenset(n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim"))
-
-
-def _local(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -41,30 +41,11 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False)
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
-    if hasattr(model, "prepare_inputs_for_generation"):
-        _generate_together(model)
     for module in sharded_modules(root):
         # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
-
-
-def _generate_together(model: Any) -> None:
-    """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
-
-    That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
-    """
-    prepare = model.prepare_inputs_for_generation
-
-    def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        mask = kwargs.get("attention_mask")
-        whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
-        if whole_rows and torch.is_tensor(mask) and mask.ndim == 2 and not model.config.is_encoder_decoder:
-            kwargs["attention_mask"] = mask[:, : input_ids.shape[1]]
-        return prepare(input_ids, *args, **kwargs)
-
-    model.prepare_inputs_for_generation = prepare_inputs
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
