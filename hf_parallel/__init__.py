@@ -8,19 +8,31 @@ import types
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["ParallelConfig", "SpecError", "activate", "clip_grad_norm", "parallelize", "plan"]
+__all__ = [
+    "ParallelConfig",
+    "SpecError",
+    "activate",
+    "clip_grad_norm",
+    "full_state_dict",
+    "full_tensor",
+    "parallelize",
+    "plan",
+]
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
     from hf_parallel.parallelize import clip_grad_norm, parallelize
     from hf_parallel.planner.search import plan
+    from hf_parallel.whole import full_state_dict, full_tensor
 
 _HOME = {
     "ParallelConfig": "hf_parallel.config",
     "SpecError": "hf_parallel.config",
     "activate": "hf_parallel.hooks",
     "clip_grad_norm": "hf_parallel.parallelize",
+    "full_state_dict": "hf_parallel.whole",
+    "full_tensor": "hf_parallel.whole",
     "parallelize": "hf_parallel.parallelize",
     "plan": "hf_parallel.planner.search",
 }

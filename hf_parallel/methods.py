@@ -2,66 +2,132 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
-from hf_parallel.anatomy import text_config
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import meet
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.resizing import resize_token_embeddings
+from hf_parallel.sharding import sharded_modules
+from hf_parallel.whole import remember
 
 
-def replace_methods(model: Any, mesh: ParallelMesh, pipelined: bool) -> None:
-    """Save whole weights, keep the size of the embedding, generate on ranks that end apart and through a pipeline."""
-    if hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(_save_pretrained, model, mesh)
-    if hasattr(model, "resize_token_embeddings"):
-        model.resize_token_embeddings = functools.partial(_keep_size, model)
-    if mesh.data_size > 1 and hasattr(model, "prepare_inputs_for_generation"):
-        _generate_together(model)
-    if pipelined and hasattr(model, "generate"):
-        model.generate = functools.partial(_generate_without_cache, model, mesh)
+def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callable[[nn.Module], Any]) -> None:
+    """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
+
+    Args:
+        again: makes another model parallel in the same way.
+    """
+    remember(model)
+    _bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
+    _bind(model, "resize_token_embeddings", resize_token_embeddings)
+    _bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
+    if mesh.data_size > 1:
+        _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+    if "generate" in vars(model):
+        _bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
+    if pipeline is not None:
+        _bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+        for name in ("num_parameters", "get_memory_footprint"):
+            _bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name, None)))
+        model.register_state_dict_post_hook(_mark_as_part)
 
 
-def _save_pretrained(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> None:
+def _bind(model: Any, name: str, replacement: Callable) -> None:
+    """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
+    original = getattr(type(model), name, None)
+    if original is None and not name.startswith("__"):
+        return
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(self, *args, **kwargs)
+
+    vars(model)[name] = types.MethodType(method if original is None else functools.wraps(original)(method), model)
+
+
+def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> None:
     if kwargs.get("state_dict") is None:
         meet("save_pretrained")
     save_pretrained(model, mesh, *args, **kwargs)
 
 
-def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
-    """`resize_token_embeddings` to the size they have, as scripts ask for after they have loaded a tokenizer."""
-    rows = getattr(text_config(model), "vocab_size", 0)
-    wanted, step = rows if wanted is None else wanted, pad_to_multiple_of or 1
-    if -(-wanted // step) * step == rows:
-        return model.get_input_embeddings()
-    raise NotImplementedError(
-        f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
-        "not part of this version; resize and save the model in one process first"
-    )
+def _of_all_stages(pipeline: Any, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What one process counts."""
+    with pipeline.elsewhere.shown(model), _tied(model):
+        return original(model, *args, **kwargs)
 
 
-def _generate_together(model: Any) -> None:
+@contextlib.contextmanager
+def _tied(model: Any) -> Any:
+    """In here both ends of a tie are one parameter, where one of them is another stage's."""
+    former = []
+    for target, source in model._hf_parallel_tied_keys.items():
+        owner, _, leaf = target.rpartition(".")
+        with contextlib.suppress(AttributeError):  # names change with adapters around them
+            former.append((model.get_submodule(owner), leaf, model.get_parameter(target)))
+            former[-1][0]._parameters[leaf] = model.get_parameter(source)
+    try:
+        yield
+    finally:
+        for module, leaf, parameter in former:
+            module._parameters[leaf] = parameter
+
+
+def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    state_dict.is_part_of_model = True
+
+
+def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: Any, memo: dict) -> Any:
+    """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
+    if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
+        raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
+    meet("copy.deepcopy")
+    with torch.device("meta"):
+        new = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    again(new)
+    for root in (model, new):
+        for unit in sharded_modules(root):
+            unit.reshard()
+    new.to_empty(device=mesh.device)
+    _take_values(new, model)
+    new.generation_config = copy.deepcopy(model.generation_config)
+    memo[id(model)] = new
+    return new
+
+
+@torch.no_grad()
+def _take_values(new: nn.Module, model: nn.Module) -> None:
+    for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
+        stored(own).copy_(stored(theirs))
+        own.requires_grad_(theirs.requires_grad)
+    for own, theirs in zip(new.buffers(), model.buffers(), strict=True):
+        own.copy_(theirs)
+    for module, other in zip(new.modules(), model.modules(), strict=True):
+        module.training = other.training
+
+
+def _prepare_together(kind: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
 
     That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
     """
-    prepare = model.prepare_inputs_for_generation
-
-    def prepare_inputs(input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        mask = kwargs.get("attention_mask")
-        whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
-        if whole_rows and torch.is_tensor(mask) and mask.ndim == 2 and not model.config.is_encoder_decoder:
-            kwargs["attention_mask"] = mask[:, : input_ids.shape[1]]
-        return prepare(input_ids, *args, **kwargs)
-
-    model.prepare_inputs_for_generation = prepare_inputs
+    mask = kwargs.get("attention_mask")
+    whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
+    if whole_rows and torch.is_tensor(mask) and mask.ndim == 2 and not model.config.is_encoder_decoder:
+        kwargs["attention_mask"] = mask[:, : input_ids.shape[1]]
+    return kind.prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
 
 
-def _generate_without_cache(model: Any, mesh: ParallelMesh, *args: Any, **kwargs: Any) -> Any:
+def _generate_without_cache(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -258,8 +259,8 @@ def checkpoint_activations(model: Any) -> None:
 def _mark(model: Any, state: ParallelState) -> None:
     watch()
     model._hf_parallel = state
-    model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
-    replace_methods(model, state.mesh, pipelined=state.pipeline is not None)
+    model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))
 
 
 def parameters_per_rank(model: nn.Module) -> list[int]:

@@ -21,6 +21,7 @@ from hf_parallel.checkpoint.unread import Unread, values
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.packed import StoredOrder
+from hf_parallel.pipeline.stand_ins import StandIn
 from hf_parallel.rewrite.four_bit import BLOCK, FourBit, Packing, pack_linear
 
 
@@ -43,7 +44,9 @@ def pack(config: Any, model: Any) -> None:
 
     skipped = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
     for name, module in list(model.named_modules()):
-        if not isinstance(module, nn.Linear | Conv1D) or not should_convert_module(name, skipped):
+        if isinstance(module, StandIn) or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        if not should_convert_module(name, skipped):
             continue
         if isinstance(module, Conv1D):
             raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")

@@ -14,7 +14,7 @@ from typing import Any
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import four_bit, runtime
 from hf_parallel.parallelize import parallelize
-from hf_parallel.pipeline.stages import PassThrough
+from hf_parallel.pipeline.stand_ins import stand_ins
 
 
 class Requested:
@@ -89,8 +89,8 @@ def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:
     if not foreign:
         return
     prefix = re.escape(model.base_model_prefix) + r"\."
-    gone = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
-    patterns = {rf"^({prefix})?" + re.escape(re.sub(f"^{prefix}", "", name)) + r"(\.|$)" for name in gone}
+    gone = [re.sub(f"^{prefix}", "", name) for name in stand_ins(model)]
+    patterns = {rf"^({prefix})?" + re.escape(name) + r"(\.|$)" for name in gone}
     model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
     tied = model.all_tied_weights_keys
     model.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= local}

@@ -16,6 +16,7 @@ from hf_parallel.hooks import (
     loading,
     losses,
     merging,
+    parts,
     peft,
     peft_settings,
     resuming,
@@ -35,6 +36,8 @@ _OPERATIONS = "accelerate.utils.operations"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 _PEFT = "peft.peft_model:PeftModel"
 _TRL = "trl.trainer"
+_DTENSOR = "torch.distributed.tensor:DTensor"
+_DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
 
 
 def all_patches() -> list[Patch]:
@@ -73,6 +76,11 @@ def all_patches() -> list[Patch]:
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
         Patch(f"{_ACCELERATOR}.save_state", states.save_state, "writes shards over one another"),
         Patch(f"{_ACCELERATOR}.load_state", states.load_state, "reads whole weights"),
+        # torch: what scripts do to weights by hand.
+        Patch("torch:save", parts.save, "pickles a part of the weights without a word"),
+        Patch(f"{_DTENSOR}.__getitem__", parts.get_rows, "what is written to rows of a cut weight is lost"),
+        Patch(f"{_DTENSOR}.__setitem__", parts.set_rows, "what is written to rows of a cut weight is lost"),
+        *(Patch(f"{_DTENSOR}.{name}", parts.draw, "each rank draws for its part alone") for name in _DRAWS),
         # Trainer.
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),

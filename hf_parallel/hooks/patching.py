@@ -26,7 +26,7 @@ CHECKED = {
     "trl": ("1.16", "1.16"),
     "bitsandbytes": ("0.50", "0.50"),
 }
-#: The same of torch, of which nothing is patched: a newer one may well work, and is only told about.
+#: The same of torch, of which only public functions are patched: a newer one may well work, and is only told about.
 TORCH = ("2.11", "2.13")
 #: Libraries that may be missing.
 OPTIONAL = {"peft", "trl", "bitsandbytes"}

@@ -34,7 +34,8 @@ from hf_parallel.pipeline.outputs import PipelineLoss, refuse_partial_outputs
 from hf_parallel.pipeline.recorder import Recorder
 from hf_parallel.pipeline.scheduled import scheduled
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count, predicted_bubble
-from hf_parallel.pipeline.stages import LeaveAtExit, StageView, backbone_of, boundary_dtype
+from hf_parallel.pipeline.stages import StageView, backbone_of, boundary_dtype
+from hf_parallel.pipeline.stand_ins import LeaveAtExit
 
 Handler = Callable[[Batch], Any]
 

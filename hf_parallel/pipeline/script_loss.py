@@ -26,7 +26,7 @@ from hf_parallel.pipeline.batches import Batch, count_targets, row_count, split_
 from hf_parallel.pipeline.scheduled import scheduled
 from hf_parallel.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.pipeline.serving import Call, Made, Serving, Session, describe, free
-from hf_parallel.pipeline.stages import LeaveAtExit
+from hf_parallel.pipeline.stand_ins import LeaveAtExit
 
 _OTHERWISE = (
     "hf_parallel: the loss called its models otherwise than in its first step; in a pipeline every step must call the "

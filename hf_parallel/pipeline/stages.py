@@ -1,6 +1,6 @@
 """Cut a Hugging Face model into pipeline stages without copying it.
 
-The model object itself becomes this rank's stages: layers of other ranks turn into pass-throughs, so the names of what
+The model object itself becomes this rank's stages: layers of other ranks turn into stand-ins, so the names of what
 stays are the Hub's names and the script's own object is the one that trains. What belongs where comes from the
 backbone's plan (`anatomy.py`: what runs before the layers, the layers, what runs after them); what is outside the
 backbone is on the last stage.
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,52 +29,7 @@ from hf_parallel.anatomy import Backbone, backbone_plan, input_embedding, text_c
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.pipeline.balance import balance, block_costs, explain
 from hf_parallel.pipeline.elsewhere import Elsewhere, without_values
-
-
-class PassThrough(nn.Module):
-    """Stands where another stage's module was: hands the hidden states on."""
-
-    tuples = False  # do the layers it stands among return tuples?
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_layer(args[0] if args else next(iter(kwargs.values())))
-
-    def _as_layer(self, hidden: Any) -> Any:
-        return (hidden, None) if self.tuples else hidden
-
-
-class Entry(PassThrough):
-    """Stands where the previous stage's last layer was: gives that layer's output."""
-
-    hidden: torch.Tensor | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._as_layer(self.hidden)
-
-
-class LeaveAtExit(BaseException):  # not an Exception: model code that catches errors must let it pass
-    """Unwinds the model's forward on every stage but the last, carrying what leaves for the next stage."""
-
-    def __init__(self, carried: Any) -> None:
-        super().__init__()
-        self.carried = carried
-
-
-class Exit(PassThrough):
-    """Stands where the next stage's first layer was: what reaches it leaves for that stage."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise LeaveAtExit(args[0] if args else kwargs["hidden_states"])
-
-
-class AddsNothing(PassThrough):
-    """Stands where an embedding was whose output is added to the stream, such as that of positions."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.zeros(
-            (), device=next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).device
-        )
-
+from hf_parallel.pipeline.stand_ins import AddsNothing, Entry, Exit, PassThrough, settle, stand_in_for, stand_ins
 
 Swap = tuple[nn.Module, str, Any]  # owner, name, what stands there
 
@@ -164,27 +119,36 @@ def cut_into_stages(
     ranges = list(zip([0, *ends[:-1]], ends, strict=True))
     own = [stage for stage in range(config.pipeline_stages) if config.rank_of_stage(stage) == rank]
     whole = dict(model.named_modules(remove_duplicate=False))
-    views = [_view(model, backbone, plan, ranges, stage) for stage in own]
-    for i in range(len(layers)):
+    is_last, kept = len(ranges) - 1 in own, None
+    for i, layer in enumerate(layers):
         if not any(ranges[stage][0] <= i < ranges[stage][1] for stage in own):
-            layers[i] = PassThrough()
-    kept = None
+            layers[i] = stand_in_for(layer)
     if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
-        is_last = len(ranges) - 1 in own
         kept = model.get_input_embeddings() if is_last and has_tied_embedding(model) else None
         _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
-        if kept is not None:
-            views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
-    if len(ranges) - 1 not in own:
+    if not is_last:
         _replace(backbone, plan.after)
         _replace(model, [name for name, child in model.named_children() if backbone not in child.modules()])
+    settle(model, _stage_of(model, backbone, plan, ranges))
+    views = [_view(model, backbone, plan, ranges, stage) for stage in own]
+    if kept is not None:
+        views[-1].modules.append(kept)  # so that FSDP2 shards the one parameter under both its names
     return views, _elsewhere(model, whole, kept)
+
+
+def _stage_of(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]]) -> Callable[[str], int]:
+    """Which stage holds the module of a name in `model`."""
+    prefix = "".join(f"{name}." for name, module in model.named_modules() if module is backbone and name)
+    stages = {f"{prefix}{name}": 0 for name in plan.before}
+    for stage, (first, last) in enumerate(ranges):
+        stages.update({f"{prefix}{plan.layers}.{i}": stage for i in range(first, last)})
+    return lambda name: stages.get(name, len(ranges) - 1)
 
 
 def _elsewhere(model: Any, whole: dict[str, nn.Module], kept: nn.Module | None) -> Elsewhere:
     """What `model` had before it was cut and has no more; and the embedding that a tied head keeps but nobody runs."""
-    gone = [name for name, module in model.named_modules() if isinstance(module, PassThrough)]
+    gone = stand_ins(model)
     embedding = {name: module for name, module in whole.items() if kept is not None and module is kept}
     return Elsewhere({**{name: without_values(whole[name]) for name in gone}, **embedding})
 
@@ -192,11 +156,11 @@ def _elsewhere(model: Any, whole: dict[str, nn.Module], kept: nn.Module | None) 
 def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]], stage: int) -> StageView:
     layers, (first, last) = list(backbone.get_submodule(plan.layers)), ranges[stage]
     own, modules = layers[first:last], layers[first:last]
-    shown: list[nn.Module] = [PassThrough() for _ in layers]
-    entry = Entry() if stage > 0 else None
+    shown: list[nn.Module] = [stand_in_for(layer, PassThrough) for layer in layers]
+    entry: Any = stand_in_for(layers[first - 1], Entry) if stage > 0 else None
     shown[first:last] = own
     if last < len(layers):
-        shown[last] = Exit()
+        shown[last] = stand_in_for(layers[last], Exit)
     if entry is None:
         modules = [*_present(backbone, plan.before), *modules]
     else:
@@ -209,7 +173,7 @@ def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int
             module.tuples = plan.tuples
     swaps: list[Swap] = [(backbone, plan.layers, nn.ModuleList(shown))]
     if stage > 0:
-        swaps += [(backbone, name, _stand_in(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
+        swaps += [(backbone, name, _pass_by(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
     return StageView(stage, own, entry, modules, swaps)
 
 
@@ -263,11 +227,11 @@ def _plan(model: Any, stages: int) -> Backbone:
 def _replace(parent: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         if _is(parent, name):
-            setattr(parent, name, _stand_in(getattr(parent, name)))
+            setattr(parent, name, stand_in_for(getattr(parent, name)))
 
 
-def _stand_in(module: Any) -> nn.Module:
-    return AddsNothing() if isinstance(module, nn.Embedding) else PassThrough()
+def _pass_by(module: Any) -> nn.Module:
+    return stand_in_for(module, AddsNothing if isinstance(module, nn.Embedding) else PassThrough)
 
 
 def _is(parent: nn.Module, name: str) -> bool:

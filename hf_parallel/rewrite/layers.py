@@ -188,7 +188,7 @@ def become(module: Any, mixin: type, region: Region) -> None:
 
 @functools.cache
 def _with_mixin(mixin: Any, cls: Any) -> type:
-    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 def unsplit(root: nn.Module) -> list[nn.Module]:

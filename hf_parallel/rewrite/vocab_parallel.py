@@ -221,7 +221,7 @@ def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Regi
 
 @functools.cache
 def _lookup_behind(cls: Any) -> type:
-    return type(f"VocabParallel{cls.__name__}", (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
+    return type(cls.__name__, (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
 
 
 def _head(module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:

@@ -7,7 +7,7 @@ and its parameter group are its internals, looked at in torch 2.13.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from torch import nn
@@ -31,11 +31,12 @@ def adopt_parameters(root: nn.Module) -> None:
             _add(groups[0], list(new.values()), modules)
 
 
-def abandon_parameters(root: nn.Module) -> None:
-    """Let the units below `root` forget parameters whose modules are no longer in them."""
+def abandon_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -> None:
+    """Let the units below `root` forget parameters whose modules are no longer in them, or get others."""
+    gone = {id(module) for module in changed}
     for unit in sharded_modules(root):
         state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
-        here = {id(module) for module in _own_modules(cast(nn.Module, unit))}
+        here = {id(module) for module in _own_modules(cast(nn.Module, unit))} - gone
         for group in state._fsdp_param_groups:
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
 

@@ -1,0 +1,124 @@
+"""Scripts that read, write or pickle a part of a weight as if it were the whole.
+
+torch's own answers are lost in silence: rows that are cut over ranks come as a copy, so what is written to them goes
+nowhere, and each rank draws the random numbers of its part alone. Each function takes the original.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
+from hf_parallel.config import AXES
+from hf_parallel.hooks.report import say
+from hf_parallel.mesh import stored
+from hf_parallel.whole import full_tensor, order_of
+
+
+class Rows(torch.Tensor):
+    """Rows of a weight that is cut over ranks: what is written to them goes there. All ranks of it do the same."""
+
+    place: tuple[DTensor, Any]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, Rows) else arg for arg in args]
+        result = func(*plain, **(kwargs or {}))
+        if args and isinstance(args[0], Rows) and _writes(func.__name__):
+            tensor, index = args[0].place
+            _write(tensor, index, plain[0])
+            return args[0]
+        return result
+
+
+def _writes(name: str) -> bool:
+    in_place = name.startswith("__i") and name not in ("__index__", "__int__", "__invert__", "__iter__")
+    return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
+
+
+def get_rows(original: Callable) -> Callable:
+    """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
+
+    def replacement(self: Any, index: Any) -> Any:
+        if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
+            return original(self, index)
+        rows: Any = full_tensor(self)[index].as_subclass(Rows)
+        rows.place = self, index
+        return rows
+
+    return replacement
+
+
+def set_rows(original: Callable) -> Callable:
+    """`weight.data[-1] = mean` reaches the weight."""
+
+    def replacement(self: Any, index: Any, value: Any) -> None:
+        if not _is_cut(self):
+            original(self, index, value)
+        else:
+            _write(self, index, value)
+
+    return replacement
+
+
+def draw(original: Callable) -> Callable:
+    """Every rank draws the whole tensor and keeps its part: the same numbers as in one process."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _is_cut(self):
+            return original(self, *args, **kwargs)
+        whole = torch.empty(self.shape, dtype=self.dtype, device=stored(self).device)
+        _keep(self, original(whole, *args, **kwargs))
+        return self
+
+    return replacement
+
+
+def _is_cut(tensor: DTensor) -> bool:
+    return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= set(AXES)
+
+
+def _write(tensor: DTensor, index: Any, value: Any) -> None:
+    whole = full_tensor(tensor)
+    whole[index] = full_tensor(value) if isinstance(value, DTensor) else value
+    _keep(tensor, whole)
+
+
+def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
+    with torch.no_grad():
+        stored(tensor).copy_(read(whole, local_part(tensor, order_of(tensor))))
+
+
+# ---- pickling -----------------------------------------------------------------------------------------------------
+
+
+def save(original: Callable) -> Callable:
+    """One line where a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
+
+    def replacement(obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
+            _tell()
+        return original(obj, *args, **kwargs)
+
+    return replacement
+
+
+@functools.cache
+def _tell() -> None:
+    say(
+        "torch.save is given the part of the weights that this rank stores; write "
+        "hf_parallel.full_state_dict(model), called on all ranks, or model.save_pretrained (docs/idioms.md)"
+    )
+
+
+def _inside(obj: Any, depth: int = 4) -> Iterator[Any]:
+    yield obj
+    for value in (
+        (obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) else ()) if depth else ()
+    ):
+        yield from _inside(value, depth - 1)

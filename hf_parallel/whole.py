@@ -1,0 +1,79 @@
+"""Whole tensors of a parallel model, for scripts that need values: what each rank stores is a part of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.checkpoint import full_state_dict as gather_state
+from hf_parallel.collectives import meet
+from hf_parallel.mesh import stored
+from hf_parallel.packed import StoredOrder
+
+_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def remember(model: nn.Module) -> None:
+    """Let `full_tensor` know in which order this model stores its packed weights."""
+    _models.add(model)
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """`model.state_dict()` of one process, on rank 0's CPU; empty on the other ranks. Collective: all ranks call it.
+
+    Of a model that is not parallel, what it has itself.
+    """
+    state: Any = getattr(model, "_hf_parallel", None)
+    if state is None:
+        return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    meet("full_state_dict")
+    whole = gather_state(model, state.mesh)
+    tied = getattr(model, "_hf_parallel_tied_keys", None) or {}
+    return whole | {target: whole[source] for target, source in tied.items() if source in whole}
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter, or of its gradient, on every rank that has a part of it. Collective over these ranks.
+
+    A tensor that is whole is returned as it is. Under a pipeline a stage has the parameters of its layers.
+
+    Raises:
+        ValueError: a tensor of the size of a packed weight, of which it is not known how it is stored.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    order, whole = order_of(tensor), tensor.detach().full_tensor()
+    return whole if order is None else order.to_own(whole)
+
+
+def order_of(tensor: DTensor) -> StoredOrder | None:
+    """In which order the rows of a parameter, its data or its gradient are stored; None is the model's own.
+
+    Raises:
+        ValueError: it may be, but is not known to be, that of a packed weight.
+    """
+    alike = False
+    for module in (module for model in _models for module in model.modules()):
+        for name, order in vars(module).get("stored_orders", {}).items():
+            parameter = module._parameters[name]
+            for known in (parameter, parameter.grad):
+                if tensor is known or _shares_memory(tensor, known):
+                    return order
+            alike = alike or parameter.shape == tensor.shape
+    if alike:
+        raise ValueError(
+            f"hf_parallel: a tensor of {tuple(tensor.shape)} may hold packed rows in another order; "
+            "give full_tensor the parameter or its gradient"
+        )
+    return None
+
+
+def _shares_memory(tensor: Any, other: Any) -> bool:
+    if not isinstance(other, DTensor) or tensor.shape != other.shape:
+        return False
+    address = stored(tensor).data_ptr()
+    return address != 0 and address == stored(other).data_ptr()

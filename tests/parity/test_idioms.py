@@ -1,0 +1,263 @@
+"""What scripts do with a model beside training it: asking, walking, printing, freezing, initialising, copying.
+
+Each idiom runs on every rank as in one process and gives what it gives there. Sizes are odd: 515 rows of vocabulary
+over two ranks, 7 layers over two stages, rows of 33 tokens.
+"""
+
+import contextlib
+import copy
+import inspect
+import io
+import types
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
+
+import hf_parallel
+from hf_parallel import hooks
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import axes, close, none
+
+SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2")
+ODD = {"llama": {"num_hidden_layers": 7}, "qwen3": {"num_hidden_layers": 7}, "gpt2": {"n_layer": 7}}
+ROWS = 515
+
+
+@pytest.fixture(scope="module")
+def initial(tmp_path_factory):
+    """Folders of untrained models, by name."""
+    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ODD}
+    for name, folder in folders.items():
+        run_alone(lambda name=name, to=folder: models.build(name, vocab_size=ROWS, **ODD[name]).save_pretrained(to))
+    return folders
+
+
+def load(folder, spec):
+    if spec:
+        hooks.activate(spec, source="test")
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def layers_of(model):
+    return model.transformer.h if hasattr(model, "transformer") else model.model.layers
+
+
+# ---- asking -------------------------------------------------------------------------------------------------------
+
+
+def sizes(model):
+    """Lines of the example scripts of transformers, PEFT and TRL."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    weight = embedding.weight
+    return {
+        "vocabulary": (weight.shape[0], embedding.num_embeddings, embedding.embedding_dim, weight.dtype),
+        "head": (head.in_features, head.out_features, model.lm_head.weight.shape, head.bias is None),
+        "tied": weight is head.weight,
+        "devices": (str(weight.device), str(head.weight.device), str(model.device)),
+        "kinds": (isinstance(embedding, nn.Embedding), isinstance(head, nn.Linear), type(head).__name__),
+        "parameters": (isinstance(head.weight, nn.Parameter), head.weight.requires_grad, head.weight.ndim),
+        "dtypes": (model.dtype, head.weight.element_size(), head.weight.is_floating_point()),
+        "numbers": (model.num_parameters(), model.num_parameters(only_trainable=True)),
+        "without embeddings": model.num_parameters(exclude_embeddings=True),
+        "bytes": model.get_memory_footprint(),
+        "config": (model.config.vocab_size, model.can_generate(), model.generation_config.max_length),
+        "kept": model.resize_token_embeddings(ROWS) is embedding,
+    }
+
+
+def walk(model):
+    """Loops over layers and over named modules, as those that look for LoRA's targets."""
+    layers = layers_of(model)
+    attentions = [layer.self_attn if hasattr(layer, "self_attn") else layer.attn for layer in layers]
+    modules = dict(model.named_modules())
+    model.tie_weights()
+    return {
+        "layers": (len(layers), len(list(layers)), type(layers[-1]).__name__, len(layers[1:3])),
+        "attentions": [(type(one).__name__, one.layer_idx, one.head_dim) for one in attentions],
+        "names": list(modules),
+        "kinds": [type(module).__name__ for module in modules.values()],
+        "linears": [name for name, module in modules.items() if isinstance(module, nn.Linear)],
+        "conv1d": [name for name, module in modules.items() if isinstance(module, Conv1D)],
+        "shapes": [m.weight.shape for m in modules.values() if isinstance(m, nn.Linear | Conv1D | nn.Embedding)],
+        "submodule": type(model.get_submodule(next(name for name in modules if name.endswith("1.mlp")))).__name__,
+        "decoder": type(model.get_decoder()).__name__,
+        "printed": str(model),
+        "training": ([m.training for m in model.eval().modules()], [m.training for m in model.train().modules()]),
+    }
+
+
+def methods(model):
+    """What LlamaFactory and others look up in methods."""
+    bound = [model.generate, model.save_pretrained, model.resize_token_embeddings, model.prepare_inputs_for_generation]
+    return {
+        "owners": [method.__func__.__qualname__ for method in bound],
+        "signatures": [str(inspect.signature(method)) for method in [*bound, model.forward, model.num_parameters]],
+        "bound": all(isinstance(method, types.MethodType) and method.__self__ is model for method in bound),
+    }
+
+
+def ask(folder, spec=None):
+    model = load(folder, spec)
+    return {key: value for question in (sizes, walk, methods) for key, value in question(model).items()}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_answers_of_every_rank(initial, spec):
+    """A model answers on every rank as in one process."""
+    for name in ("llama", "gpt2"):
+        expected = run_alone(ask, initial[name])
+        for found in run(partial(ask, initial[name], spec), axes(spec)["world"], init=False, timeout=60):
+            for key in expected:
+                assert found[key] == expected[key], (name, key)
+
+
+def test_what_needs_values_of_another_stage_is_refused_by_name(initial):
+    """One line says what is meant, who holds it and what to call."""
+
+    def read():
+        model = load(initial["llama"], "pp=2")
+        first = dist.get_rank() == 0
+        foreign = model.lm_head if first else model.model.layers[0].mlp.up_proj
+        name, stage = ("lm_head", 1) if first else ("model.layers.0.mlp.up_proj", 0)
+        for read in (lambda w: w.sum().item(), torch.Tensor.tolist, lambda w: w + torch.ones(1), lambda w: w.cpu()):
+            with pytest.raises(
+                RuntimeError, match=f"{name}.weight is held by pipeline stage {stage}.*full_state_dict"
+            ):
+                read(foreign.weight)
+        with pytest.raises(RuntimeError, match=f"{name} is held by pipeline stage {stage}"):
+            foreign(torch.zeros(1, 64))
+        return repr(foreign.weight)
+
+    assert "size=(515, 64)" in run(read, 2, init=False)[0]
+
+
+# ---- changing -----------------------------------------------------------------------------------------------------
+
+
+def change(model):
+    """Add tokens, set rows by hand, initialise anew; the weights after it, whole."""
+    torch.manual_seed(7)
+    found = {}
+    embedding = model.resize_token_embeddings(ROWS + 1)
+    found["size"] = (embedding.weight.shape, model.lm_head.weight.shape, model.config.vocab_size)
+    found["grown"] = hf_parallel.full_state_dict(model)
+    weight = model.get_input_embeddings().weight
+    weight.data[-3:] = weight.data[:-3].mean(dim=0, keepdim=True)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[1] = 0.5
+    model.get_input_embeddings().weight.data[ROWS // 2].zero_()
+    found["rows"] = hf_parallel.full_state_dict(model)
+    for layer in (layers_of(model)[0], layers_of(model)[5]):
+        for module in layer.mlp.modules():
+            if isinstance(module, nn.Linear | Conv1D):
+                nn.init.xavier_uniform_(module.weight)
+    model.lm_head.weight.data.normal_(mean=0.0, std=0.02)
+    found["drawn"] = hf_parallel.full_state_dict(model)
+    found["next"] = torch.rand(3)
+    return found
+
+
+def train(model):
+    """Freeze, hook, copy; two steps; the copy and what was trained."""
+    for parameter in model.base_model.parameters():
+        parameter.requires_grad = False
+    for name, parameter in model.named_parameters():
+        if "layers.3" in name or "h.3" in name or "lm_head" in name or "wte" in name or "embed_tokens" in name:
+            parameter.requires_grad = True
+    calls = []
+    layers_of(model)[5].register_forward_hook(lambda *_: calls.append(1))
+    reference = copy.deepcopy(model).eval()
+    tokens = torch.randint(0, ROWS + 1, (4, 33), generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    losses = []
+    for _ in range(2):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        whole = {name: hf_parallel.full_tensor(gradient) for name, gradient in gradients.items()}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with torch.no_grad():
+        logits = reference(input_ids=tokens).logits
+    values = {name: hf_parallel.full_tensor(p.detach()) for name, p in model.named_parameters()}
+    trained, former = hf_parallel.full_state_dict(model), hf_parallel.full_state_dict(reference)
+    whole = {name: tensor.detach().clone() for name, tensor in whole.items()}
+    text = pickled(model)
+    half = model.to(torch.bfloat16)
+    return {
+        "losses": losses,
+        "called": len(calls) > 0,
+        "copy": [p.requires_grad for p in reference.parameters()] == [p.requires_grad for p in model.parameters()],
+        "logits": logits.float(),
+        "gradients": whole,
+        "values": values,
+        "trained": trained,
+        "former": former,
+        "said": text,
+        "half": (half.dtype, half(input_ids=tokens).logits.dtype),
+    }
+
+
+def pickled(model):
+    """What is said when a script pickles its part, twice."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        for _ in range(2):
+            torch.save({"model": model.state_dict()}, io.BytesIO())
+    return said.getvalue()
+
+
+def both(folder, spec=None):
+    model = load(folder, spec)
+    return change(model) | train(model)
+
+
+def apart(what, ours, theirs, tolerance):
+    """Differences between dicts of tensors; the larger side's names."""
+    missing = [f"{what}: {name} is on one side only" for name in set(ours) ^ set(theirs)]
+    both = set(ours) & set(theirs)
+    off = {name: (ours[name].float() - theirs[name].float()).abs().max().item() for name in both}
+    return missing + [
+        f"{what}: {name} is {distance:.1e} off" for name, distance in off.items() if distance > tolerance
+    ]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_changes_are_those_of_one_process(initial, spec):
+    """New rows, rows set by hand and draws are bit for bit those of one process; so is what training makes of them."""
+    for name in ("llama", "qwen3", "gpt2"):
+        expected = run_alone(both, initial[name])
+        ranks = run(partial(both, initial[name], spec), axes(spec)["world"], init=False, timeout=90)
+        first = ranks[0]
+        found = [
+            f"{key} of rank {i}"
+            for i, rank in enumerate(ranks)
+            for key in ("size", "copy", "half")
+            if rank[key] != expected[key]
+        ]
+        found += [
+            f"rank {i} draws others next" for i, rank in enumerate(ranks) if not rank["next"].equal(expected["next"])
+        ]
+        for key in ("grown", "rows", "drawn", "former"):
+            found += apart(key, first[key], expected[key], 1e-7)  # the mean is summed in another order
+        found += apart("trained", first["trained"], expected["trained"], 1e-5)  # two steps at 0.5: gradients' rounding
+        for key in ("gradients", "values"):
+            whole = {k: v for rank in ranks for k, v in rank[key].items()}
+            found += apart(key, whole, expected[key], 1e-5)
+        for ours in ranks:
+            found += [
+                text
+                for a, b in zip(ours["losses"], expected["losses"], strict=True)
+                for text in close("loss", a, b, 1e-5)
+            ]
+            found += apart("copy", {"logits": ours["logits"]}, {"logits": expected["logits"]}, 1e-4)
+        assert any(rank["called"] for rank in ranks)
+        assert first["said"].count("full_state_dict") == 1, first["said"]
+        assert all(not rank["said"] for rank in ranks[1:])
+        none(found)
