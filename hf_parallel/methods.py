@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import types
@@ -17,7 +16,7 @@ from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import meet
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.resizing import resize_token_embeddings
-from hf_parallel.sharding import sharded_modules
+from hf_parallel.sharding import have_gathered, sharded_modules
 from hf_parallel.whole import remember
 
 
@@ -32,13 +31,14 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
     _bind(model, "resize_token_embeddings", resize_token_embeddings)
     _bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
     if mesh.data_size > 1:
+        _bind(model, "_apply", _apply)
         _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
     if "generate" in vars(model):
         _bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
     if pipeline is not None:
         _bind(model, "generate", functools.partial(_generate_without_cache, mesh))
         for name in ("num_parameters", "get_memory_footprint"):
-            _bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name, None)))
+            _bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
         model.register_state_dict_post_hook(_mark_as_part)
 
 
@@ -62,24 +62,18 @@ def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) 
 
 def _of_all_stages(pipeline: Any, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """What one process counts."""
-    with pipeline.elsewhere.shown(model), _tied(model):
+    with pipeline.elsewhere.counted(model):
         return original(model, *args, **kwargs)
 
 
-@contextlib.contextmanager
-def _tied(model: Any) -> Any:
-    """In here both ends of a tie are one parameter, where one of them is another stage's."""
-    former = []
-    for target, source in model._hf_parallel_tied_keys.items():
-        owner, _, leaf = target.rpartition(".")
-        with contextlib.suppress(AttributeError):  # names change with adapters around them
-            former.append((model.get_submodule(owner), leaf, model.get_parameter(target)))
-            former[-1][0]._parameters[leaf] = model.get_parameter(source)
-    try:
-        yield
-    finally:
-        for module, leaf, parameter in former:
-            module._parameters[leaf] = parameter
+def _apply(model: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What `to`, `half` and `bfloat16` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
+    wanted = fn(torch.empty((), dtype=model.dtype)).dtype
+    if wanted != model.dtype and any(have_gathered(unit) for unit in sharded_modules(model)):
+        raise NotImplementedError(
+            f"hf_parallel: a sharded model is cast to {wanted} after it has run; cast it before its first forward"
+        )
+    return type(model)._apply(model, fn, *args, **kwargs)
 
 
 def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
@@ -109,8 +103,8 @@ def _take_values(new: nn.Module, model: nn.Module) -> None:
     for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
         stored(own).copy_(stored(theirs))
         own.requires_grad_(theirs.requires_grad)
-    for own, theirs in zip(new.buffers(), model.buffers(), strict=True):
-        own.copy_(theirs)
+    for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
+        buffer.copy_(former)
     for module, other in zip(new.modules(), model.modules(), strict=True):
         module.training = other.training
 

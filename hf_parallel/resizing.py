@@ -54,8 +54,8 @@ def _check(model: Any, rows: int, new_rows: int) -> dict[str, str]:
     adapted = any(getattr(end, "adapted", False) or hasattr(end, "base_layer") for end in ends.values())
     if not plain or adapted or others - set(names) or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError(
-            f"hf_parallel: resize_token_embeddings from {rows} to {new_rows} rows of a parallel {type(model).__name__} "
-            "is not part of this version; resize and save the model in one process first"
+            f"hf_parallel: resize_token_embeddings from {rows} to {new_rows} rows of a {type(model).__name__} is not "
+            "part of this version; resize and save the model in one process first"
         )
     return {name: tied.get(name, name) for name in names}
 
@@ -68,15 +68,16 @@ def _resized(model: Any, names: dict[str, str], rows: int, mean: bool) -> dict[s
     """The new weights, whole, by name; those of rank 0."""
     whole = _everywhere(model, set(names.values()))
     (first, *others), mesh = names, model._hf_parallel.mesh
-    embedding = nn.Embedding(*whole[first].shape, device="meta")
+    embedding = nn.Embedding(1, 1, device="meta")
+    embedding.num_embeddings, embedding.embedding_dim = whole[first].shape
     embedding.weight, embedding.padding_idx = nn.Parameter(whole[first]), model.get_input_embeddings().padding_idx
     found = {first: model._get_resized_embeddings(embedding, rows, None, mean).weight}
     if others:
-        weight, bias = (*others, None)[:2]
-        head = nn.Linear(1, 1, bias=bias is not None, device="meta")
+        weight, *bias = others
+        head = nn.Linear(1, 1, bias=bool(bias), device="meta")
         head.weight = embedding.weight if names[weight] == first else nn.Parameter(whole[weight])
-        if bias is not None:
-            head.bias = nn.Parameter(whole[bias])
+        if bias:
+            head.bias = nn.Parameter(whole[bias[0]])
         head.out_features, head.in_features = head.weight.shape
         resized = model._get_resized_lm_head(head, rows, mean_resizing=mean)
         found.update({name: getattr(resized, name.rpartition(".")[2]) for name in others if names[name] == name})

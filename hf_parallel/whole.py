@@ -23,15 +23,17 @@ def remember(model: nn.Module) -> None:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """`model.state_dict()` of one process, on rank 0's CPU; empty on the other ranks. Collective: all ranks call it.
+    """A copy of the `model.state_dict()` of one process, on rank 0's CPU; empty on the other ranks.
 
-    Of a model that is not parallel, what it has itself.
+    Collective: all ranks call it. Of a model that is not parallel, what it has itself.
     """
     state: Any = getattr(model, "_hf_parallel", None)
     if state is None:
-        return {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
     meet("full_state_dict")
     whole = gather_state(model, state.mesh)
+    own = {stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
+    whole = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in whole.items()}
     tied = getattr(model, "_hf_parallel_tied_keys", None) or {}
     return whole | {target: whole[source] for target, source in tied.items() if source in whole}
 
@@ -46,7 +48,8 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor
-    order, whole = order_of(tensor), tensor.detach().full_tensor()
+    detached: Any = tensor.detach()
+    order, whole = order_of(tensor), detached.full_tensor()
     return whole if order is None else order.to_own(whole)
 
 
@@ -59,7 +62,7 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     alike = False
     for module in (module for model in _models for module in model.modules()):
         for name, order in vars(module).get("stored_orders", {}).items():
-            parameter = module._parameters[name]
+            parameter: Any = module._parameters[name]
             for known in (parameter, parameter.grad):
                 if tensor is known or _shares_memory(tensor, known):
                     return order

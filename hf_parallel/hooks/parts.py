@@ -23,17 +23,29 @@ from hf_parallel.whole import full_tensor, order_of
 class Rows(torch.Tensor):
     """Rows of a weight that is cut over ranks: what is written to them goes there. All ranks of it do the same."""
 
-    place: tuple[DTensor, Any]
+    place: tuple[DTensor, Any, torch.Tensor]  # the weight, which rows, and these
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, Rows) else arg for arg in args]
         result = func(*plain, **(kwargs or {}))
-        if args and isinstance(args[0], Rows) and _writes(func.__name__):
-            tensor, index = args[0].place
-            _write(tensor, index, plain[0])
+        if not args or not isinstance(args[0], Rows):
+            return result
+        if _writes(func.__name__):
+            _write(*args[0].place)
             return args[0]
-        return result
+        is_view = torch.is_tensor(result) and _storage(result) == _storage(plain[0])
+        return _rows(result, args[0].place) if is_view else result
+
+
+def _rows(tensor: torch.Tensor, place: tuple[DTensor, Any, torch.Tensor]) -> Any:
+    rows: Any = tensor.as_subclass(Rows)
+    rows.place = place
+    return rows
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _writes(name: str) -> bool:
@@ -47,9 +59,8 @@ def get_rows(original: Callable) -> Callable:
     def replacement(self: Any, index: Any) -> Any:
         if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
             return original(self, index)
-        rows: Any = full_tensor(self)[index].as_subclass(Rows)
-        rows.place = self, index
-        return rows
+        rows = full_tensor(self)[index]
+        return _rows(rows, (self, index, rows))
 
     return replacement
 

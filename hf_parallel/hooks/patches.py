@@ -135,6 +135,7 @@ def all_patches() -> list[Patch]:
             "FSDP2 would keep what is deleted",
         ),
         Patch(f"{_PEFT}.add_adapter", peft.add_adapter, "prompt learning changes the rows that stages expect"),
+        Patch(f"{_PEFT}.get_nb_trainable_parameters", peft.count, "counts those of one stage"),
         Patch(f"{_PEFT}.save_pretrained", peft.save_pretrained, "writes shards of one stage"),
         Patch(
             "peft.utils.save_and_load:_reshard_dtensor_values_for_load", peft.reshard_for_load, "cuts in another order"

@@ -148,6 +148,19 @@ def whole(model: Any, state: ParallelState) -> Iterator[None]:
         yield
 
 
+def count(original: Callable) -> Callable:
+    """`print_trainable_parameters` of the whole model."""
+
+    def replacement(self: Any) -> tuple[int, int]:
+        state = runtime.parallel_state(self)
+        if state is None or state.pipeline is None:
+            return original(self)
+        with state.pipeline.elsewhere.counted(self.get_base_model()):
+            return original(self)
+
+    return replacement
+
+
 def copy_module(original: Callable) -> Callable:
     """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
 

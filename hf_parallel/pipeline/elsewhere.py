@@ -35,6 +35,22 @@ class Elsewhere:
             for name, (owner, leaf) in places.items():
                 self.modules[name], owner._modules[leaf] = owner._modules[leaf], here[name]
 
+    @contextlib.contextmanager
+    def counted(self, model: Any) -> Iterator[None]:
+        """The same, and both ends of a tie are one parameter, where one of them is another stage's: to count them."""
+        former = []
+        with self.shown(model):
+            for target, source in model._hf_parallel_tied_keys.items():
+                owner, _, leaf = target.rpartition(".")
+                with contextlib.suppress(AttributeError):  # an adapter around it changes its name
+                    former.append((model.get_submodule(owner), leaf, model.get_parameter(target)))
+                    former[-1][0]._parameters[leaf] = model.get_parameter(source)
+            try:
+                yield
+            finally:
+                for module, leaf, parameter in former:
+                    module._parameters[leaf] = parameter
+
 
 def follow_wrappers(stages: nn.ModuleList, model: nn.Module) -> None:
     """Let the stages hold wrappers that have been put around their parts in `model`, in the place of these."""

@@ -79,8 +79,8 @@ class StandIn(nn.Module):
 
     __call__ = nn.Module.__call__  # the class behind may have one of its own, such as checkpointing
 
-    def extra_repr(self) -> str:
-        return self.real.extra_repr()
+    def __repr__(self) -> str:
+        return repr(self.real)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -156,7 +156,8 @@ def stand_in_for(module: Any, kind: type[StandIn] = StandIn) -> Any:
     """What stands in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
-    new: Any = object.__new__(_class(kind, type(real)))
+    kinds: Any = kind, type(real)
+    new: Any = object.__new__(_class(*kinds))
     nn.Module.__init__(new)
     vars(new).update({"real": real, "same": {}, **known}, training=module.training)
     new._is_hf_initialized = True  # transformers need not draw its weights

@@ -1,6 +1,6 @@
 """The data-parallel axes: who stores which slice, and how gradients are summed and measured."""
 
-from hf_parallel.sharding.adopt import abandon_parameters, adopt_parameters
+from hf_parallel.sharding.adopt import abandon_parameters, adopt_parameters, have_gathered
 from hf_parallel.sharding.gradients import clip_grad_norm, gradient_norm
 from hf_parallel.sharding.zero import shard_data_parallel, sharded_modules
 
@@ -9,6 +9,7 @@ __all__ = [
     "adopt_parameters",
     "clip_grad_norm",
     "gradient_norm",
+    "have_gathered",
     "shard_data_parallel",
     "sharded_modules",
 ]

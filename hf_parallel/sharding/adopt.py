@@ -41,6 +41,12 @@ def abandon_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -> No
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
 
 
+def have_gathered(unit: Any) -> bool:
+    """Has this unit run, so that it has memory for whole weights?"""
+    groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
+    return any(held.all_gather_outputs for group in groups for held in group.fsdp_params)
+
+
 def _places(info: Any) -> Iterator[tuple[int, str]]:
     """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
     yield id(info.module), info.param_name
