@@ -27,16 +27,20 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
         again: makes another model parallel in the same way.
     """
     remember(model)
+    if not hasattr(model, "base_model_prefix"):
+        return  # not a transformers model
     _bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
     _bind(model, "resize_token_embeddings", resize_token_embeddings)
     _bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
     if mesh.data_size > 1:
         _bind(model, "_apply", _apply)
-        _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+        if hasattr(model, "prepare_inputs_for_generation"):
+            _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
     if "generate" in vars(model):
         _bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
     if pipeline is not None:
-        _bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+        if hasattr(model, "generate"):
+            _bind(model, "generate", functools.partial(_generate_without_cache, mesh))
         for name in ("num_parameters", "get_memory_footprint"):
             _bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
         model.register_state_dict_post_hook(_mark_as_part)
@@ -44,14 +48,12 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
 
 def _bind(model: Any, name: str, replacement: Callable) -> None:
     """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
-    original = getattr(type(model), name, None)
-    if original is None and not name.startswith("__"):
-        return
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         return replacement(self, *args, **kwargs)
 
-    vars(model)[name] = types.MethodType(method if original is None else functools.wraps(original)(method), model)
+    functools.update_wrapper(method, getattr(type(model), name, replacement))
+    vars(model)[name] = types.MethodType(method, model)
 
 
 def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -91,9 +93,9 @@ def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: Any, m
     for root in (model, new):
         for unit in sharded_modules(root):
             unit.reshard()
-    new.to_empty(device=mesh.device)
+    new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
     _take_values(new, model)
-    new.generation_config = copy.deepcopy(model.generation_config)
+    new.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
     memo[id(model)] = new
     return new
 

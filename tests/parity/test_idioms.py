@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
@@ -144,6 +144,19 @@ def test_what_needs_values_of_another_stage_is_refused_by_name(initial):
         return repr(foreign.weight)
 
     assert "size=(515, 64)" in run(read, 2, init=False)[0]
+
+
+def test_an_embedding_with_more_ties_than_a_head_is_not_resized(runs):
+    """T5's two stacks share theirs."""
+
+    def resize():
+        hooks.activate("dp_shard=2", source="test")
+        model = AutoModelForSeq2SeqLM.from_pretrained(runs.initial("t5"))
+        rows = model.config.vocab_size
+        with pytest.raises(NotImplementedError, match=f"from {rows} to {rows + 1} rows of a T5.* resize and save"):
+            model.resize_token_embeddings(rows + 1)
+
+    run(resize, 2, init=False)
 
 
 # ---- changing -----------------------------------------------------------------------------------------------------
