@@ -22,7 +22,7 @@ from hf_parallel.sharding import abandon_parameters, adopt_parameters, sharded_m
 
 
 def resize_token_embeddings(
-    model: Any, wanted: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
 ) -> Any:
     """transformers' method, for a parallel model that has no optimizer yet. Collective where the size changes.
 
@@ -31,7 +31,7 @@ def resize_token_embeddings(
     """
     embedding = model.get_input_embeddings()
     rows, step = embedding.weight.shape[0], pad_to_multiple_of or 1
-    new_rows = -(-(rows if wanted is None else wanted) // step) * step
+    new_rows = -(-(rows if new_num_tokens is None else new_num_tokens) // step) * step
     if new_rows == rows:
         return embedding
     meet("resize_token_embeddings")
@@ -49,10 +49,11 @@ def _check(model: Any, rows: int, new_rows: int) -> dict[str, str]:
     ends = {modules[id(end)]: end for end in (embedding, head) if end is not None}
     tied = dict(getattr(model, "_hf_parallel_tied_keys", None) or {})
     names = {f"{name}.{leaf}": f"{name}.{leaf}" for name, end in ends.items() for leaf in _leaves(end)}
-    others = set(tied) | set(tied.values())
-    plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None)
+    others = (set(tied) | set(tied.values())) - set(names)
+    first = next(iter(names))
+    plain = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear | None) and first not in tied
     adapted = any(getattr(end, "adapted", False) or hasattr(end, "base_layer") for end in ends.values())
-    if not plain or adapted or others - set(names) or getattr(model, "is_loaded_in_4bit", False):
+    if not plain or adapted or others or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError(
             f"hf_parallel: resize_token_embeddings from {rows} to {new_rows} rows of a {type(model).__name__} is not "
             "part of this version; resize and save the model in one process first"

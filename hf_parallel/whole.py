@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import full_state_dict as gather_state
+from hf_parallel.checkpoint.slices import axes_and_dims
 from hf_parallel.collectives import meet
 from hf_parallel.mesh import stored
 from hf_parallel.packed import StoredOrder
@@ -59,6 +60,8 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     Raises:
         ValueError: it may be, but is not known to be, that of a packed weight.
     """
+    if not axes_and_dims(tensor):
+        return None  # not cut, as a mean over rows
     alike = False
     for module in (module for model in _models for module in model.modules()):
         for name, order in vars(module).get("stored_orders", {}).items():

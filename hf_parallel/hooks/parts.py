@@ -27,7 +27,7 @@ class Rows(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        plain = [arg.as_subclass(torch.Tensor) if isinstance(arg, Rows) else arg for arg in args]
+        plain = [_plain(arg) for arg in args]
         result = func(*plain, **(kwargs or {}))
         if not args or not isinstance(args[0], Rows):
             return result
@@ -42,6 +42,12 @@ def _rows(tensor: torch.Tensor, place: tuple[DTensor, Any, torch.Tensor]) -> Any
     rows: Any = tensor.as_subclass(Rows)
     rows.place = place
     return rows
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Rows):
+        return value.as_subclass(torch.Tensor)
+    return full_tensor(value) if isinstance(value, DTensor) else value
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -96,7 +102,7 @@ def _is_cut(tensor: DTensor) -> bool:
 
 def _write(tensor: DTensor, index: Any, value: Any) -> None:
     whole = full_tensor(tensor)
-    whole[index] = full_tensor(value) if isinstance(value, DTensor) else value
+    whole[index] = _plain(value)
     _keep(tensor, whole)
 
 
@@ -122,14 +128,14 @@ def save(original: Callable) -> Callable:
 @functools.cache
 def _tell() -> None:
     say(
-        "torch.save is given the part of the weights that this rank stores; write "
-        "hf_parallel.full_state_dict(model), called on all ranks, or model.save_pretrained (docs/idioms.md)"
+        "torch.save is given what this rank stores, a part of the weights; write hf_parallel.full_state_dict(model), "
+        "called on all ranks, or model.save_pretrained (docs/idioms.md)"
     )
 
 
-def _inside(obj: Any, depth: int = 4) -> Iterator[Any]:
+def _inside(obj: Any, depth: int = 6) -> Iterator[Any]:
+    """An object and what it contains; of long lists, which hold data, only themselves."""
     yield obj
-    for value in (
-        (obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) else ()) if depth else ()
-    ):
+    values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()
+    for value in values if depth else ():
         yield from _inside(value, depth - 1)
