@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.random_stream import share_random_numbers
+from hf_parallel.hooks.places import Place, follow
+from hf_parallel.hooks.random_stream import RandomStream
 from hf_parallel.hooks.rows import count
 
 
@@ -38,21 +39,27 @@ def _by_data_rank(prepared: Any) -> Any:
     mesh = runtime.mesh()
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
-    elif mesh.config.world_size > mesh.data_size:
-        share_random_numbers(prepared)
+    else:
+        shared = mesh.config.world_size > mesh.data_size
+        follow(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
 
 def skip_first_batches(original: Callable) -> Callable:
     """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
 
+    from transformers.trainer_utils import has_length
+
     def replacement(dataloader: Any, num_batches: int = 0) -> Any:
-        rest = original(dataloader, num_batches)
+        rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
         for name in ("_drop_last", "_non_blocking"):
             if hasattr(dataloader, name):
                 setattr(rest, name, getattr(dataloader, name))
+        if place is None:
+            return _by_data_rank(rest) if hasattr(dataloader, "slice_fn") else rest
         _describe(_skipping_sampler(rest))
-        return _by_data_rank(rest)
+        follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
+        return rest
 
     return replacement
 

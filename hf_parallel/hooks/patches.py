@@ -111,7 +111,10 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
         Patch("transformers.trainer:LengthGroupedSampler", data.length_grouped_sampler, "groups by process"),
-        Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
+        *(
+            Patch(f"{place}:skip_first_batches", data.skip_first_batches, "forgets shares, the remainder, the order")
+            for place in ("transformers.trainer", "accelerate.accelerator", "accelerate")
+        ),
         # bitsandbytes, when a script imports it.
         Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor", late=True),
         # PEFT, where it is installed: adapters come after the base has become parallel.
