@@ -10,6 +10,7 @@ from hf_parallel.hooks import (
     checkpoints,
     data,
     eight_bit,
+    entries,
     four_bit,
     from_pretrained,
     generating,
@@ -91,6 +92,11 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
         Patch(f"{_TRAINER}.train", resuming.train, "may resume from a checkpoint that is not whole"),
+        Patch(f"{_TRAINER}.train", entries.train, "waits for ranks that will not come"),
+        *(
+            Patch(f"{_TRAINER}.{name}", entries.attended(f"trainer.{name}"), "waits for ranks that will not come")
+            for name in ("evaluate", "predict")
+        ),
         Patch(f"{_TRAINER}.get_batch_samples", trainer.get_batch_samples, "repeats rows to fill a ragged last batch"),
         Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
         Patch(f"{_TRAINER}.log", losses.log, "metrics of a pipelined loss are known on the last stage"),

@@ -58,7 +58,7 @@ class Place:
             for generator, values in zip(own, state["generators"], strict=True):
                 generator.set_state(values)
 
-    # ---- one epoch ---------------------------------------------------------------------------------------------------
+    # ---- one epoch -----------------------------------------------------------------------------------------------
 
     def batches(self, loader: Any, iterate: Any, empty: bool) -> Iterator[Any]:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
@@ -128,7 +128,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())
 
 
-# ---- in a state's folder -----------------------------------------------------------------------------------------------
+# ---- in a state's folder ------------------------------------------------------------------------------------------
 
 
 def save(loaders: list[Any], folder: str) -> None:

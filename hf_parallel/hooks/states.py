@@ -127,6 +127,7 @@ def load_state(original: Callable) -> Callable:
     """Each rank reads its slices, from a folder that is checked first."""
 
     def replacement(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        meet("accelerator.load_state")
         folder = _folder_to_load(self, input_dir)
         refuse_damages(folder, all_damages(folder))
         _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))

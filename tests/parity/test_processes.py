@@ -1,19 +1,24 @@
-"""Sharding by hand: `num_processes` and `process_index` are a pair that counts data ranks; the main process is one."""
+"""Sharding by hand: `num_processes` and `process_index` are a pair that counts data ranks; the main process is one.
+
+And what is told of ranks of one model that read different rows.
+"""
 
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import ProfileKwargs, set_seed
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from tests.distributed import run, run_alone
-from tests.rows import Rows
-from tests.training import axes, close, none
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.rows import Rows, pad
+from tests.training import OwnTrainer, axes, close, none
 
 SPEC, WORLD, DATA_RANKS = "tp=2,dp_shard=2", 4, 2
 GLOBAL_BATCH, STEPS = 6, 3
@@ -98,3 +103,64 @@ def test_indices_are_of_data_ranks_and_the_main_process_is_one(tmp_path):
     assert found[0]["draw"] == found[1]["draw"] != found[2]["draw"] == found[3]["draw"]
     assert all(rank["entered"] >= found[0]["entered"] for rank in found)
     assert {path.name for path in (tmp_path / "traces").iterdir()} == {f"profile_{rank}.json" for rank in range(WORLD)}
+
+
+def by_rank(uneven: bool = False) -> DataLoader:
+    """As for DDP without Accelerate: every process reads rows of its own."""
+    rows = Rows(24, seed=11, uneven_lengths=uneven)
+    mine = DistributedSampler(rows, dist.get_world_size(), dist.get_rank(), shuffle=False)
+    return DataLoader(rows, 4, sampler=mine, collate_fn=pad if uneven else None)
+
+
+class ByRank(OwnTrainer):
+    def get_train_dataloader(self):
+        return by_rank()
+
+    def get_eval_dataloader(self, eval_dataset=None):
+        return by_rank()
+
+
+def in_plain_loop(out: str) -> None:
+    import hf_parallel
+
+    model = hf_parallel.parallelize(models.build("llama").train(), "pp=2")
+    for batch in by_rank(uneven=True):
+        model(**batch).loss.backward()
+
+
+def in_accelerate_loop(out: str) -> None:
+    accelerator = _accelerator("tp=2")
+    model = accelerator.prepare(models.build("llama").train())
+    rows = Rows(24, seed=11)
+    for batch in accelerator.prepare(DataLoader(rows, 4)):  # right, and for longer than the first steps
+        model(**batch).loss.backward()
+    model.eval()
+    for batch in by_rank():
+        model(**batch)
+
+
+def in_trainer(out: str) -> None:
+    """The second loader of a run; its loss does not call what the model is called by."""
+    _accelerator("pp=2")
+    arguments = TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=5)
+    trainer = ByRank(models.build("llama"), arguments, train_dataset=Rows(24, seed=11), eval_dataset=Rows(24, seed=11))
+    trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
+    trainer.train()
+    trainer.evaluate()
+
+
+def _accelerator(spec: str) -> Accelerator:
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    return Accelerator(cpu=True)
+
+
+@pytest.mark.parametrize("route", [in_plain_loop, in_accelerate_loop, in_trainer])
+def test_ranks_of_one_model_that_read_different_rows(route, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run(route, 2, str(tmp_path), init=route is in_plain_loop)
+    assert caught.value.kinds == {0: "SpecError", 1: "SpecError"}
+    assert "ranks 0 and 1 hold one model but read different batches" in caught.value.message
+    assert "accelerator.prepare(loader) works" in caught.value.message
+    assert "num_replicas=1 and rank=0 here" in caught.value.message
