@@ -79,4 +79,4 @@ def _is_data(name: str, value: Any) -> bool:
 
 def _checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:
     values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy())
+    return tuple(tensor.shape), str(tensor.dtype), zlib.crc32(values.numpy().tobytes())

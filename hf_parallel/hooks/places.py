@@ -109,7 +109,8 @@ def follow(loader: Any, place: Place, empty: bool = False) -> None:
 
 def _parts(loader: Any) -> list[Any]:
     """The loader's samplers, from the outside in, and its data set."""
-    found, waiting = [], [loader.base_dataloader]
+    found: list[Any] = []
+    waiting = [loader.base_dataloader]
     while waiting:
         part = waiting.pop(0)
         if part is not None and not any(part is known for known in found):
