@@ -74,6 +74,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_ARGUMENTS}.should_log", processes.one_of_all("log_on_each_node"), "goes by data rank"),
         Patch(f"{_ARGUMENTS}.main_process_first", processes.main_process_first, "one data rank may be several"),
         Patch(f"{_TRAINER}.is_world_process_zero", processes.is_world_process_zero, "goes by data rank"),
+        Patch(f"{_TRAINER}.hyperparameter_search", processes.search, "draws trials on process 0"),
         Patch("accelerate.accelerator:prepare_data_loader", data.prepare_data_loader, "draws orders on each rank"),
         Patch(f"{_OPERATIONS}:_gpu_gather", data.gather, "gathers over all processes"),
         Patch(f"{_OPERATIONS}:_gpu_gather_object", data.gather_object, "gathers over all processes"),

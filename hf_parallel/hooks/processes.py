@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 
 
@@ -99,3 +100,17 @@ def main_process_first(original: Callable) -> Callable:
 def name_by_rank(original: str) -> str:
     """A file for each rank: `{suffix}` is filled in by the index."""
     return original.replace("{suffix}", str(dist.get_rank()))
+
+
+def search(original: Callable) -> Callable:
+    """Refuse trials that process 0 draws for all, where several ranks are process 0."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh = runtime.mesh()
+        if mesh.config.world_size > mesh.data_size:
+            raise SpecError(
+                "hyperparameter_search: ranks of one model would draw other trials; a launch each works"
+            )
+        return original(self, *args, **kwargs)
+
+    return replacement
