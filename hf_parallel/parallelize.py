@@ -20,7 +20,7 @@ from hf_parallel.anatomy import (
     reads_item_count,
     transformer_blocks,
 )
-from hf_parallel.collectives import watch
+from hf_parallel.collectives import OneBatch, watch
 from hf_parallel.config import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES, ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.methods import replace_methods
@@ -44,6 +44,7 @@ class ParallelState:
     config: ParallelConfig
     mesh: ParallelMesh
     root: nn.Module
+    batches: OneBatch
     pipeline: PipelineEngine | None = None
     sums_over_tokens: bool = False
     reads_item_count: bool = False
@@ -80,7 +81,7 @@ def parallelize(
         if not dist.is_initialized():
             raise SpecError("parallelize needs a process group; start with torchrun and call init_process_group first")
         mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
-    config, state = mesh.config, ParallelState(mesh.config, mesh, model)
+    config, state = mesh.config, ParallelState(mesh.config, mesh, model, OneBatch(mesh))
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     state.sums_over_tokens, state.reads_item_count = loss_sums_over_tokens(model), reads_item_count(model)
     state.flops_per_token = flops_per_token(model) * config.data_parallel_size / config.world_size
@@ -261,6 +262,18 @@ def _mark(model: Any, state: ParallelState) -> None:
     model._hf_parallel = state
     model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))
+    _compare_batches(model, state)
+
+
+def _compare_batches(model: nn.Module, state: ParallelState) -> None:
+    """In the model's first steps; not where a script's loss calls it on the last stage alone."""
+
+    def compare(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        if state.mesh.session is None:
+            batch = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
+            state.batches.check(batch, f"forward {module.training}")
+
+    model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
 def parameters_per_rank(model: nn.Module) -> list[int]:

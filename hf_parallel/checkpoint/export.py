@@ -32,7 +32,7 @@ ADAPTER = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 #: What a training run keeps beside its model.
 _OF_THE_RUN = re.compile(
-    r"(optimizer|scheduler|rng_state|random_states|scaler|sampler|custom_checkpoint|dl_state_dict)[\w.]*"
+    r"(optimizer|scheduler|rng_state|random_states|scaler|sampler|custom_checkpoint|dl_state_dict|data_order)[\w.]*"
     r"|trainer_state\.json|training_args\.bin|_?hf_parallel\.(json|lock)|manifest\.json"
     r"|.*\.safetensors(\.index\.json)?"
 )

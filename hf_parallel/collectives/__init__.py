@@ -13,9 +13,11 @@ from hf_parallel.collectives.differentiable import (
     reduce_scatter_sequence,
     split_sequence,
 )
+from hf_parallel.collectives.one_batch import OneBatch
 
 __all__ = [
     "AloneError",
+    "OneBatch",
     "Started",
     "all_reduce",
     "begin_gather_sequence",

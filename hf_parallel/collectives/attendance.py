@@ -1,4 +1,4 @@
-"""Is every rank here? Asked before a save, in which all of them take part.
+"""Is every rank here? Asked before what all of them do together: a training, an evaluation, a save.
 
 A script that saves under `if is_main_process:` would wait for the others until the process group's time-out. Ranks
 sign in in the store; one that waits asks those that are missing, and a thread of theirs answers for them:
@@ -8,6 +8,9 @@ sign in in the store; one that waits asks those that are missing, and a thread o
     rank 0   raises: nobody will come
 
 A rank that does anything else (it evaluates, tokenizes, downloads) is waited for, as by any collective.
+
+Calls of every step (a forward, `gather`, `reduce`) are not asked about. Their threads notice when all ranks stand
+still, at different places and without using the processor: they wait for each other, and the run ends.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ import torch.distributed as dist
 PATIENCE_S, SPEAK_S = 3.0, 15.0
 #: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
 LOOK_S, STILL_S = 1.0, 3.0
+#: Seconds for which all ranks stand still, using less than this share of a processor, until they are told apart.
+DEADLOCK_S, IDLE = 15.0, 0.01
 _ROOM = "hf_parallel/attendance"
 _LEFT = "has ended"
 _OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
@@ -57,6 +62,7 @@ class Attendance:
         self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.process, self.watched = os.getpid(), threading.get_ident()
         self.closed = threading.Event()
+        self.rest = _Rest(self.watched)
         self.thread = threading.Thread(target=self._answer, name="hf_parallel attendance", daemon=True)
         self.thread.start()
         atexit.register(self.close)
@@ -75,6 +81,7 @@ class Attendance:
     def _leave(self) -> None:
         if not self.left:
             self.left = True
+            self.store.set(f"still/{self.rank}", _LEFT)
             self._reply([self.number, 0], _LEFT)
             self.store.add("left", 1)
 
@@ -87,8 +94,8 @@ class Attendance:
 
     # ---- a rank that is here ---------------------------------------------------------------------------------------
 
-    def meet(self, call: str) -> None:
-        """Return when all ranks are in this call.
+    def meet(self, call: str, advice: str | None) -> None:
+        """Return when all ranks are in this call; `advice` is for one that is alone.
 
         Raises:
             AloneError: some of them will not come, or are in another call.
@@ -106,7 +113,7 @@ class Attendance:
         start, pause = time.monotonic(), 0.0005
         while not room.check(["all"]):
             if time.monotonic() - start > PATIENCE_S:
-                self._wait_for_missing(call, room)
+                self._wait_for_missing(call, room, advice)
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
@@ -117,14 +124,14 @@ class Attendance:
         for key in ("call", "count", "all"):
             self.store.delete_key(f"{number}/{key}")
 
-    def _wait_for_missing(self, call: str, room: Any) -> None:
+    def _wait_for_missing(self, call: str, room: Any, advice: str | None) -> None:
         question, said, end = 0, False, time.monotonic() + SPEAK_S
         while not room.check(["all"]):
             missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
             answers = {rank: self._ask(rank, [self.number, question]) for rank in missing}
             if missing and all(answers.values()):
                 if question == 1 and not room.check(["all"]):
-                    raise AloneError(_alone(call, self.rank, answers))
+                    raise AloneError(_alone(call, self.rank, answers, advice))
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
                 raise AloneError(_different(call, room.get("other").decode()))
@@ -152,6 +159,7 @@ class Attendance:
                     question = json.loads(self.store.get(f"asked/{self.rank}"))
                     self.store.delete_key(f"asked/{self.rank}")
                     self._reply(question, self._stuck())
+                self._look_for_deadlock()
 
     def _reply(self, question: list[int], found: str | None) -> None:
         self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
@@ -167,6 +175,59 @@ class Attendance:
             return None
         return f"is at {_script_line(now)}"
 
+    # ---- all ranks ----------------------------------------------------------------------------------------------
+
+    def _look_for_deadlock(self) -> None:
+        """Say where this rank stands still; end it when all do, and nobody can go on."""
+        own, place = f"still/{self.rank}", self.rest.place()
+        if place is None:
+            if self.rest.told:
+                self.store.delete_key(own)
+            self.rest.told = False
+            return
+        if not self.rest.told:
+            self.store.set(own, place)
+            self.rest.told = True
+        if self._all_still() and not self.closed.wait(STILL_S) and self.rest.place() == place and self._all_still():
+            places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
+            if len(set(places)) > 1:  # at one place a long transfer may go on
+                self._end(places)
+
+    def _all_still(self) -> bool:
+        return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
+
+    def _end(self, places: list[str]) -> None:
+        """The main thread cannot be woken out of a collective."""
+        speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
+        if self.rank == speaker:
+            print(_deadlock(places), file=sys.stderr, flush=True)
+        else:
+            time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+
+class _Rest:
+    """Since when a thread has been waiting for other ranks, without a move and with the whole process idle."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.told = thread, False
+        self._seen: Any = None
+        self._since, self._used = time.monotonic(), time.process_time()
+
+    def place(self) -> str | None:
+        """Where it has stood still for long; None if it has not. Asked about once a second."""
+        frame = sys._current_frames().get(self.thread)
+        seen = frame and (id(frame), frame.f_lasti)
+        now, used = time.monotonic(), time.process_time()
+        busy = used - self._used > IDLE * max(now - self._since, LOOK_S)
+        if frame is None or seen != self._seen or busy or not _waits_for_others(frame):
+            self._seen, self._since, self._used = seen, now, used
+            return None
+        return f"is at {_script_line(frame)}" if now - self._since > DEADLOCK_S else None
+
 
 def _waits_for_others(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_WAITING)
@@ -181,13 +242,23 @@ def _script_line(frame: FrameType) -> str:
     return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
 
 
-def _alone(call: str, rank: int, answers: dict[int, Any]) -> str:
+def _deadlock(places: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    where = "; ".join(f"{_ranks(of_place)} {place}" for place, of_place in ranks.items())
+    return (
+        f"hf_parallel: all ranks wait for each other: {where}. Every rank holds a part of the model and takes part in "
+        "each of these calls: make them on all ranks, in the same order"
+    )
+
+
+def _alone(call: str, rank: int, answers: dict[int, Any], advice: str | None) -> str:
     rank_, where = next(iter(answers.items()))
     others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
     return (
         f"hf_parallel: {call} was called on rank {rank}, but rank {rank_} {where}{others}. Every rank holds a part of "
-        f"the model and takes part in saving, of which rank 0 writes the files: call {call} on all ranks, without "
-        "`if is_main_process`"
+        f"the model and takes part: " + (advice or f"call {call} on all ranks, without `if is_main_process`")
     )
 
 
@@ -216,11 +287,11 @@ def watch() -> None:
     _attendance = Attendance(store, dist.get_rank(), dist.get_world_size())
 
 
-def meet(call: str) -> None:
+def meet(call: str, advice: str | None = None) -> None:
     """Return when all ranks are in this call, by the name that a script gives it.
 
     Raises:
-        AloneError: some of them will not come.
+        AloneError: some of them will not come; it ends with `advice`, by default to call it on all ranks.
     """
     if _attendance is not None:
-        _attendance.meet(call)
+        _attendance.meet(call, advice)

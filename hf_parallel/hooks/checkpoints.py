@@ -25,6 +25,7 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import meet
 from hf_parallel.config import AXES
 from hf_parallel.hooks import after_saves, runtime
+from hf_parallel.hooks.random_stream import RandomStream, plain
 from hf_parallel.mesh import data_rank
 
 
@@ -232,6 +233,13 @@ def inner_optimizer(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
+def _write_state(state: dict[str, Any], path: str) -> None:
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written
+
+
 def save_rng_state(original: Callable) -> Callable:
     """One file per process: stages of one model use their random numbers unequally. One process reads rank 0's."""
 
@@ -244,12 +252,13 @@ def save_rng_state(original: Callable) -> Callable:
         }
         if torch.cuda.is_available():
             state["cuda"] = torch.cuda.random.get_rng_state()
-        names = [f"rng_state_{dist.get_rank()}.pth"] + ["rng_state.pth"] * (dist.get_rank() == 0)
-        for name in names:
-            path = os.path.join(output_dir, name)
-            with open(path, "wb") as file:
-                torch.save(state, file)
-                file.flush()
-                os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written
+        stream = RandomStream.latest
+        if stream is not None:
+            state["data"] = plain(stream.state)
+        _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
+        if dist.get_rank() == 0:
+            if stream is not None:  # in one process data draws from the generators that all draw from
+                state["cpu"], state["numpy"], state["python"] = stream.state
+            _write_state(state, os.path.join(output_dir, "rng_state.pth"))
 
     return replacement

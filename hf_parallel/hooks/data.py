@@ -1,12 +1,12 @@
 """Who is a process? For everything that counts data, a *data rank*: the ranks of one model see the same batches.
 
-`process_index` and the main process stay global; only sharding, gathers and counts change.
+`num_processes` and `process_index` are a pair, the number of data ranks and this one's: scripts and libraries shard,
+seed and cut by them. The main process, the last one and names of files go by global rank: each is one of all.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.random_stream import share_random_numbers
+from hf_parallel.hooks.places import Place, follow
+from hf_parallel.hooks.random_stream import RandomStream
 from hf_parallel.hooks.rows import count
 
 
@@ -27,8 +28,6 @@ def prepare_data_loader(original: Callable) -> Callable:
         mesh = runtime.mesh()
         if kwargs.get("even_batches") is False and mesh.data_size > 1:
             raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
-        _seed_workers_by_data_rank(dataloader)
-        kwargs.update(num_processes=mesh.data_size, process_index=mesh.data_rank, torch_device_mesh=None)
         return _by_data_rank(original(dataloader, *args, **kwargs))
 
     return replacement
@@ -40,21 +39,27 @@ def _by_data_rank(prepared: Any) -> Any:
     mesh = runtime.mesh()
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
-    elif mesh.config.world_size > mesh.data_size:
-        share_random_numbers(prepared)
+    else:
+        shared = mesh.config.world_size > mesh.data_size
+        follow(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
 
 def skip_first_batches(original: Callable) -> Callable:
     """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
 
+    from transformers.trainer_utils import has_length
+
     def replacement(dataloader: Any, num_batches: int = 0) -> Any:
-        rest = original(dataloader, num_batches)
+        rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
         for name in ("_drop_last", "_non_blocking"):
             if hasattr(dataloader, name):
                 setattr(rest, name, getattr(dataloader, name))
+        if place is None:
+            return _by_data_rank(rest) if hasattr(dataloader, "slice_fn") else rest
         _describe(_skipping_sampler(rest))
-        return _by_data_rank(rest)
+        follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
+        return rest
 
     return replacement
 
@@ -83,13 +88,6 @@ def _describe(sampler: Any) -> None:
             part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
 
     sampler.set_epoch = set_epoch
-
-
-def _seed_workers_by_data_rank(dataloader: Any) -> None:
-    """Trainer seeds workers by process: those of one model would augment the same samples differently."""
-    init = dataloader.worker_init_fn
-    if isinstance(init, functools.partial) and "rank" in init.keywords:
-        dataloader.worker_init_fn = functools.partial(init, rank=runtime.mesh().data_rank)
 
 
 def _dispatch_by_data_rank(dataloader: Any) -> None:
@@ -219,11 +217,6 @@ def reduce(original: Callable) -> Callable:
     return replacement
 
 
-def num_processes(original: Any) -> Any:
-    """The number of data ranks."""
-    return property(lambda self: runtime.mesh().data_size, doc="Number of data ranks.")
-
-
 @contextlib.contextmanager
 def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
     """In here the object itself has these, before those of its class."""
@@ -233,21 +226,6 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
     finally:
         for name in attributes:
             delattr(owner, name)
-
-
-def process_index(original: Any) -> Any:
-    """The global rank; inside `as_data_rank` the data rank."""
-    return property(lambda self: vars(self).get("_data_rank", original.fget(self)), doc="Rank of this process.")
-
-
-def as_data_rank(accelerator: Any) -> contextlib.AbstractContextManager:
-    """In there `process_index` says which rows of what is gathered are this rank's own."""
-    return replacing(accelerator, _data_rank=runtime.mesh().data_rank)
-
-
-def scheduler_state(original: Any) -> Any:
-    """AcceleratedScheduler steps once per process that reads data."""
-    return lambda *args, **kwargs: types.SimpleNamespace(num_processes=runtime.mesh().data_size)
 
 
 def is_ragged(gradient_state: Any) -> bool:

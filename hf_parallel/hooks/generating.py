@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.data import as_data_rank, replacing
+from hf_parallel.hooks.data import replacing
 from hf_parallel.hooks.losses import share
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
@@ -138,17 +138,16 @@ def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
 
 
 def generate_and_score(original: Callable) -> Callable:
-    """The same random state for the ranks of one model, and a data rank's advantages from what was gathered."""
+    """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
 
     def replacement(self: Any, inputs: list[dict]) -> dict:
         runtime.equalise_random_state("tp", 0)
         self._real_generated = _real_rows(self, len(inputs))
-        with as_data_rank(self.accelerator):
-            if self._real_generated is None:
-                return original(self, inputs)
-            scores = functools.partial(_real_scores, self, self._get_per_token_logps_and_entropies)
-            with replacing(self, _get_per_token_logps_and_entropies=scores):
-                return _without_repeats(self, original(self, inputs))
+        if self._real_generated is None:
+            return original(self, inputs)
+        scores = functools.partial(_real_scores, self, self._get_per_token_logps_and_entropies)
+        with replacing(self, _get_per_token_logps_and_entropies=scores):
+            return _without_repeats(self, original(self, inputs))
 
     return replacement
 

@@ -10,6 +10,7 @@ from hf_parallel.hooks import (
     checkpoints,
     data,
     eight_bit,
+    entries,
     four_bit,
     from_pretrained,
     generating,
@@ -19,6 +20,7 @@ from hf_parallel.hooks import (
     parts,
     peft,
     peft_settings,
+    processes,
     resuming,
     scaler,
     states,
@@ -33,6 +35,8 @@ _LOADING = "transformers.core_model_loading"
 _TRAINER = "transformers.trainer:Trainer"
 _ACCELERATOR = "accelerate.accelerator:Accelerator"
 _OPERATIONS = "accelerate.utils.operations"
+_STATE = "accelerate.state:PartialState"
+_ARGUMENTS = "transformers.training_args:TrainingArguments"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 _PEFT = "peft.peft_model:PeftModel"
 _TRL = "trl.trainer"
@@ -58,14 +62,26 @@ def all_patches() -> list[Patch]:
         Patch(f"{_MODEL}:PreTrainedModel._initialize_weights", loading.initialize, "new heads equal on all ranks"),
         Patch(f"{_MODEL}:log_state_dict_report", loading.report, "knows the keys of one stage"),
         # Data: a "process" that data is counted over is a data rank.
-        Patch("accelerate.accelerator:prepare_data_loader", data.prepare_data_loader, "shards by rank // n"),
+        *(
+            Patch(f"accelerate.state:{state}.{name}", make, "counts all processes", adds=True)
+            for state in ("PartialState", "AcceleratorState")
+            for name, make in (("num_processes", processes.num_processes), ("process_index", processes.process_index))
+        ),
+        Patch(f"{_STATE}.is_main_process", processes.is_main, "is one of all, not one of each data rank 0"),
+        Patch(f"{_STATE}.is_last_process", processes.is_last, "is one of all, not one of each last data rank"),
+        Patch(f"{_ACCELERATOR}.is_last_process", processes.is_last, "is one of all, not one of each last data rank"),
+        Patch(f"{_STATE}.use_distributed", processes.several, "one data rank may be several processes"),
+        Patch(f"{_STATE}.on_process", processes.on_process, "runs on all ranks of that index"),
+        Patch("accelerate.accelerator:PROFILE_PATTERN_NAME", processes.name_by_rank, "one file for several ranks"),
+        Patch(f"{_ARGUMENTS}.should_save", processes.one_of_all("save_on_each_node"), "goes by data rank"),
+        Patch(f"{_ARGUMENTS}.should_log", processes.one_of_all("log_on_each_node"), "goes by data rank"),
+        Patch(f"{_ARGUMENTS}.main_process_first", processes.main_process_first, "one data rank may be several"),
+        Patch(f"{_TRAINER}.is_world_process_zero", processes.is_world_process_zero, "goes by data rank"),
+        Patch(f"{_TRAINER}.hyperparameter_search", processes.search, "draws trials on process 0"),
+        Patch("accelerate.accelerator:prepare_data_loader", data.prepare_data_loader, "draws orders on each rank"),
         Patch(f"{_OPERATIONS}:_gpu_gather", data.gather, "gathers over all processes"),
         Patch(f"{_OPERATIONS}:_gpu_gather_object", data.gather_object, "gathers over all processes"),
         Patch("accelerate.accelerator:reduce", data.reduce, "reduces over all processes"),
-        Patch(f"{_ACCELERATOR}.num_processes", data.num_processes, "counts all processes"),
-        Patch(f"{_ACCELERATOR}.process_index", data.process_index, "cuts rows out of a gather by global rank"),
-        Patch("transformers.training_args:TrainingArguments.world_size", data.num_processes, "counts all processes"),
-        Patch("accelerate.scheduler:AcceleratorState", data.scheduler_state, "steps once per process"),
         # Accelerator: it must neither wrap nor move what is parallel already.
         Patch("accelerate.accelerator:get_grad_scaler", scaler.get_grad_scaler, "ranks would skip steps apart"),
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
@@ -85,6 +101,11 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
         Patch(f"{_TRAINER}.train", resuming.train, "may resume from a checkpoint that is not whole"),
+        Patch(f"{_TRAINER}.train", entries.train, "waits for ranks that will not come"),
+        *(
+            Patch(f"{_TRAINER}.{name}", entries.attended(f"trainer.{name}"), "waits for ranks that will not come")
+            for name in ("evaluate", "predict")
+        ),
         Patch(f"{_TRAINER}.get_batch_samples", trainer.get_batch_samples, "repeats rows to fill a ragged last batch"),
         Patch(f"{_TRAINER}._get_num_items_in_batch", trainer.num_items_in_batch, "share of the tokens per data rank"),
         Patch(f"{_TRAINER}.log", losses.log, "metrics of a pipelined loss are known on the last stage"),
@@ -105,7 +126,10 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
         Patch("transformers.trainer:LengthGroupedSampler", data.length_grouped_sampler, "groups by process"),
-        Patch("transformers.trainer:skip_first_batches", data.skip_first_batches, "forgets shares and the remainder"),
+        *(
+            Patch(f"{place}:skip_first_batches", data.skip_first_batches, "forgets shares, the remainder, the order")
+            for place in ("transformers.trainer", "accelerate.accelerator", "accelerate")
+        ),
         # bitsandbytes, when a script imports it.
         Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor", late=True),
         # PEFT, where it is installed: adapters come after the base has become parallel.

@@ -45,6 +45,7 @@ class Patch:
     reason: str
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
     late: bool = False  # put in place when the script imports the module: nobody else should wait for the library
+    adds: bool = False  # instances have the attribute, the class does not yet
 
     @property
     def module(self) -> str:
@@ -90,10 +91,10 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> tuple[Any, str, An
     if patch.late:
         check_versions([_package(patch)])
     owner, name = patch.owner_and_name()
-    if not hasattr(owner, name):
+    if not (hasattr(owner, name) or patch.adds):
         undo(done)
         raise SpecError(f"{patch.target} does not exist in the installed version; install one of {_ranges()}")
-    raw = inspect.getattr_static(owner, name)  # the descriptor itself, also if it is inherited
+    raw = inspect.getattr_static(owner, name, None)  # the descriptor itself, also if it is inherited
     original = raw.__func__ if isinstance(raw, classmethod) else raw
     replacement = patch.make(original)
     if inspect.isfunction(original) and inspect.isfunction(replacement):

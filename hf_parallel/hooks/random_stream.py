@@ -49,6 +49,15 @@ class RandomStream:
             self.state = self._get()
             self._set(outside)
 
+    @contextlib.contextmanager
+    def aside(self, state: tuple) -> Iterator[None]:
+        """Draw from another state inside the block; afterwards the stream is where it was."""
+        here, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = here
+
     @staticmethod
     def _get() -> tuple:
         return torch.get_rng_state(), np.random.get_state(), random.getstate()
@@ -60,26 +69,27 @@ class RandomStream:
         random.setstate(state[2])
 
 
+def plain(state: tuple) -> tuple:
+    """A state as numbers and tensors, which can be read without running pickled code."""
+    kind, keys, *rest = state[1]
+    return state[0], (kind, np.asarray(keys).tolist(), *rest), state[2]
+
+
+def go_on(state: tuple | None) -> None:
+    """Let the latest stream go on from `state`, which is the same on all ranks, or from rank 0's generators.
+
+    As of a run in one process, where data and model draw from the same ones. Collective.
+    """
+    if RandomStream.latest is None:
+        return
+    told: list[Any] = [state]
+    if state is None:
+        told = [RandomStream._get()]
+        dist.broadcast_object_list(told, src=0)
+    RandomStream.latest.state = told[0]
+
+
 def _equal(one: tuple, other: tuple) -> bool:
     (torch_one, numpy_one, python_one), (torch_other, numpy_other, python_other) = one, other
     same = torch.equal(torch_one, torch_other) and python_one == python_other
     return same and all(np.array_equal(a, b) for a, b in zip(numpy_one, numpy_other, strict=True))
-
-
-def share_random_numbers(dataloader: Any) -> None:
-    """Order and collation come from the shared stream, so that stages cannot disagree about a batch."""
-    base, stream = dataloader.base_dataloader, RandomStream.here()
-    iterate = base.__iter__
-
-    def shared_iterator() -> Iterator[Any]:
-        with stream.active():
-            batches = iterate()
-        while True:
-            with stream.active():
-                try:
-                    batch = next(batches)
-                except StopIteration:
-                    return
-            yield batch
-
-    base.__iter__ = shared_iterator

@@ -20,6 +20,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, restarts, runtime, stopping
 from hf_parallel.hooks.checkpoints import axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.peft import load_adapter_weights
+from hf_parallel.hooks.random_stream import go_on
 
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
@@ -267,6 +268,7 @@ def load_rng_state(original: Callable) -> Callable:
         if torch.cuda.is_available() and "cuda" in state:
             cuda = state["cuda"]  # plain Trainer under DDP: of all devices that a process sees
             torch.cuda.random.set_rng_state(cuda[torch.cuda.current_device()] if isinstance(cuda, list) else cuda)
+        go_on(state.get("data"))
 
     return replacement
 

@@ -2,6 +2,7 @@
 
 my_state/model.safetensors, config.json   a Hub folder; a second model in model_1/
 my_state/optimizer/                       by parameter name; a second one in optimizer_1/
+my_state/data_order.pt                    where each prepared loader is
 my_state/scheduler.bin, random_states_3.pkl, custom_checkpoint_0.pkl, …   accelerate's own files
 """
 
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import meet
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import places, runtime
 from hf_parallel.hooks.checkpoints import axis_sizes, data_ranks, inner_optimizer, write_layout
 from hf_parallel.hooks.peft import load_adapter_weights
 from hf_parallel.hooks.resuming import all_damages, layout_of, refuse_damages, rng_rank
@@ -91,6 +92,7 @@ def _write(accelerator: Any, saving: folders.Checkpoint) -> None:
                 folders.write_refusal(_numbered_name(folder, "optimizer", number) + ".bin")
             facts = {"spec": mesh.config.to_spec(), "axes": axis_sizes(), "data_ranks": data_ranks()}
             write_layout(facts, folder)
+            places.save(loaders, folder)
 
 
 def _save_model(saving: folders.Checkpoint, model: Any, folder: str) -> None:
@@ -125,9 +127,11 @@ def load_state(original: Callable) -> Callable:
     """Each rank reads its slices, from a folder that is checked first."""
 
     def replacement(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        meet("accelerator.load_state")
         folder = _folder_to_load(self, input_dir)
         refuse_damages(folder, all_damages(folder))
         _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))
+        places.load(self._dataloaders, folder)
 
     return replacement
 
@@ -143,6 +147,7 @@ def load_state_without_layout(original: Callable) -> Callable:
         refuse_damages(folder, folders.damages(folder))
         ranks = layout["data_ranks"]
         _load(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
+        places.load_alone(folder)
 
     return replacement
 

@@ -205,10 +205,18 @@ def training_step(original: Callable) -> Callable:
 
     def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
         self._rows_of_step = self._real_rows.get(id(inputs))
+        compare_batches(model, inputs, "training")
         with _recorded(self):
             return original(self, model, inputs, *args, **kwargs)
 
     return replacement
+
+
+def compare_batches(model: Any, inputs: Any, kind: str) -> None:
+    """Do the ranks of this model read the same rows? A script's own loss may call less than the model."""
+    state = runtime.parallel_state(model)
+    if state is not None:
+        state.batches.check(inputs, kind)
 
 
 def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
@@ -252,6 +260,7 @@ def prediction_step(
     self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Evaluate only real rows of a ragged last batch, then fill up again with rows that `gather_for_metrics` drops."""
+    compare_batches(model, inputs, "evaluation")
     blocks = _blocks(self, inputs, self.args.eval_batch_size)
     state, count = runtime.parallel_state(model), rows.count(inputs, blocks)
     real = 0 if count is None else real_rows(self.accelerator.gradient_state, count)

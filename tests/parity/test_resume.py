@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 
 import pytest
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, default_data_collator
 
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
@@ -145,6 +145,23 @@ def momentum(spec: str, folder: str, out: str) -> list[Ended]:
 def test_momentum_a_schedule_and_dropout_go_on_bit_for_bit(runs, tmp_path):
     through, on = run(momentum, 2, "tp=2", runs.initial("gpt2"), str(tmp_path / "out"), init=False)[0]
     none(log_differences(on, through, REST, 0))
+
+
+def masks(rows):
+    """A collator that draws: other labels are left out in every epoch."""
+    batch = default_data_collator(rows)
+    batch["labels"] = batch["labels"].masked_fill(torch.rand(batch["labels"].shape) < 0.3, -100)
+    return batch
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2"])
+def test_what_a_collator_draws_goes_on_after_an_epoch(runs, tmp_path, spec):
+    """Data draws from a stream of its own on these layouts."""
+    job = {"folder": runs.initial("llama"), "change": lambda trainer: setattr(trainer, "data_collator", masks)}
+    out, after = str(tmp_path / "out"), STEPS // 2
+    again = {**job, "out": f"{out}-on", "resume": f"{out}/checkpoint-{after}"}
+    through, on = trained(spec, {**job, "out": out, "save_steps": after}, again)
+    none(log_differences(on, through, range(after + 1, STEPS + 1), 0))
 
 
 class Accident(TrainerCallback):

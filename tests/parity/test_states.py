@@ -3,7 +3,7 @@
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
 
@@ -93,6 +93,59 @@ def test_from_layout_to_layout(runs, saved, source, spec):
     assert set(found) == set(range(STOP + 1, STEPS + 1))
     for step, loss_and_rate in found.items():
         assert loss_and_rate == pytest.approx(expected[step], rel=0 if source == spec else TOLERANCE, abs=0)
+
+
+EPOCHS, ROWS = 3, 22  # three steps in an epoch, the last one ragged
+END, MIDDLE, LAST = 3, 5, 6  # saved after an epoch and the look, in the middle of one, and right after its last step
+
+
+def in_any_order(spec: str, folder: str, project: str, seedable: bool, start: int = 0) -> dict[int, float]:
+    """Epochs of shuffled rows under dropout, each followed by a look at held-out rows; saved twice on the way."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    settings = DataLoaderConfiguration(use_seedable_sampler=seedable)
+    torch.manual_seed(start)  # what a resumed process draws before it has loaded is its own affair
+    accelerator = Accelerator(cpu=True, dataloader_config=settings)
+    model = AutoModelForCausalLM.from_pretrained(folder, attention_dropout=0.1).train()
+    batch_size = GLOBAL_BATCH // axes(spec)["data_ranks"]
+    loader = DataLoader(Rows(ROWS, seed=11, even=True), batch_size=batch_size, shuffle=True)
+    held_out = DataLoader(Rows(ROWS, seed=12, even=True), batch_size=batch_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, loader, held_out)
+    if start:
+        accelerator.load_state(f"{project}/{start}")
+    losses, step = {}, start
+    for epoch in range(start // len(loader) - (start == LAST), EPOCHS):
+        done = step - epoch * len(loader)
+        for batch in accelerator.skip_first_batches(loader, done) if done else loader:
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[step := step + 1] = accelerator.gather(loss.detach()).mean().item()
+            if step in (MIDDLE, LAST) and not start:
+                accelerator.save_state(f"{project}/{step}")
+        for batch in held_out:
+            with torch.no_grad():
+                model(**batch)
+        if step == END and not start:
+            accelerator.save_state(f"{project}/{step}")
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("spec", "seedable", "starts"),
+    [("tp=2", False, (END, MIDDLE, LAST)), ("dp_shard=2", False, (END, MIDDLE)), ("pp=2", True, (MIDDLE, LAST))],
+)
+def test_the_order_of_rows(runs, tmp_path, spec, seedable, starts):
+    """In the middle of an epoch and at the end of one, bit for bit; an epoch is neither replayed nor drawn anew."""
+    arguments = spec, runs.initial("llama"), str(tmp_path), seedable
+    expected = run(in_any_order, 2, *arguments, init=False)[0]
+    assert len(expected) == EPOCHS * 3
+    for start in starts:
+        found = run(in_any_order, 2, *arguments, start, init=False)
+        assert found == [{step: loss for step, loss in expected.items() if step > start}] * 2
 
 
 def damaged(spec: str, folder: str, project: str) -> str:

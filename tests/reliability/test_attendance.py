@@ -4,6 +4,7 @@ import time
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
@@ -20,7 +21,7 @@ def quick() -> None:
     """Less patience than a cluster needs."""
     from hf_parallel.collectives import attendance
 
-    attendance.PATIENCE_S, attendance.LOOK_S, attendance.STILL_S = 0.3, 0.2, 0.5
+    attendance.PATIENCE_S, attendance.LOOK_S, attendance.STILL_S, attendance.DEADLOCK_S = 0.3, 0.2, 0.5, 2.0
 
 
 class Saves(TrainerCallback):
@@ -38,6 +39,7 @@ class Saves(TrainerCallback):
 CALLS = {
     "save_pretrained": lambda trainer, model, folder: model.save_pretrained(folder),
     "trainer.save_model": lambda trainer, model, folder: trainer.save_model(folder),
+    "trainer.evaluate": lambda trainer, model, folder: trainer.evaluate(),
 }
 
 
@@ -51,7 +53,7 @@ def alone(spec: str, folder: str, out: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("spec", "name"),
-    [("dp_shard=2", "save_pretrained"), ("pp=2", "trainer.save_model")],
+    [("dp_shard=2", "save_pretrained"), ("pp=2", "trainer.save_model"), ("tp=2", "trainer.evaluate")],
 )
 def test_one_rank_that_saves_while_the_others_train(runs, tmp_path, spec, name):
     start = time.monotonic()
@@ -61,6 +63,48 @@ def test_one_rank_that_saves_while_the_others_train(runs, tmp_path, spec, name):
     assert caught.value.kinds[0] == "AloneError"
     assert f"{name} was called on rank 0, but rank 1 is at resuming.py:" in caught.value.message
     assert f"call {name} on all ranks, without `if is_main_process`" in caught.value.message
+
+
+class StopsAlone(TrainerCallback):
+    """A clock, or a loss, that differs between ranks."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.is_world_process_zero and state.global_step == 2
+
+
+def stops(folder: str, out: str) -> None:
+    from hf_parallel import hooks
+
+    quick()
+    hooks.activate("tp=2", source="test")
+    train(folder, out, change=lambda trainer: trainer.add_callback(StopsAlone()), **SHORT)
+
+
+def test_one_rank_that_stops(runs, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run(stops, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=LIMIT_S)
+    assert "the end of trainer.train was called on rank 0, but rank 1 is at resuming.py:" in caught.value.message
+    assert "control.should_training_stop of one rank stops that one alone" in caught.value.message
+
+
+def gathers_alone() -> None:
+    model = made("dp_shard=2")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        model(input_ids=torch.ones(2, 7, dtype=torch.long))
+
+
+def test_calls_of_every_step_that_wait_for_each_other(capfd):
+    """Nothing is asked before them; the threads beside them notice."""
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run(gathers_alone, 2, timeout=LIMIT_S)
+    assert time.monotonic() - start < SOON_S
+    assert set(caught.value.kinds.values()) <= {"Killed", "RuntimeError", "DistBackendError"}
+    told = capfd.readouterr().err
+    assert "all ranks wait for each other: rank 0 is at test_attendance.py:" in told
+    assert "; rank 1 is at test_attendance.py:" in told
 
 
 def made(spec: str):
