@@ -33,7 +33,7 @@ from hf_parallel.rewrite.styles import resolve_styles
 from hf_parallel.rewrite.tensor_parallel import tensor_parallel
 from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
-from hf_parallel.sharding import shard_data_parallel
+from hf_parallel.sharding import shard_data_parallel, step_on_local_parts
 
 
 @dataclass
@@ -257,6 +257,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def _mark(model: Any, state: ParallelState) -> None:
     watch()
+    step_on_local_parts()
     model._hf_parallel = state
     model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
     replace_methods(model, state.mesh, pipelined=state.pipeline is not None)

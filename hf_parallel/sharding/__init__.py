@@ -1,7 +1,8 @@
-"""The data-parallel axes: who stores which slice, and how gradients are summed and measured."""
+"""The data-parallel axes: who stores which slice, how gradients are summed and measured, what an optimizer steps on."""
 
 from hf_parallel.sharding.adopt import abandon_parameters, adopt_parameters
 from hf_parallel.sharding.gradients import clip_grad_norm, gradient_norm
+from hf_parallel.sharding.local_step import on_local_parts, step_on_local_parts
 from hf_parallel.sharding.zero import shard_data_parallel, sharded_modules
 
 __all__ = [
@@ -9,6 +10,8 @@ __all__ = [
     "adopt_parameters",
     "clip_grad_norm",
     "gradient_norm",
+    "on_local_parts",
     "shard_data_parallel",
     "sharded_modules",
+    "step_on_local_parts",
 ]
