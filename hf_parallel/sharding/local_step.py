@@ -20,11 +20,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_parallel.config import SpecError
+
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
 _ELEMENTWISE = {
-    f"torch.optim.{name}"
-    for name in "adadelta adagrad adam adamax adamw asgd nadam radam rmsprop rprop sgd".split()
+    f"torch.optim.{name}" for name in "adadelta adagrad adam adamax adamw asgd nadam radam rmsprop rprop sgd".split()
 }
+#: Optimizers that read rows, columns or norms, and cannot do so in DTensors either.
+_OF_WHOLE_TENSORS = {"Adafactor", "LBFGS"}
 _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
 _installed: list[Any] = []
 
@@ -37,6 +40,11 @@ def step_on_local_parts() -> None:
 
 def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     _after(optimizer)  # of a step that has failed
+    kind = type(optimizer).__name__
+    if kind in _OF_WHOLE_TENSORS and any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise SpecError(f"{kind} needs whole tensors, of which ranks hold parts; AdamW works")
     if not _is_elementwise(optimizer):
         return None
     held = OnLocalParts(optimizer, states_too=True)
