@@ -13,7 +13,8 @@ __all__ = ["ParallelConfig", "SpecError", "activate", "clip_grad_norm", "paralle
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
-    from hf_parallel.parallelize import clip_grad_norm, parallelize
+    from hf_parallel.hooks.library import parallelize
+    from hf_parallel.parallelize import clip_grad_norm
     from hf_parallel.planner.search import plan
 
 _HOME = {
@@ -21,7 +22,7 @@ _HOME = {
     "SpecError": "hf_parallel.config",
     "activate": "hf_parallel.hooks",
     "clip_grad_norm": "hf_parallel.parallelize",
-    "parallelize": "hf_parallel.parallelize",
+    "parallelize": "hf_parallel.hooks.library",
     "plan": "hf_parallel.planner.search",
 }
 
@@ -36,7 +37,8 @@ class _Package(types.ModuleType):
     """Importing the module `hf_parallel.parallelize` must not hide the function of that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.parallelize if name == "parallelize" and hasattr(value, name) else value)
+        if name != "parallelize":
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

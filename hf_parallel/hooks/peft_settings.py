@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer
@@ -76,7 +77,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise SpecError(f"{kind} needs whole adapters, of which ranks hold parts; AdamW works")
 
 
-def check_copies(model: Any, names: Any) -> None:
+def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
     """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
     for name, module in model.named_modules():
         if not any(name.endswith(target) for target in names):
@@ -86,7 +87,7 @@ def check_copies(model: Any, names: Any) -> None:
             raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
         if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
             raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
-    if names and runtime.mesh().size("pp") > 1 and has_tied_embedding(model):
+    if names and mesh.size("pp") > 1 and has_tied_embedding(model):
         raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
 
 

@@ -123,12 +123,16 @@ def parallel_state(model: Any) -> ParallelState | None:
     return state_of(getattr(model, "_orig_mod", model))
 
 
-def equalise_random_state(axis: str, source: int = -1) -> None:
-    """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it."""
-    assert _current is not None
-    if mesh().size(axis) == 1 or _current.pretended:
+def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None = None) -> None:
+    """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it.
+
+    Args:
+        of: the mesh; default: the active one.
+    """
+    of = of or mesh()
+    if of.size(axis) == 1 or (_current is not None and _current.pretended):
         return
-    group, kind = mesh().group(axis), mesh().device
+    group, kind = of.group(axis), of.device
     device = torch.get_device_module(kind)
     state: list[Any] = [torch.get_rng_state(), device.get_rng_state() if kind.type != "cpu" else None]
     dist.broadcast_object_list(state, group=group, group_src=source % group.size())

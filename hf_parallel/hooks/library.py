@@ -1,0 +1,62 @@
+"""`hf_parallel.parallelize`: what a loop written by hand calls, without a layout for the whole process.
+
+Of all patches only those of PEFT and bitsandbytes are put in place, when the script imports these libraries: adapters
+come into a parallel model, and a model with adapters becomes parallel, as under the runner.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_parallel import hooks
+from hf_parallel.config import ParallelConfig
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import Patch, apply_when_imported, check_versions, undo
+from hf_parallel.hooks.peft_before import make_parallel_below
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.parallelize import parallelize as make_parallel
+from hf_parallel.parallelize import state_of
+
+#: What is patched once this module has been imported.
+_PATCHED = {"peft": "peft", "bitsandbytes.optim.optimizer": "bitsandbytes"}
+_undo_list: list[tuple[Any, str, Any]] = []
+
+
+@functools.wraps(make_parallel)
+def parallelize(
+    model: Any,
+    config: ParallelConfig | str | None = None,
+    mesh: ParallelMesh | None = None,
+    pack: Callable[[Any], None] | None = None,
+) -> Any:
+    if not hooks.active() and not _undo_list:
+        _install()
+    make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
+    if hasattr(model, "peft_config") and state_of(model) is None:
+        make_parallel_below(model, make)
+    else:
+        make(model)
+    state = state_of(model)
+    assert state is not None
+    runtime.equalise_random_state("tp", of=state.mesh)  # dropout: ranks that hold the same drop the same
+    return model
+
+
+def withdraw() -> None:
+    """Before a layout for the whole process, whose patches are the same and more."""
+    undo(_undo_list)
+
+
+def _install() -> None:
+    for module, package in _PATCHED.items():
+        _undo_list.append(apply_when_imported(module, _patches(package)))
+
+
+def _patches(package: str) -> Iterator[Patch]:
+    """Those of a library. The list of all takes a while to import, so this waits until it is read."""
+    from hf_parallel.hooks.patches import all_patches
+
+    check_versions([package])
+    yield from (patch for patch in all_patches() if patch.module.partition(".")[0] == package)
