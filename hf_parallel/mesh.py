@@ -15,6 +15,7 @@ The data rank comes from coordinates, never from `rank // n`: here the ranks of 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from dataclasses import dataclass, field
@@ -44,6 +45,13 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
 def stored(tensor: Any) -> torch.Tensor:
     """The part of a tensor that this rank stores, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(parameter: Any, part: torch.Tensor) -> DTensor:
+    """The DTensor placed as `parameter` is, of which this rank stores `part`. Not differentiable."""
+    spec = copy.copy(parameter._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return DTensor(part, spec, requires_grad=False)
 
 
 def data_rank(config: ParallelConfig, rank: int) -> int:

@@ -170,6 +170,11 @@ def retie(model: Any) -> None:
 def _check_model(model: Any, config: ParallelConfig) -> None:
     if state_of(model) is not None:
         raise SpecError(f"{type(model).__name__} is parallel already; parallelize it once")
+    if getattr(model, "is_quantized", False):
+        raise SpecError(
+            f"{type(model).__name__} is quantised already, in layers that cannot be cut; under "
+            "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works"
+        )
     splits = {key: size for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)) if size > 1}
     if splits and not hasattr(model, "base_model_prefix"):
         key, size = next(iter(splits.items()))

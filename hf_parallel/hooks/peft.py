@@ -25,6 +25,7 @@ from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import peft_settings, runtime
 from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.hooks.four_bit import finish_casts
 from hf_parallel.hooks.peft_placing import place
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
@@ -54,6 +55,7 @@ def inject_adapter(original: Callable) -> Callable:
             runtime.equalise_random_state(axis, 0, state.mesh)
         for module in sharded_modules(state.root):
             module.reshard()  # what was gathered for a pass would hide what is stored
+        finish_casts(model)
         with whole(model, state):
             peft_settings.check_copies(model, config.modules_to_save or (), state.mesh)
             original(self, model, adapter_name, *args, **kwargs)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
@@ -43,9 +42,6 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
         raise SpecError(
             f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
         )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
-            raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
     _check_start(model, config)
     default = type(config)()
     for setting in dataclasses.fields(config):

@@ -11,7 +11,6 @@ same on the parts. Around each `step` of such an optimizer of torch:
 from __future__ import annotations
 
 import contextlib
-import copy
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_parallel.config import SpecError
+from hf_parallel.mesh import placed_as
 
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
 _ELEMENTWISE = {
@@ -127,7 +127,7 @@ class OnLocalParts:
             for name, value in slots.items():
                 if torch.is_tensor(value) and value.ndim and value.shape == part.shape:
                     known = self._states.get(id(value))
-                    slots[name] = _like(parameter, value) if known is None else known
+                    slots[name] = placed_as(parameter, value) if known is None else known
         return slots
 
 
@@ -147,10 +147,3 @@ def _local_part(parameter: Any) -> torch.Tensor:
     if parameter.grad is not None:
         part.grad = parameter.grad._local_tensor
     return part
-
-
-def _like(parameter: Any, value: torch.Tensor) -> DTensor:
-    """The DTensor placed as `parameter` whose local part is `value`."""
-    spec = copy.copy(parameter._spec)
-    spec.tensor_meta = spec.tensor_meta._replace(dtype=value.dtype)
-    return DTensor(value, spec, requires_grad=False)

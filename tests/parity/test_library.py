@@ -118,5 +118,9 @@ def test_a_spec_string_will_do_and_twice_is_refused():
         model = hf_parallel.parallelize(models.build("llama"), "dp_shard=2")
         with pytest.raises(hf_parallel.SpecError, match="once"):
             hf_parallel.parallelize(model, "dp_shard=2")
+        packed = models.build("llama")
+        packed.is_quantized = True  # as bitsandbytes' loading leaves it
+        with pytest.raises(hf_parallel.SpecError, match="quantised already"):
+            hf_parallel.parallelize(packed, "dp_shard=2")
 
     run(twice, 2)
