@@ -19,6 +19,7 @@ import copy
 import functools
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -93,6 +94,9 @@ class ParallelMesh:
         device_mesh = init_device_mesh(device.type, axis_sizes(config), mesh_dim_names=AXES)
         rank = dist.get_rank()
         data_group = _own_group(_data_groups(config), rank)
+        limit = time_out()
+        if limit is not None:
+            set_time_out(limit, [device_mesh.get_group(axis) for axis in AXES])
         return cls(config, device, device_mesh, rank, data_group)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -116,7 +120,11 @@ class ParallelMesh:
 
         Collective over all ranks at the first use.
         """
-        return dist.new_group(backend="gloo")
+        return self.new_host_group()
+
+    def new_host_group(self) -> dist.ProcessGroup:
+        """Another one. Collective over all ranks."""
+        return dist.new_group(backend="gloo", timeout=time_out())
 
     @property
     def data_rank(self) -> int:
@@ -160,7 +168,20 @@ def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | Non
     """Create every group (each rank must take part in each creation) and keep the one that holds `rank`."""
     own = None
     for ranks in all_ranks:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=time_out())
         if rank in ranks:
             own = group
     return own
+
+
+def time_out() -> timedelta | None:
+    """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
+    group = dist.distributed_c10d._get_default_group()
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def set_time_out(limit: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
+    """How long collectives of `groups` may take from here on; default: of all groups of this process."""
+    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
+        dist.distributed_c10d._set_pg_timeout(limit, group)

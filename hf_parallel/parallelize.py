@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,11 +149,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
 
 def default_device() -> torch.device:
-    """The device of this process: its accelerator if the machine has one, else the CPU."""
+    """The device of this process: its accelerator if the machine has one, else the CPU.
+
+    A process that has not chosen one takes that of its LOCAL_RANK; the first is what it has without choosing.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    number, place = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK") or 0)
+    if number == 0 and place < torch.accelerator.device_count() and place > 0:
+        torch.accelerator.set_device_index(place)
+        number = place
+    return torch.device(accelerator.type, number)
 
 
 def retie(model: Any) -> None:
