@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hf_parallel.anatomy import text_config
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import meet
+from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 
 
@@ -20,6 +21,8 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipelined: bool) -> None:
         model.save_pretrained = functools.partial(_save_pretrained, model, mesh)
     if hasattr(model, "resize_token_embeddings"):
         model.resize_token_embeddings = functools.partial(_keep_size, model)
+    if hasattr(model, "set_use_kernels"):
+        model.set_use_kernels = functools.partial(_set_use_kernels, model, mesh.config)
     if mesh.data_size > 1 and hasattr(model, "prepare_inputs_for_generation"):
         _generate_together(model)
     if pipelined and hasattr(model, "generate"):
@@ -42,6 +45,23 @@ def _keep_size(model: Any, wanted: int | None = None, pad_to_multiple_of: int | 
         f"hf_parallel: resize_token_embeddings of a parallel model from {rows} to {-(-wanted // step) * step} rows is "
         "not part of this version; resize and save the model in one process first"
     )
+
+
+def check_kernels(config: ParallelConfig) -> None:
+    """Kernels replace the forward passes of layers: of split ones too, which would not communicate any more.
+
+    Raises:
+        SpecError: layers or stages are split.
+    """
+    for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
+        if size > 1:
+            raise SpecError(f"use_kernels=True replaces split layers; {key}=1 with dp_shard works")
+
+
+def _set_use_kernels(model: Any, config: ParallelConfig, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    if use_kernels:
+        check_kernels(config)
+    type(model).set_use_kernels(model, use_kernels, *args, **kwargs)
 
 
 def _generate_together(model: Any) -> None:

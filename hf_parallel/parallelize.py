@@ -184,8 +184,14 @@ def _check_model(model: Any, config: ParallelConfig) -> None:
             "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works"
         )
     splits = {key: size for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)) if size > 1}
+    key, size = next(iter(splits.items()), ("", 1))
+    replaced = next((name for name, module in model.named_modules() if name and "forward" in vars(module)), None)
+    if splits and replaced is not None:
+        raise SpecError(
+            f"{key}={size}: {replaced} has a forward of its own, as Liger and kernels of the Hub put on modules, "
+            f"which a split would not change; {key}=1 with dp_shard works"
+        )
     if splits and not hasattr(model, "base_model_prefix"):
-        key, size = next(iter(splits.items()))
         raise SpecError(
             f"{key}={size}: {type(model).__name__} is not a transformers model; {key}=1 with dp_shard works"
         )

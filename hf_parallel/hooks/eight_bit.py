@@ -45,7 +45,7 @@ def check(optimizer: Any) -> None:
 
 
 def _step_without_values(optimizer: Any, former: list[list[Any]]) -> None:
-    """A rank that holds no row of a tensor has a state for it all the same: of no values, which kernels do not take."""
+    """A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take."""
     for number, group in enumerate(optimizer.param_groups):
         for index, (parameter, part) in enumerate(zip(former[number], group["params"], strict=True)):
             if part is not parameter and part.grad is not None and not part.numel():

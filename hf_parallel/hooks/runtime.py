@@ -94,9 +94,9 @@ def _time_out_asked_for() -> float:
 
 
 def follow_time_out(args: Any) -> None:
-    """`ddp_timeout` of TrainingArguments, which are made after the groups are; its default leaves the environment's."""
+    """`ddp_timeout` of TrainingArguments, made after the groups are; its default leaves the environment's."""
     default = type(args).__dataclass_fields__["ddp_timeout"].default
-    if not _connected or (args.ddp_timeout == default and os.environ.get(TIME_OUT)):
+    if not _connected or args.ddp_timeout == default and os.environ.get(TIME_OUT):
         return
     limit = timedelta(seconds=args.ddp_timeout)
     if limit != time_out():

@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.collectives import copy_to_group
+from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.config import SpecError
 from hf_parallel.rewrite.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local
 
@@ -123,7 +123,7 @@ class FourBitShared(FourBit):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.product(self.region.enter(input))
-        return _plus(output, None if self.bias is None else copy_to_group(self.bias, self.region.group))[
+        return _plus(output, None if self.bias is None else copy_weight_to_group(self.bias, self.region.group))[
             ..., self.rows
         ]
 
@@ -132,7 +132,9 @@ class FourBitPartial(FourBit):
     """In front of PartialGradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _plus(self.product(input), None if self.bias is None else copy_to_group(self.bias, self.region.group))
+        return _plus(
+            self.product(input), None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
+        )
 
 
 def _plus(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

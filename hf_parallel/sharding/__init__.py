@@ -1,4 +1,4 @@
-"""The data-parallel axes: who stores which slice, how gradients are summed and measured, what an optimizer steps on."""
+"""The data-parallel axes: who stores which slice, how gradients are summed and measured, and stepped on."""
 
 from hf_parallel.sharding.adopt import abandon_parameters, adopt_parameters
 from hf_parallel.sharding.gradients import clip_grad_norm, gradient_norm

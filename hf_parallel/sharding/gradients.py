@@ -74,11 +74,14 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
-    norms = [
-        n.float().to(device) for part in _by_device_and_dtype(gradients) for n in torch._foreach_norm(part, norm_type)
-    ]
+    norms = [n.float().to(device) for part in _by_device_and_dtype(gradients) for n in _norms(part, norm_type)]
     stacked = torch.stack(norms)
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def _norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
+    """Of 16 bits in fp32: torch would round each norm to the gradients' own dtype."""
+    return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
 
 def _cut_axes(gradient: torch.Tensor) -> frozenset[str]:

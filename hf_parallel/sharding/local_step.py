@@ -1,8 +1,8 @@
 """Optimizer steps on the parts that a rank stores: plain tensors, whatever meshes their DTensors lie on.
 
-A tensor-parallel model has DTensors beside plain norms, and with data ranks DTensors on two meshes. torch's foreach and
-fused kernels take neither together, and foreach is the default on CUDA. What treats every number by itself gives the
-same on the parts. Around each `step` of such an optimizer of torch:
+A tensor-parallel model has DTensors beside plain norms, which torch's foreach and fused kernels do not take together;
+foreach is the default on CUDA. What treats every number by itself gives the same on the parts. Around each `step` of
+such an optimizer of torch:
 
     group["params"]   DTensors -> their local parts, with the local parts of their gradients     -> DTensors again
     state             moved to the parts, its DTensors likewise                                  -> moved back
@@ -23,9 +23,8 @@ from hf_parallel.config import SpecError
 from hf_parallel.mesh import placed_as
 
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
-_ELEMENTWISE = {
-    f"torch.optim.{name}" for name in "adadelta adagrad adam adamax adamw asgd nadam radam rmsprop rprop sgd".split()
-}
+_KINDS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+_ELEMENTWISE = {f"torch.optim.{kind}" for kind in _KINDS}
 #: Optimizers that read rows, columns or norms, and cannot do so in DTensors either.
 _OF_WHOLE_TENSORS = {"Adafactor", "LBFGS"}
 _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
@@ -33,7 +32,7 @@ _installed: list[Any] = []
 
 
 def step_on_local_parts() -> None:
-    """From here on optimizers of torch step on local parts, where they have DTensors. A second call changes nothing."""
+    """From here on torch's optimizers step on local parts, where they have DTensors. A second call changes nothing."""
     if not _installed:
         _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
 
