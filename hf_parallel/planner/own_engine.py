@@ -28,6 +28,7 @@ from hf_parallel.planner.own_layers import (
     lowered_of,
     outputs_of,
     parameters_of,
+    summed_width,
 )
 from hf_parallel.planner.pipeline_memory import Moment, StageBytes, fullest_moment
 from hf_parallel.planner.stages import Stage, neighbours_elsewhere
@@ -66,7 +67,7 @@ class _Rank:
         self.sharded = layout.dp * layout.cp > 1  # FSDP2 is there
         experts = sum(stage.expert_parameters(layout.ep) for stage in stages)  # ZeRO has the ranks that ep leaves
         self.mine = (self.parameters - experts) / self.shards + experts / max(1, self.shards // layout.ep)
-        self.summed = max(4.0, self.width) if self.sharded else self.width  # FSDP2 adds up gradients in fp32
+        self.summed = summed_width(layout, job) if self.sharded else self.width
         self.reshards = self.sharded and layout.zero_stage == 3 and layout.pp == 1
 
     # ---- states --------------------------------------------------------------------------------------------------

@@ -81,10 +81,17 @@ class SharedHeads(TensorParallelLayer):
         return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, self.rows.to(input.device)
+        group, rows = self.region.group, rows_on(self, input.device)
         weight = copy_weight_to_group(self.weight, group)[rows]
         bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
         return regather.linear(self.region.enter(input), weight, bias)
+
+
+def rows_on(layer: Any, device: torch.device) -> torch.Tensor:
+    """The rows of a layer's weight that this rank uses, moved once: a copy in each pass would hold the process up."""
+    if layer.rows.device != device:
+        layer.rows = layer.rows.to(device)
+    return layer.rows
 
 
 class HeadsEmbedding(TensorParallelLayer):

@@ -38,6 +38,7 @@ from hf_parallel.rewrite.layers import (
     holding,
     local,
     local_weight,
+    rows_on,
 )
 from hf_parallel.rewrite.region import Region
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
@@ -120,7 +121,7 @@ class SharedRowsAdapter(TensorParallelLayer):
     rows: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, self.rows.to(input.device)
+        group, rows = self.region.group, rows_on(self, input.device)
         bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
         return F.linear(input, copy_weight_to_group(self.weight, group)[rows], bias)
 
@@ -185,12 +186,12 @@ class SplitMagnitude(TensorParallelLayer):
         base_result: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        weight, bias, rows = local_weight(base_layer), local(base_layer.bias), getattr(base_layer, "rows", None)
+        weight, bias = local_weight(base_layer), local(base_layer.bias)
+        rows = rows_on(base_layer, x.device) if hasattr(base_layer, "rows") else None
         magnitude, up = local(self.weight), local(lora_B.weight)
         if not isinstance(base_layer, ColumnParallel):
             magnitude = copy_weight_to_group(magnitude, self.region.group)
         if rows is not None:
-            rows = rows.to(x.device)
             weight, up, magnitude = weight[rows], up[rows], magnitude[rows]
             bias = None if bias is None else bias[rows]
         if base_result is None:

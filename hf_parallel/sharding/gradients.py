@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.mesh import ParallelMesh, stored
 
-_CUT_AXES = ("dp_shard", "tp")
+#: Which of the slots below are cut over an axis; slices, as a mask would have to be copied to the GPU.
+_CUT_AXES = {"dp_shard": slice(2, None), "tp": slice(1, None, 2)}
 
 
 def clip_grad_norm(
@@ -59,10 +60,9 @@ def gradient_norm(
     powers = torch.stack([_sum_of_powers(gathered[axes], norm_type, mesh.device) for axes in combinations])
     for axis in _CUT_AXES:
         if mesh.size(axis) > 1:
-            cut = torch.tensor([axis in axes for axes in combinations], device=powers.device)
-            reduced = powers.clone()
-            dist.all_reduce(reduced, op=combine, group=mesh.group(axis))
-            powers = torch.where(cut, reduced, powers)
+            cut = powers[_CUT_AXES[axis]].contiguous()
+            dist.all_reduce(cut, op=combine, group=mesh.group(axis))
+            powers[_CUT_AXES[axis]] = cut
     total = powers.max() if infinite else powers.sum()
     if mesh.size("pp") > 1:
         dist.all_reduce(total, op=combine, group=mesh.group("pp"))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from hf_parallel.config import SPLIT_BACKWARD
 from hf_parallel.mesh import ParallelMesh
 
 
@@ -34,7 +35,8 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
     if mesh.size("pp") > 1:
         reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
-    policy = _summing_in_fp32(root)
+    split = mesh.size("pp") > 1 and mesh.config.pipeline_schedule in SPLIT_BACKWARD
+    policy = MixedPrecisionPolicy() if split else _summing_in_fp32(root)  # between the halves it would hold two sums
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
