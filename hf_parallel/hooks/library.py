@@ -7,6 +7,7 @@ come into a parallel model, and a model with adapters becomes parallel, as under
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,8 +20,6 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of
 
-#: What is patched once this module has been imported.
-_PATCHED = {"peft": "peft", "bitsandbytes.optim.optimizer": "bitsandbytes"}
 _undo_list: list[tuple[Any, str, Any]] = []
 
 
@@ -50,13 +49,17 @@ def withdraw() -> None:
 
 
 def _install() -> None:
-    for module, package in _PATCHED.items():
-        _undo_list.append(apply_when_imported(module, _patches(package)))
+    """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
+    packages = ["peft", "bitsandbytes"]
+    if "bitsandbytes" in sys.modules:
+        _undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))
+    _undo_list.append(apply_when_imported("peft", _patches(*packages)))  # it imports bitsandbytes itself
 
 
-def _patches(package: str) -> Iterator[Patch]:
-    """Those of a library. The list of all takes a while to import, so this waits until it is read."""
+def _patches(*packages: str) -> Iterator[Patch]:
+    """Those of libraries that are imported. The list of all takes a while to import, so this waits until it is read."""
     from hf_parallel.hooks.patches import all_patches
 
-    check_versions([package])
-    yield from (patch for patch in all_patches() if patch.module.partition(".")[0] == package)
+    imported = [package for package in packages if package in sys.modules]
+    check_versions(imported)
+    yield from (patch for patch in all_patches() if patch.module.partition(".")[0] in imported)
