@@ -22,7 +22,8 @@ __all__ = [
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
-    from hf_parallel.parallelize import clip_grad_norm, parallelize
+    from hf_parallel.hooks.library import parallelize
+    from hf_parallel.parallelize import clip_grad_norm
     from hf_parallel.planner.search import plan
     from hf_parallel.whole import full_state_dict, full_tensor
 
@@ -33,7 +34,7 @@ _HOME = {
     "clip_grad_norm": "hf_parallel.parallelize",
     "full_state_dict": "hf_parallel.whole",
     "full_tensor": "hf_parallel.whole",
-    "parallelize": "hf_parallel.parallelize",
+    "parallelize": "hf_parallel.hooks.library",
     "plan": "hf_parallel.planner.search",
 }
 
@@ -48,7 +49,8 @@ class _Package(types.ModuleType):
     """Importing the module `hf_parallel.parallelize` must not hide the function of that name."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.parallelize if name == "parallelize" and hasattr(value, name) else value)
+        if name != "parallelize":
+            super().__setattr__(name, value)
 
 
 sys.modules[__name__].__class__ = _Package

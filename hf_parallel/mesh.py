@@ -15,9 +15,11 @@ The data rank comes from coordinates, never from `rank // n`: here the ranks of 
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -44,6 +46,13 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
 def stored(tensor: Any) -> torch.Tensor:
     """The part of a tensor that this rank stores, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def placed_as(parameter: Any, part: torch.Tensor) -> DTensor:
+    """The DTensor placed as `parameter` is, of which this rank stores `part`. Not differentiable."""
+    spec = copy.copy(parameter._spec)
+    spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return DTensor(part, spec, requires_grad=False)
 
 
 def data_rank(config: ParallelConfig, rank: int) -> int:
@@ -85,6 +94,9 @@ class ParallelMesh:
         device_mesh = init_device_mesh(device.type, axis_sizes(config), mesh_dim_names=AXES)
         rank = dist.get_rank()
         data_group = _own_group(_data_groups(config), rank)
+        limit = time_out()
+        if limit is not None:
+            set_time_out(limit, [device_mesh.get_group(axis) for axis in AXES])
         return cls(config, device, device_mesh, rank, data_group)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -108,7 +120,11 @@ class ParallelMesh:
 
         Collective over all ranks at the first use.
         """
-        return dist.new_group(backend="gloo")
+        return self.new_host_group()
+
+    def new_host_group(self) -> dist.ProcessGroup:
+        """Another one. Collective over all ranks."""
+        return dist.new_group(backend="gloo", timeout=time_out())
 
     @property
     def data_rank(self) -> int:
@@ -152,7 +168,20 @@ def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | Non
     """Create every group (each rank must take part in each creation) and keep the one that holds `rank`."""
     own = None
     for ranks in all_ranks:
-        group = dist.new_group(ranks)
+        group = dist.new_group(ranks, timeout=time_out())
         if rank in ranks:
             own = group
     return own
+
+
+def time_out() -> timedelta | None:
+    """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
+    group = dist.distributed_c10d._get_default_group()
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def set_time_out(limit: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
+    """How long collectives of `groups` may take from here on; default: of all groups of this process."""
+    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
+        dist.distributed_c10d._set_pg_timeout(limit, group)

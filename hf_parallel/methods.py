@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import meet
+from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.resizing import resize_token_embeddings
 from hf_parallel.sharding import have_gathered, sharded_modules
@@ -36,6 +37,8 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
         _bind(model, "_apply", _apply)
         if hasattr(model, "prepare_inputs_for_generation"):
             _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+    if hasattr(model, "set_use_kernels"):
+        _bind(model, "set_use_kernels", functools.partial(_set_use_kernels, mesh.config))
     if "generate" in vars(model):
         _bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
     if pipeline is not None:
@@ -109,6 +112,23 @@ def _take_values(new: nn.Module, model: nn.Module) -> None:
         buffer.copy_(former)
     for module, other in zip(new.modules(), model.modules(), strict=True):
         module.training = other.training
+
+
+def check_kernels(config: ParallelConfig) -> None:
+    """Kernels replace the forward passes of layers: of split ones too, which would not communicate any more.
+
+    Raises:
+        SpecError: layers or stages are split.
+    """
+    for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
+        if size > 1:
+            raise SpecError(f"use_kernels=True replaces split layers; {key}=1 with dp_shard works")
+
+
+def _set_use_kernels(config: ParallelConfig, model: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    if use_kernels:
+        check_kernels(config)
+    type(model).set_use_kernels(model, use_kernels, *args, **kwargs)
 
 
 def _prepare_together(kind: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:

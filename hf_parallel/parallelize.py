@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,7 @@ from hf_parallel.rewrite.styles import resolve_styles
 from hf_parallel.rewrite.tensor_parallel import tensor_parallel
 from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
-from hf_parallel.sharding import shard_data_parallel
+from hf_parallel.sharding import shard_data_parallel, step_on_local_parts
 
 
 @dataclass
@@ -150,11 +151,18 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
 
 
 def default_device() -> torch.device:
-    """The device of this process: its accelerator if the machine has one, else the CPU."""
+    """The device of this process: its accelerator if the machine has one, else the CPU.
+
+    A process that has not chosen one takes that of its LOCAL_RANK; the first is what it has without choosing.
+    """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    number, place = torch.accelerator.current_device_index(), int(os.environ.get("LOCAL_RANK") or 0)
+    if number == 0 and place < torch.accelerator.device_count() and place > 0:
+        torch.accelerator.set_device_index(place)
+        number = place
+    return torch.device(accelerator.type, number)
 
 
 def retie(model: Any) -> None:
@@ -172,9 +180,20 @@ def retie(model: Any) -> None:
 def _check_model(model: Any, config: ParallelConfig) -> None:
     if state_of(model) is not None:
         raise SpecError(f"{type(model).__name__} is parallel already; parallelize it once")
+    if getattr(model, "is_quantized", False):
+        raise SpecError(
+            f"{type(model).__name__} is quantised already, in layers that cannot be cut; under "
+            "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works"
+        )
     splits = {key: size for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)) if size > 1}
+    key, size = next(iter(splits.items()), ("", 1))
+    replaced = next((name for name, module in model.named_modules() if name and "forward" in vars(module)), None)
+    if splits and replaced is not None:
+        raise SpecError(
+            f"{key}={size}: {replaced} has a forward of its own, as Liger and kernels of the Hub put on modules, "
+            f"which a split would not change; {key}=1 with dp_shard works"
+        )
     if splits and not hasattr(model, "base_model_prefix"):
-        key, size = next(iter(splits.items()))
         raise SpecError(
             f"{key}={size}: {type(model).__name__} is not a transformers model; {key}=1 with dp_shard works"
         )
@@ -259,6 +278,7 @@ def checkpoint_activations(model: Any) -> None:
 
 def _mark(model: Any, state: ParallelState) -> None:
     watch()
+    step_on_local_parts()
     model._hf_parallel = state
     model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))

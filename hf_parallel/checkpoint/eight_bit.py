@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.mesh import stored
+from hf_parallel.mesh import placed_as, stored
 
 _BLOCK = 256
 #: What states are nested in where bitsandbytes writes them itself.
@@ -43,10 +43,7 @@ def _values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> 
 def _as_part_of(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor) or isinstance(local, DTensor) or local.shape != stored(parameter).shape:
         return local
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
-    )
+    return placed_as(parameter, local)
 
 
 def pack_states(optimizer: Any) -> None:

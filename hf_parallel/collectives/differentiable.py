@@ -31,6 +31,21 @@ class _Copy(torch.autograd.Function):
         return all_reduce(gradient, ctx.group), None
 
 
+class _CopyWeight(torch.autograd.Function):
+    """f for a weight: what ranks add to its gradient is added in fp32, as few bits of a sum of many would be left."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+        return all_reduce(wide, ctx.group).to(gradient.dtype), None
+
+
 class _Reduce(torch.autograd.Function):
     """g: all-reduce forward, identity backward."""
 
@@ -103,6 +118,11 @@ class _Join(torch.autograd.Function):
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Enter a region whose ranks each use the same tensor for a part of the work (f)."""
     return _Copy.apply(tensor, group)
+
+
+def copy_weight_to_group(weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The same with a weight that all ranks hold and use for a part of the work."""
+    return _CopyWeight.apply(weight, group)
 
 
 def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

@@ -55,8 +55,10 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     runtime.start(config, source)
     if note is not None:
         report.say(note)
+    from hf_parallel.hooks import library
     from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
 
+    library.withdraw()
     try:
         _undo_list.extend(apply(all_patches()))
     except SpecError:

@@ -6,15 +6,13 @@ arXiv 2110.02861). Where cuts do not fall between blocks, rounding differs from 
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SpecError
+from hf_parallel.sharding import on_local_parts
 
 
 def step(original: Callable) -> Callable:
@@ -28,7 +26,8 @@ def step(original: Callable) -> Callable:
         if not self.initialized:
             check(self)
             self.check_overrides()  # looks for the parameters themselves
-        with torch.no_grad(), on_local_parts(self):
+        with torch.no_grad(), on_local_parts(self) as held:
+            _step_without_values(self, held.former)
             original(self)
         return loss
 
@@ -45,43 +44,12 @@ def check(optimizer: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def on_local_parts(optimizer: Any) -> Iterator[None]:
-    """In here an optimizer has plain tensors for DTensors, with their gradients and states."""
-    former = [group["params"] for group in optimizer.param_groups]
-    parts: dict[torch.Tensor, torch.Tensor] = {}
-    for parameter in itertools.chain(*former):
-        if isinstance(parameter, DTensor):
-            parts[parameter] = _local_part(parameter)
-    _move_states(optimizer, parts)
-    try:
-        for number, group in enumerate(optimizer.param_groups):
-            group["params"] = [parts.get(p, p) for p in former[number]]
-            _step_without_values(optimizer, number, former[number])
-        yield
-    finally:
-        _move_states(optimizer, {part: p for p, part in parts.items()})
-        for group, parameters in zip(optimizer.param_groups, former, strict=True):
-            group["params"] = parameters
-
-
-def _local_part(parameter: Any) -> torch.Tensor:
-    part = parameter.detach().to_local()
-    if parameter.grad is not None and part.numel():  # kernels do not take empty ones
-        part.grad = parameter.grad.to_local()
-    return part
-
-
-def _move_states(optimizer: Any, targets: dict[torch.Tensor, torch.Tensor]) -> None:
-    for source, target in targets.items():
-        if source in optimizer.state:
-            optimizer.state[target] = optimizer.state.pop(source)
-
-
-def _step_without_values(optimizer: Any, group: int, parameters: list[torch.Tensor]) -> None:
-    """A rank that holds no row of a tensor has a state for it all the same: of no values."""
-    for number, (parameter, part) in enumerate(zip(parameters, optimizer.param_groups[group]["params"], strict=True)):
-        if part is not parameter and parameter.grad is not None and not part.numel():
-            if not optimizer.state[part]:
-                optimizer.init_state(optimizer.param_groups[group], part, group, number)
-            optimizer.state[part]["step"] += 1
+def _step_without_values(optimizer: Any, former: list[list[Any]]) -> None:
+    """A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take."""
+    for number, group in enumerate(optimizer.param_groups):
+        for index, (parameter, part) in enumerate(zip(former[number], group["params"], strict=True)):
+            if part is not parameter and part.grad is not None and not part.numel():
+                part.grad = None
+                if not optimizer.state[part]:
+                    optimizer.init_state(group, part, number, index)
+                optimizer.state[part]["step"] += 1

@@ -136,6 +136,10 @@ def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
         elif not _accelerator_wanted():
             self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
+        if hooks.active():
+            from hf_parallel.hooks import runtime
+
+            runtime.follow_time_out(self)
         auto.remember(self)
 
     return __post_init__

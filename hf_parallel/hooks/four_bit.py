@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from packaging.version import Version
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, values
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.mesh import placed_as
 from hf_parallel.packed import StoredOrder
 from hf_parallel.pipeline.stand_ins import StandIn
 from hf_parallel.rewrite.four_bit import BLOCK, FourBit, Packing, pack_linear
@@ -105,13 +107,29 @@ def prepare_for_training(original: Callable) -> Callable:
 
 
 def _cast_to_fp32(model: Any) -> None:
-    cast: dict[int, nn.Parameter] = {}  # a tied weight stays one
+    _replace(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def finish_casts(model: Any) -> None:
+    """`p.data = p.data.float()`, as the function does that a script has imported before, casts no stored part."""
+    _replace(
+        model,
+        lambda p: (
+            placed_as(p, p._local_tensor.detach().to(p.dtype))
+            if isinstance(p, DTensor) and p.dtype != p._local_tensor.dtype
+            else None
+        ),
+    )
+
+
+def _replace(model: Any, change: Callable[[Any], Any]) -> None:
+    changed: dict[int, Any] = {}  # a tied weight stays one
     for module in model.modules():
         for name, p in module._parameters.items():
-            if p is not None and p.dtype in (torch.float16, torch.bfloat16):
-                if id(p) not in cast:
-                    cast[id(p)] = nn.Parameter(p.detach().float(), requires_grad=p.requires_grad)
-                module._parameters[name] = cast[id(p)]
+            if p is not None and id(p) not in changed:
+                value = change(p)
+                changed[id(p)] = p if value is None else nn.Parameter(value, requires_grad=p.requires_grad)
+            module._parameters[name] = changed.get(id(p))
 
 
 def _refuse_saving(*args: Any, **kwargs: Any) -> None:

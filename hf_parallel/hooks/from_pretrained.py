@@ -13,6 +13,7 @@ from typing import Any
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import four_bit, runtime
+from hf_parallel.methods import check_kernels
 from hf_parallel.parallelize import parallelize
 from hf_parallel.pipeline.stand_ins import stand_ins
 
@@ -33,6 +34,8 @@ def from_pretrained(original: Callable) -> Callable:
     def replacement(cls: type, *args: Any, **kwargs: Any) -> Any:
         if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
             raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+        if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
+            check_kernels(runtime.mesh().config)
         placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
         quantization = kwargs.pop("quantization_config", None)
         if quantization is not None:

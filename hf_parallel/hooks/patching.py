@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,11 +80,18 @@ def apply(patches: list[Patch]) -> list[tuple[Any, str, Any]]:
             waiting.setdefault(patch.module, []).append(patch)
         else:
             done.append(_apply(patch, done))
-    for module, late in waiting.items():
-        finder = _WhenImported(module, late)
-        sys.meta_path.insert(0, finder)
-        done.append((finder, "cancel", _MISSING))
+    done.extend(apply_when_imported(module, late) for module, late in waiting.items())
     return done
+
+
+def apply_when_imported(module: str, patches: Iterable[Patch]) -> tuple[Any, str, Any]:
+    """Put patches in place now if `module` is imported, else right after its import; returns what `undo` needs."""
+    finder = _WhenImported(module, patches)
+    if module in sys.modules:
+        finder.apply()
+    else:
+        sys.meta_path.insert(0, finder)
+    return finder, "cancel", _MISSING
 
 
 def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> tuple[Any, str, Any]:
@@ -105,9 +112,9 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> tuple[Any, str, An
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Puts patches in place as soon as the script has imported their module."""
+    """Puts patches in place as soon as the script has imported a module."""
 
-    def __init__(self, module: str, patches: list[Patch]) -> None:
+    def __init__(self, module: str, patches: Iterable[Patch]) -> None:
         self.module, self.patches = module, patches
         self.done: list[tuple[Any, str, Any]] = []
 
@@ -123,11 +130,15 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
             def exec_module(module: Any) -> None:
                 execute(module)
-                for patch in self.patches:
-                    self.done.append(_apply(patch, self.done))
+                self.apply()
 
             loader.exec_module = exec_module
         return spec
+
+    def apply(self) -> None:
+        """The module is there."""
+        for patch in self.patches:
+            self.done.append(_apply(patch, self.done))
 
     def cancel(self) -> None:
         """Undo, or wait no more."""
@@ -149,7 +160,7 @@ def undo(done: list[tuple[Any, str, Any]]) -> None:
 
 
 def _package(patch: Patch) -> str:
-    return patch.target.partition(".")[0]
+    return patch.module.partition(".")[0]
 
 
 def check_versions(packages: list[str] | None = None) -> None:

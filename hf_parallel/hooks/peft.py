@@ -25,6 +25,7 @@ from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import peft_settings, runtime
 from hf_parallel.hooks.accelerator import make_parallel
+from hf_parallel.hooks.four_bit import finish_casts
 from hf_parallel.hooks.peft_placing import place
 from hf_parallel.packed import stored_order
 from hf_parallel.parallelize import ParallelState
@@ -41,17 +42,22 @@ def inject_adapter(original: Callable) -> Callable:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
 
     def replacement(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config = self.peft_config[adapter_name]
+        config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
+        if state is None and runtime.current() is None:
+            original(self, model, adapter_name, *args, **kwargs)
+            return
         peft_settings.check(self, model, config, kwargs.get("low_cpu_mem_usage", False))
-        if runtime.parallel_state(model) is None:
+        if state is None:
             make_parallel(model)
-        state: Any = runtime.parallel_state(model)
+            state = runtime.parallel_state(model)
+        assert state is not None
         for axis in ("dp_replicate", "dp_shard", "pp", "tp"):
-            runtime.equalise_random_state(axis, 0)
+            runtime.equalise_random_state(axis, 0, state.mesh)
         for module in sharded_modules(state.root):
             module.reshard()  # what was gathered for a pass would hide what is stored
+        finish_casts(model)
         with whole(model, state):
-            peft_settings.check_copies(model, config.modules_to_save or ())
+            peft_settings.check_copies(model, config.modules_to_save or (), state.mesh)
             original(self, model, adapter_name, *args, **kwargs)
         if not hasattr(model, "_hf_parallel_unplaced"):
             model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
@@ -115,9 +121,9 @@ def start_from_base(original: Callable) -> Callable:
         with holding(base, {"weight": nn.Parameter(whole_weight.clone(), requires_grad=False)}):
             original(self, adapter, *args)
         down, up = self.lora_A[adapter].weight.detach(), self.lora_B[adapter].weight.detach()
-        for axis in ("dp_replicate", "dp_shard", "tp"):  # devices may factorise in ways of their own
+        for group in weight.device_mesh.get_all_groups():  # devices may factorise in ways of their own
             for tensor in (down, up):
-                dist.broadcast(tensor, group=runtime.mesh().group(axis), group_src=0)
+                dist.broadcast(tensor, group=group, group_src=0)
         taken = self.scaling[adapter] * (up @ down)
         turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
         rest = whole_weight - (taken.t() if turned else taken)
@@ -131,7 +137,8 @@ def add_adapter(original: Callable) -> Callable:
     """Prompt learning adds no layers, so nothing else would notice it."""
 
     def replacement(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-        if peft_config.is_prompt_learning:
+        within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
+        if peft_config.is_prompt_learning and within_layout:
             raise SpecError(f"peft_type={peft_config.peft_type.value} is not part of this version; LoRA works")
         original(self, adapter_name, peft_config, *args, **kwargs)
 

@@ -44,12 +44,13 @@ def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
     for name in configs:
         tuner.inject_adapter(tuner.model, name)
         tuner._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)
-        set_peft_model_state_dict(model, _from_first_rank(kept[name]), adapter_name=name)
+        set_peft_model_state_dict(model, _from_first_rank(kept[name], tuner.model), adapter_name=name)
     tuner.set_adapter(active, inference_mode=not trains)
 
 
-def _from_first_rank(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    device, equal = runtime.mesh().device, {}
+def _from_first_rank(tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    state: Any = runtime.parallel_state(model)
+    device, equal = state.mesh.device, {}
     for key in sorted(tensors):
         equal[key] = tensors[key].to(device).contiguous()
         dist.broadcast(equal[key], src=0)

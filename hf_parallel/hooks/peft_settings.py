@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite import lora
 from hf_parallel.rewrite.layers import TensorParallelLayer
@@ -42,9 +42,6 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
         raise SpecError(
             f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
         )
-    for name, parameter in model.named_parameters():
-        if isinstance(parameter, DTensor) and parameter.dtype != parameter._local_tensor.dtype:
-            raise SpecError(f"{name} was cast in place, which shards do not bear; load the base in the dtype you want")
     _check_start(model, config)
     default = type(config)()
     for setting in dataclasses.fields(config):
@@ -76,7 +73,7 @@ def check_optimizer(optimizer: Any) -> None:
         raise SpecError(f"{kind} needs whole adapters, of which ranks hold parts; AdamW works")
 
 
-def check_copies(model: Any, names: Any) -> None:
+def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
     """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
     for name, module in model.named_modules():
         if not any(name.endswith(target) for target in names):
@@ -86,7 +83,7 @@ def check_copies(model: Any, names: Any) -> None:
             raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
         if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
             raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
-    if names and runtime.mesh().size("pp") > 1 and has_tied_embedding(model):
+    if names and mesh.size("pp") > 1 and has_tied_embedding(model):
         raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
 
 

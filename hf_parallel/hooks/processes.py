@@ -108,9 +108,7 @@ def search(original: Callable) -> Callable:
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = runtime.mesh()
         if mesh.config.world_size > mesh.data_size:
-            raise SpecError(
-                "hyperparameter_search: ranks of one model would draw other trials; a launch each works"
-            )
+            raise SpecError("hyperparameter_search: ranks of one model would draw other trials; a launch each works")
         return original(self, *args, **kwargs)
 
     return replacement

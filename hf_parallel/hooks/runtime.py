@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import io
 import os
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import numpy
@@ -15,24 +19,27 @@ import torch.distributed as dist
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import rendezvous
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, set_time_out, time_out
 from hf_parallel.parallelize import ParallelState, default_device, state_of
+
+#: Seconds that a collective may take, where the script's arguments do not say.
+TIME_OUT = "HF_PARALLEL_TIMEOUT"
 
 
 @dataclass
 class Runtime:
-    """The active layout, who asked for it, and whether it started the process group."""
+    """The active layout and who asked for it."""
 
     config: ParallelConfig
     source: str
     mesh: ParallelMesh
-    owns_process_group: bool
     environment: dict[str, str | None] = field(default_factory=dict)
     absent: bool = False  # takes part in a ragged batch without a row of its own: nothing of it is gathered
     pretended: bool = False  # a dry run's, whose other ranks are not there
 
 
 _current: Runtime | None = None
+_connected = False  # did this make the process group, so that its time-out may be changed?
 
 
 def current() -> Runtime | None:
@@ -64,12 +71,36 @@ def absent(wanted: bool) -> Iterator[None]:
 
 def connect() -> None:
     """Create the process group, unless there is one."""
+    global _connected
+    _connected = _connected or not dist.is_initialized()
     _set_environment()
     # accelerate's own state creates the group, so that it agrees with what Trainer and Accelerator find later.
     from accelerate import PartialState
 
-    PartialState(cpu=not torch.accelerator.is_available(), **rendezvous.own_store())
+    limit = timedelta(seconds=_time_out_asked_for())
+    PartialState(cpu=not torch.accelerator.is_available(), timeout=limit, **rendezvous.own_store())
     _shuffle_alike()
+
+
+def _time_out_asked_for() -> float:
+    """Seconds that a collective may take: the script's flag, the environment, or what Trainer would take."""
+    flags = argparse.ArgumentParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
+    flags.add_argument("--ddp_timeout", "--ddp-timeout", type=float)
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(io.StringIO()):  # the script itself will say
+        found, _ = flags.parse_known_args(sys.argv[1:])
+        if "ddp_timeout" in found:
+            return found.ddp_timeout
+    return float(os.environ.get(TIME_OUT) or 1800)
+
+
+def follow_time_out(args: Any) -> None:
+    """`ddp_timeout` of TrainingArguments, made after the groups are; its default leaves the environment's."""
+    default = type(args).__dataclass_fields__["ddp_timeout"].default
+    if not _connected or args.ddp_timeout == default and os.environ.get(TIME_OUT):
+        return
+    limit = timedelta(seconds=args.ddp_timeout)
+    if limit != time_out():
+        set_time_out(limit)
 
 
 def _shuffle_alike() -> None:
@@ -87,9 +118,8 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     """Create the process group (unless there is one) and the mesh."""
     global _current
     environment = _set_environment()
-    owns = not dist.is_initialized()
     connect()
-    _current = Runtime(config, source, ParallelMesh.create(config, default_device()), owns, environment)
+    _current = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
     _quiet_other_ranks()
     return _current
 
@@ -111,7 +141,7 @@ def stop() -> None:
 def pretended(mesh: ParallelMesh) -> Iterator[None]:
     """In here patches see the mesh of a dry run."""
     global _current
-    former, _current = _current, Runtime(mesh.config, "a dry run", mesh, False, pretended=True)
+    former, _current = _current, Runtime(mesh.config, "a dry run", mesh, pretended=True)
     try:
         yield
     finally:
@@ -123,12 +153,16 @@ def parallel_state(model: Any) -> ParallelState | None:
     return state_of(getattr(model, "_orig_mod", model))
 
 
-def equalise_random_state(axis: str, source: int = -1) -> None:
-    """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it."""
-    assert _current is not None
-    if mesh().size(axis) == 1 or _current.pretended:
+def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None = None) -> None:
+    """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it.
+
+    Args:
+        of: the mesh; default: the active one.
+    """
+    of = of or mesh()
+    if of.size(axis) == 1 or (_current is not None and _current.pretended):
         return
-    group, kind = mesh().group(axis), mesh().device
+    group, kind = of.group(axis), of.device
     device = torch.get_device_module(kind)
     state: list[Any] = [torch.get_rng_state(), device.get_rng_state() if kind.type != "cpu" else None]
     dist.broadcast_object_list(state, group=group, group_src=source % group.size())

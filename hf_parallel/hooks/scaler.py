@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hf_parallel.hooks import runtime
@@ -22,6 +23,15 @@ class MeshGradScaler(ShardedGradScaler):
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         parts = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters]
         return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict:
+        """For fused optimizers, which scale back by themselves: torch's looks at this rank's gradients only."""
+        found = super()._check_inf_per_device(optimizer)
+        for here in found.values():
+            carrier = here.to(self._device)
+            dist.all_reduce(carrier, group=self.process_group)
+            here.copy_(carrier)
+        return found
 
 
 def get_grad_scaler(original: Callable) -> Callable:

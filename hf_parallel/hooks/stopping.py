@@ -37,7 +37,7 @@ class StepsTogether(TrainerCallback):
         self.agreed = self.asked.clone()
         mesh = runtime.mesh()
         # Apart from training's own groups, and from those of a thread that writes checkpoints.
-        self.group: Any = dist.new_group(backend="gloo") if mesh.config.async_save else mesh.host_group
+        self.group: Any = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
         self.pending: Any = None
         self.stops = False
 

@@ -107,6 +107,12 @@ def check_arguments(args: Any) -> None:
             "watching split weights",
             "dp_shard in the place of tp",
         ),
+        (
+            args.use_liger_kernel and block > 1,
+            "use_liger_kernel=True",
+            "kernels in the place of split layers and stages",
+            "False, or dp_shard in the place of tp and pp,",
+        ),
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]

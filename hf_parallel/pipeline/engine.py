@@ -48,9 +48,14 @@ class Stage(nn.Module):
         self.parts = nn.ModuleList(view.modules)
         self.work: Callable[[torch.Tensor | None, int], Any] | None = None
 
-    def forward(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
+    def __call__(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
+        """FSDP2's hooks would move indices to the GPU; to read one there waits for all that is queued."""
+        arrived = None if hidden is not None and not hidden.is_floating_point() else hidden
+        return super().__call__(arrived, micro_batch=int(micro_batch))
+
+    def forward(self, hidden: torch.Tensor | None, micro_batch: int) -> Any:
         assert self.work is not None
-        return self.work(hidden, int(micro_batch))
+        return self.work(hidden, micro_batch)
 
 
 class PipelineEngine:

@@ -7,7 +7,7 @@ It differs from Megatron-LM and DeepSpeed, whose formulas are in `memory.py`, in
                                   ZeRO shards; in a pipeline for each micro-batch in flight
     FSDP2, reshard                embedding, norm and head stay whole, and one layer; without it all weights
     accumulation                  gradients stay whole between the calls of a step, and in a pipeline between
-                                  micro-batches: they are reduced once
+                                  micro-batches: they are reduced once; FSDP2 adds them up, and reduces them, in fp32
     pipeline                      a buffer per micro-batch for what arrives, from either side
     loss                          12 bytes per logit in the fullest moment, 10 if the vocabulary is split
 
@@ -28,6 +28,7 @@ from hf_parallel.planner.own_layers import (
     lowered_of,
     outputs_of,
     parameters_of,
+    summed_width,
 )
 from hf_parallel.planner.pipeline_memory import Moment, StageBytes, fullest_moment
 from hf_parallel.planner.stages import Stage, neighbours_elsewhere
@@ -66,6 +67,7 @@ class _Rank:
         self.sharded = layout.dp * layout.cp > 1  # FSDP2 is there
         experts = sum(stage.expert_parameters(layout.ep) for stage in stages)  # ZeRO has the ranks that ep leaves
         self.mine = (self.parameters - experts) / self.shards + experts / max(1, self.shards // layout.ep)
+        self.summed = summed_width(layout, job) if self.sharded else self.width
         self.reshards = self.sharded and layout.zero_stage == 3 and layout.pp == 1
 
     # ---- states --------------------------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ class _Rank:
         if self.job.lora:
             return ADAPTER_WIDTH * self._adapters_of(stage)
         layers = sum(parameters_of(block, self.shape, self.layout) * count for block, count in stage.counts)
-        return (layers + (stage.embedding + stage.head) / self.layout.tp) * self.width
+        return (layers + (stage.embedding + stage.head) / self.layout.tp) * self.summed
 
     # ---- moments of a step ---------------------------------------------------------------------------------------
 
@@ -146,7 +148,7 @@ class _Rank:
 
     def in_backward(self) -> dict[str, float]:
         """At its end: all gradients, those of embedding and head still whole under FSDP2."""
-        whole = self.ends * self.width * (1 if self.job.lora else 3) if self.sharded else 0.0
+        whole = self.ends * (self.width if self.job.lora else 2 * self.width + self.summed) if self.sharded else 0.0
         if self.sharded and self._accumulates:
             whole = self.ends * self.width + self._gradients()
         return {

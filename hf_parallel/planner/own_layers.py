@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from hf_parallel.config import SPLIT_BACKWARD
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import activation_terms, kept_bytes
 from hf_parallel.planner.model_shape import Block, Matrix, ModelShape
@@ -132,3 +133,9 @@ def count_activations(
     known = (*shape.blocks[0].kept, (counted_as(precision, adapt is not None), kept))
     block = dataclasses.replace(shape.blocks[0], kept=known)
     return dataclasses.replace(shape, blocks=(block,) * shape.layers)
+
+
+def summed_width(layout: Layout, job: Job) -> float:
+    """Bytes per gradient while data ranks and micro-batches add to it: 16 bits are widened, but between two halves."""
+    split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
+    return job.stored if split else max(4.0, job.stored)

@@ -20,7 +20,7 @@ from hf_parallel.planner.communication import Group, Transfer, groups
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import ModelShape
-from hf_parallel.planner.own_layers import ADAPTER_WIDTH, adapted, adapters_of, parameters_of
+from hf_parallel.planner.own_layers import ADAPTER_WIDTH, adapted, adapters_of, parameters_of, summed_width
 from hf_parallel.planner.stages import Stage, neighbours_elsewhere, stages_of_rank
 from hf_parallel.planner.step_time import schedule_order, simulated_batches
 
@@ -83,7 +83,7 @@ def _tensor(shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, gr
         yield Transfer("tp", "reduce_scatter", stream, 2 * layers * job.micro_batches, group, "gradients of inputs")
         whole = sum(count * block.others for stage in stages for block, count in stage.counts)
         last_norm = shape.other_parameters if any(stage.is_last for stage in stages) else 0
-        payload = (whole + last_norm) * job.stored
+        payload = (whole + last_norm) * max(4.0, job.stored)
         yield Transfer("tp", "all_reduce", payload, job.micro_batches, group, "gradients of norms")
     yield Transfer("tp", "all_reduce", _shared_heads(shape, stages, layout, job), job.micro_batches, group, "k and v")
 
@@ -141,7 +141,7 @@ def _shared_heads(shape: ModelShape, stages: list[Stage], layout: Layout, job: J
         for part in block.attentions
         if part.kv_heads < layout.tp
     )
-    return shape.hidden * sum(widths) * job.stored
+    return shape.hidden * sum(widths) * max(4.0, job.stored)
 
 
 def _vocabulary(shape: ModelShape, stages: list[Stage], layout: Layout, job: Job, group: Group) -> Iterator[Transfer]:
@@ -165,7 +165,7 @@ def _data(
     blocks = [(block, count) for stage in stages for block, count in stage.counts]
     adapters = ADAPTER_WIDTH * sum(adapters_of(block, layout, job.lora) * count for block, count in blocks)
     rounds = calls if layout.pp > 1 else 1  # of reducing
-    reduced = adapters if job.lora else layers + ends
+    reduced = adapters if job.lora else (layers + ends) * summed_width(layout, job) / job.stored
     layers += adapters
     if not layout.zero_stage:
         yield Transfer("dp_replicate", "all_reduce", reduced, rounds, links["dp"], "gradients")

@@ -19,9 +19,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.collectives import copy_to_group
+from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.config import SpecError
-from hf_parallel.rewrite.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local
+from hf_parallel.rewrite.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local, rows_on
 
 BLOCK = 64
 
@@ -123,16 +123,17 @@ class FourBitShared(FourBit):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.product(self.region.enter(input))
-        return _plus(output, None if self.bias is None else copy_to_group(self.bias, self.region.group))[
-            ..., self.rows
-        ]
+        bias = None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
+        return _plus(output, bias)[..., rows_on(self, input.device)]
 
 
 class FourBitPartial(FourBit):
     """In front of PartialGradient."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _plus(self.product(input), None if self.bias is None else copy_to_group(self.bias, self.region.group))
+        return _plus(
+            self.product(input), None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
+        )
 
 
 def _plus(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.anatomy import attention_heads
-from hf_parallel.collectives import copy_to_group
+from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.rewrite.infer import linear_sizes
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
@@ -80,7 +80,7 @@ def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: t
         if not torch.is_tensor(value):
             return value
         if value.dim() == 4 and value.shape[1] == heads:
-            return copy_to_group(value, group).chunk(group.size(), dim=1)[group.rank()]
+            return copy_weight_to_group(value, group).chunk(group.size(), dim=1)[group.rank()]
         if name == "position_bias" and value.dim() == 3 and value.shape[0] == heads:
             return value.chunk(group.size())[group.rank()]
         if name == "alibi" and value.dim() == 3:

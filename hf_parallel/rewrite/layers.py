@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.anatomy import owns_parameters
-from hf_parallel.collectives import copy_to_group, gather_sequence
+from hf_parallel.collectives import copy_weight_to_group, gather_sequence
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.infer import OF_HEADS
 from hf_parallel.rewrite.region import Region
@@ -65,7 +65,7 @@ class RowParallel(TensorParallelLayer):
         if self.bias is None:
             return output
         # On a part of the sequence the bias gets a part of its gradient.
-        bias = copy_to_group(self.bias, self.region.group) if self.region.sequence_parallel else self.bias
+        bias = copy_weight_to_group(self.bias, self.region.group) if self.region.sequence_parallel else self.bias
         return output + bias
 
 
@@ -81,10 +81,17 @@ class SharedHeads(TensorParallelLayer):
         return self.region.enter(input)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, self.rows.to(input.device)
-        weight = copy_to_group(self.weight, group)[rows]
-        bias = None if self.bias is None else copy_to_group(self.bias, group)[rows]
+        group, rows = self.region.group, rows_on(self, input.device)
+        weight = copy_weight_to_group(self.weight, group)[rows]
+        bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
         return regather.linear(self.region.enter(input), weight, bias)
+
+
+def rows_on(layer: Any, device: torch.device) -> torch.Tensor:
+    """The rows of a layer's weight that this rank uses, moved once: a copy in each pass would hold the process up."""
+    if layer.rows.device != device:
+        layer.rows = layer.rows.to(device)
+    return layer.rows
 
 
 class HeadsEmbedding(TensorParallelLayer):
@@ -92,7 +99,7 @@ class HeadsEmbedding(TensorParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         group = self.region.group
-        return F.embedding(input, copy_to_group(self.weight, group).chunk(group.size(), dim=1)[group.rank()])
+        return F.embedding(input, copy_weight_to_group(self.weight, group).chunk(group.size(), dim=1)[group.rank()])
 
 
 class LocalHeads(TensorParallelLayer):
@@ -111,7 +118,9 @@ class PartialGradient(TensorParallelLayer):
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        own = {name: copy_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None}
+        own = {
+            name: copy_weight_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None
+        }
         with holding(self, own):
             return super().forward(*args, **kwargs)
 
@@ -128,7 +137,7 @@ class SplitNorm(PartialGradient):
         if self.weight.dim() == 2 and self.weight.shape[0] in self.region.heads:
             heads = self.weight.shape[0]
             first, count = group.rank() * heads // group.size(), max(1, heads // group.size())
-            whole = {name: copy_to_group(p, group) for name, p in self._parameters.items() if p is not None}
+            whole = {name: copy_weight_to_group(p, group) for name, p in self._parameters.items() if p is not None}
             own = {name: parameter.narrow(0, first, count) for name, parameter in whole.items()}
             with holding(self, own):
                 return super(PartialGradient, self).forward(*args, **kwargs)

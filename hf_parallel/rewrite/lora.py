@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_parallel.collectives import all_reduce, copy_to_group, reduce_from_group
+from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_from_group
 from hf_parallel.packed import StoredOrder
 from hf_parallel.rewrite import regather
 from hf_parallel.rewrite.dropout import look_again, own_numbers, shared_numbers, shared_numbers_of_layer
@@ -38,6 +38,7 @@ from hf_parallel.rewrite.layers import (
     holding,
     local,
     local_weight,
+    rows_on,
 )
 from hf_parallel.rewrite.region import Region
 from hf_parallel.rewrite.tensor_parallel import shard_parameter
@@ -70,7 +71,7 @@ class AdaptedEmbedding(nn.Module):
         try:
             with (
                 holding(cut, {name: local(p) for name, p in cut._parameters.items()}),
-                holding(whole, {name: copy_to_group(p, group) for name, p in whole._parameters.items()}),
+                holding(whole, {name: copy_weight_to_group(p, group) for name, p in whole._parameters.items()}),
             ):
                 output = super().forward(rows, *args, **kwargs)
         finally:
@@ -110,8 +111,8 @@ class WholeAdapter(TensorParallelLayer):
         group = self.region.group
         bias = None
         if self.bias is not None:  # what the ranks give is summed: the first one adds the bias
-            bias = copy_to_group(self.bias, group) * float(group.rank() == 0)
-        return regather.linear(input, copy_to_group(self.weight, group), bias)
+            bias = copy_weight_to_group(self.bias, group) * float(group.rank() == 0)
+        return regather.linear(input, copy_weight_to_group(self.weight, group), bias)
 
 
 class SharedRowsAdapter(TensorParallelLayer):
@@ -120,9 +121,9 @@ class SharedRowsAdapter(TensorParallelLayer):
     rows: torch.Tensor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        group, rows = self.region.group, self.rows.to(input.device)
-        bias = None if self.bias is None else copy_to_group(self.bias, group)[rows]
-        return F.linear(input, copy_to_group(self.weight, group)[rows], bias)
+        group, rows = self.region.group, rows_on(self, input.device)
+        bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
+        return F.linear(input, copy_weight_to_group(self.weight, group)[rows], bias)
 
 
 def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.device) -> None:
@@ -185,12 +186,12 @@ class SplitMagnitude(TensorParallelLayer):
         base_result: Any = None,
         **_: Any,
     ) -> torch.Tensor:
-        weight, bias, rows = local_weight(base_layer), local(base_layer.bias), getattr(base_layer, "rows", None)
+        weight, bias = local_weight(base_layer), local(base_layer.bias)
+        rows = rows_on(base_layer, x.device) if hasattr(base_layer, "rows") else None
         magnitude, up = local(self.weight), local(lora_B.weight)
         if not isinstance(base_layer, ColumnParallel):
-            magnitude = copy_to_group(magnitude, self.region.group)
+            magnitude = copy_weight_to_group(magnitude, self.region.group)
         if rows is not None:
-            rows = rows.to(x.device)
             weight, up, magnitude = weight[rows], up[rows], magnitude[rows]
             bias = None if bias is None else bias[rows]
         if base_result is None:

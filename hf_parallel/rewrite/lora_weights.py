@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.collectives import copy_to_group
+from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.rewrite.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -70,7 +70,9 @@ class AdaptedWeight(nn.Module):
 
 def _factor(half: Any) -> torch.Tensor:
     """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
-    return copy_to_group(half.weight, half.region.group) if isinstance(half, WholeAdapter) else local(half.weight)
+    return (
+        copy_weight_to_group(half.weight, half.region.group) if isinstance(half, WholeAdapter) else local(half.weight)
+    )
 
 
 def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:

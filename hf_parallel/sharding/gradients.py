@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.mesh import ParallelMesh, stored
 
-_CUT_AXES = ("dp_shard", "tp")
+#: Which of the slots below are cut over an axis; slices, as a mask would have to be copied to the GPU.
+_CUT_AXES = {"dp_shard": slice(2, None), "tp": slice(1, None, 2)}
 
 
 def clip_grad_norm(
@@ -59,10 +60,9 @@ def gradient_norm(
     powers = torch.stack([_sum_of_powers(gathered[axes], norm_type, mesh.device) for axes in combinations])
     for axis in _CUT_AXES:
         if mesh.size(axis) > 1:
-            cut = torch.tensor([axis in axes for axes in combinations], device=powers.device)
-            reduced = powers.clone()
-            dist.all_reduce(reduced, op=combine, group=mesh.group(axis))
-            powers = torch.where(cut, reduced, powers)
+            cut = powers[_CUT_AXES[axis]].contiguous()
+            dist.all_reduce(cut, op=combine, group=mesh.group(axis))
+            powers[_CUT_AXES[axis]] = cut
     total = powers.max() if infinite else powers.sum()
     if mesh.size("pp") > 1:
         dist.all_reduce(total, op=combine, group=mesh.group("pp"))
@@ -74,11 +74,14 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
-    norms = [
-        n.float().to(device) for part in _by_device_and_dtype(gradients) for n in torch._foreach_norm(part, norm_type)
-    ]
+    norms = [n.float().to(device) for part in _by_device_and_dtype(gradients) for n in _norms(part, norm_type)]
     stacked = torch.stack(norms)
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+
+
+def _norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tensor, ...]:
+    """Of 16 bits in fp32: torch would round each norm to the gradients' own dtype."""
+    return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
 
 def _cut_axes(gradient: torch.Tensor) -> frozenset[str]:

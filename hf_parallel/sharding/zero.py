@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from hf_parallel.config import SPLIT_BACKWARD
 from hf_parallel.mesh import ParallelMesh
 
 
@@ -34,11 +35,13 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
     if mesh.size("pp") > 1:
         reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
+    split = mesh.size("pp") > 1 and mesh.config.pipeline_schedule in SPLIT_BACKWARD
+    policy = MixedPrecisionPolicy() if split else _summing_in_fp32(root)  # between the halves it would hold two sums
     for block in blocks:
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=axes, reshard_after_forward=reshard)
+            fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
     # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
-    fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False)
+    fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False, mp_policy=policy)
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in sharded_modules(root):
@@ -46,6 +49,12 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
+
+
+def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:
+    """Gradients of 16 bits are summed over ranks and micro-batches in fp32; weights and activations stay 16 bits."""
+    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in root.parameters())
+    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:

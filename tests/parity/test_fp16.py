@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from hf_parallel import parallelize
 from hf_parallel.hooks.scaler import MeshGradScaler
@@ -49,3 +51,26 @@ def test_all_ranks_skip_a_step_that_overflows(spec):
     for losses, scale in run(steps, axes(spec)["world"], spec, 2.0**60):
         assert losses[0] == losses[1] == losses[2]
         assert scale == 2.0**57
+
+
+def test_fused_optimizers_skip_together():
+    """They look for overflows by themselves, at this rank's gradients."""
+
+    def step():
+        torch.manual_seed(0)
+        model, scaler = parallelize(nn.Linear(5, 4), "dp_shard=2"), MeshGradScaler("cpu", init_scale=8.0)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        former = model.weight.detach().full_tensor().clone()
+        for overflows in (True, False):
+            scaler.scale(model(torch.ones(2, 5)).sum()).backward()
+            if overflows and dist.get_rank() == 1:
+                model.weight.grad.to_local().fill_(torch.inf)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert torch.equal(model.weight.full_tensor(), former) == overflows
+            assert scaler.get_scale() == 4.0
+        return model.weight.full_tensor()
+
+    first, second = run(step, 2)
+    assert torch.equal(first, second)

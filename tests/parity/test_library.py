@@ -1,4 +1,6 @@
-"""`hf_parallel.parallelize` in a hand-written torch loop: nothing of Trainer, Accelerate or the hooks."""
+"""`hf_parallel.parallelize` in a hand-written torch loop: nothing of Trainer, Accelerate or the runner."""
+
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +14,9 @@ from tests.training import axes, close, layouts, none, weight_differences
 STEPS, BATCH = 3, 8
 
 
-def loop(model, shares: int, share: int, out: str, even: bool) -> list[float]:
+def loop(model, shares: int, share: int, out: str, even: bool, length: int = 16) -> list[float]:
     """Three SGD steps on this share of each batch; returns the losses and saves the model."""
-    rows = Rows(STEPS * BATCH, seed=11, even=even)
+    rows = Rows(STEPS * BATCH, seed=11, even=even, length=length)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(STEPS):
@@ -61,6 +63,54 @@ def test_same_numbers_as_one_process(name, spec, tmp_path):
     none(found + weight_differences(str(tmp_path / "parallel"), str(tmp_path / "alone"), 1e-6))
 
 
+#: Column, row and head; neither 515 rows nor three layers divide among ranks.
+TARGETS = ["q_proj", "o_proj", "down_proj", "lm_head"]
+ODD = {"num_hidden_layers": 3, "vocab_size": 515}
+
+
+def adapters(spec: str, order: str, out: str) -> list[float]:
+    """Adapters that start apart on all ranks, put in before or after the model becomes parallel; then read again."""
+    from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_training
+
+    import hf_parallel
+
+    rank = dist.get_rank() if spec else 0
+    model, data_ranks = models.build("llama", **ODD), axes(spec)["data_ranks"]
+    make = partial(hf_parallel.parallelize, config=spec) if spec else (lambda model: model)
+    model = make(model.bfloat16()) if order == "kbit" else make(model) if order == "after" else model
+    model = prepare_model_for_kbit_training(model) if order == "kbit" else model
+    torch.manual_seed(models.SEED + rank)
+    model = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, target_modules=TARGETS))
+    model = make(model) if order == "before" else model
+    losses = loop(model, data_ranks, rank if data_ranks > 1 else 0, out, True, 33)
+
+    base = models.build("llama", **ODD)
+    again = PeftModel.from_pretrained(make(base.bfloat16().float() if order == "kbit" else base), out)
+    batch = Rows(4, seed=12, even=True, length=33)[:4]
+    with torch.no_grad():
+        return [*losses, again(**batch).loss.item(), model(**batch).loss.item()]
+
+
+def alone_with_adapters(order: str, out: str) -> list[float]:
+    return adapters("", order, out)
+
+
+@pytest.mark.parametrize("order", ["after", "before", "kbit"])
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "dp_shard=2"])
+def test_adapters_as_in_one_process(spec, order, tmp_path):
+    pytest.importorskip("peft")
+    expected = run_alone(alone_with_adapters, order, str(tmp_path / "alone"))
+    ranks = run(adapters, 2, spec, order, str(tmp_path / "parallel"))
+    found = []
+    for step, theirs in enumerate(expected):
+        losses = [rank[step] for rank in ranks]
+        if axes(spec)["data_ranks"] > 1 and step < STEPS:
+            losses = [sum(losses) / len(losses)]
+        for ours in losses:
+            found += close(f"loss {step + 1}", ours, theirs, 1e-5)  # relative; sums in another order
+    none(found + weight_differences(str(tmp_path / "parallel"), str(tmp_path / "alone"), 1e-6))
+
+
 def test_a_spec_string_will_do_and_twice_is_refused():
     def twice():
         import hf_parallel
@@ -68,5 +118,9 @@ def test_a_spec_string_will_do_and_twice_is_refused():
         model = hf_parallel.parallelize(models.build("llama"), "dp_shard=2")
         with pytest.raises(hf_parallel.SpecError, match="once"):
             hf_parallel.parallelize(model, "dp_shard=2")
+        packed = models.build("llama")
+        packed.is_quantized = True  # as bitsandbytes' loading leaves it
+        with pytest.raises(hf_parallel.SpecError, match="quantised already"):
+            hf_parallel.parallelize(packed, "dp_shard=2")
 
     run(twice, 2)

@@ -104,6 +104,40 @@ def test_a_flag_against_the_environment_names_both(tmp_path):
     assert [word for word in ("HF_PARALLEL", "TrainingArguments", "tp=2", "pp=2") if word not in message] == []
 
 
+@pytest.mark.parametrize(("spec", "key"), [("tp=2", "tp"), ("pp=2", "pp"), ("dp_shard=2", None)])
+def test_kernels_in_the_place_of_split_layers(runs, tmp_path, spec, key):
+    """They would not communicate any more. Data ranks alone split no layer: there the libraries' own checks come."""
+
+    def ask(folder: str):
+        from transformers import AutoModelForCausalLM
+
+        import hf_parallel
+
+        hf_parallel.activate(spec)
+        arguments = TrainingArguments(str(tmp_path), use_cpu=True, use_liger_kernel=True)
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        own = models.build("llama")
+        own.model.norm.forward = own.model.norm.forward  # as Liger changes a model
+        asks = {
+            "use_kernels": lambda: AutoModelForCausalLM.from_pretrained(folder, use_kernels=True),
+            "use_kernels=True": lambda: model.set_use_kernels(True),
+            "use_liger_kernel": lambda: Trainer(model, arguments),
+            "model.norm": lambda: hf_parallel.parallelize(own, spec),
+        }
+        said = {}
+        for words, call in asks.items():
+            try:
+                call()
+            except (hf_parallel.SpecError, ValueError, ImportError) as error:
+                if isinstance(error, hf_parallel.SpecError):
+                    said[words] = str(error)
+        return said
+
+    for said in run(ask, 2, runs.initial("llama"), init=False, timeout=60):
+        assert list(said) == (["use_kernels", "use_kernels=True", "use_liger_kernel", "model.norm"] if key else [])
+        assert all(words in text and key in text and "dp_shard" in text for words, text in said.items())
+
+
 class Odd(torch.optim.SGD):
     """Keeps a number per row, as row-wise optimizers do."""
 

@@ -1,0 +1,65 @@
+"""`hf_parallel.parallelize`: what a loop written by hand calls, without a layout for the whole process.
+
+Of all patches only those of PEFT and bitsandbytes are put in place, when the script imports these libraries: adapters
+come into a parallel model, and a model with adapters becomes parallel, as under the runner.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_parallel import hooks
+from hf_parallel.config import ParallelConfig
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import Patch, apply_when_imported, check_versions, undo
+from hf_parallel.hooks.peft_before import make_parallel_below
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.parallelize import parallelize as make_parallel
+from hf_parallel.parallelize import state_of
+
+_undo_list: list[tuple[Any, str, Any]] = []
+
+
+@functools.wraps(make_parallel)
+def parallelize(
+    model: Any,
+    config: ParallelConfig | str | None = None,
+    mesh: ParallelMesh | None = None,
+    pack: Callable[[Any], None] | None = None,
+) -> Any:
+    if not hooks.active() and not _undo_list:
+        _install()
+    make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
+    if hasattr(model, "peft_config") and state_of(model) is None:
+        make_parallel_below(model, make)
+    else:
+        make(model)
+    state = state_of(model)
+    assert state is not None
+    runtime.equalise_random_state("tp", of=state.mesh)  # dropout: ranks that hold the same drop the same
+    return model
+
+
+def withdraw() -> None:
+    """Before a layout for the whole process, whose patches are the same and more."""
+    undo(_undo_list)
+
+
+def _install() -> None:
+    """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
+    packages = ["peft", "bitsandbytes"]
+    if "bitsandbytes" in sys.modules:
+        _undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))
+    _undo_list.append(apply_when_imported("peft", _patches(*packages)))  # it imports bitsandbytes itself
+
+
+def _patches(*packages: str) -> Iterator[Patch]:
+    """Those of libraries that are imported. The list of all takes a while to import, so this waits until it is read."""
+    from hf_parallel.hooks.patches import all_patches
+
+    imported = [package for package in packages if package in sys.modules]
+    check_versions(imported)
+    yield from (patch for patch in all_patches() if patch.module.partition(".")[0] in imported)

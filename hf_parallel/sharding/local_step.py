@@ -1,0 +1,148 @@
+"""Optimizer steps on the parts that a rank stores: plain tensors, whatever meshes their DTensors lie on.
+
+A tensor-parallel model has DTensors beside plain norms, which torch's foreach and fused kernels do not take together;
+foreach is the default on CUDA. What treats every number by itself gives the same on the parts. Around each `step` of
+such an optimizer of torch:
+
+    group["params"]   DTensors -> their local parts, with the local parts of their gradients     -> DTensors again
+    state             moved to the parts, its DTensors likewise                                  -> moved back
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hf_parallel.config import SpecError
+from hf_parallel.mesh import placed_as
+
+#: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
+_KINDS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
+_ELEMENTWISE = {f"torch.optim.{kind}" for kind in _KINDS}
+#: Optimizers that read rows, columns or norms, and cannot do so in DTensors either.
+_OF_WHOLE_TENSORS = {"Adafactor", "LBFGS"}
+_HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
+_installed: list[Any] = []
+
+
+def step_on_local_parts() -> None:
+    """From here on torch's optimizers step on local parts, where they have DTensors. A second call changes nothing."""
+    if not _installed:
+        _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
+
+
+def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    _after(optimizer)  # of a step that has failed
+    kind = type(optimizer).__name__
+    if kind in _OF_WHOLE_TENSORS and any(
+        isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
+    ):
+        raise SpecError(f"{kind} needs whole tensors, of which ranks hold parts; AdamW works")
+    if not _is_elementwise(optimizer):
+        return None
+    held = OnLocalParts(optimizer, states_too=True)
+    setattr(optimizer, _HELD, held)
+    held.begin()
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    if closure is None:
+        return None
+    return (args[0], held.around(closure), *args[2:]), {key: v for key, v in kwargs.items() if key != "closure"}
+
+
+def _after(optimizer: Any, *_: Any) -> None:
+    held = optimizer.__dict__.pop(_HELD, None)
+    if held is not None:
+        held.end()
+
+
+def _is_elementwise(optimizer: Any) -> bool:
+    if type(optimizer).step.__module__ not in _ELEMENTWISE:
+        return False
+    return not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+class OnLocalParts:
+    """Between `begin` and `end` an optimizer has plain tensors for DTensors, with their gradients and states.
+
+    Args:
+        states_too: its states have the parameters' shapes, and are DTensors where those are.
+    """
+
+    def __init__(self, optimizer: Any, states_too: bool) -> None:
+        self.optimizer, self.states_too = optimizer, states_too
+        self.former: list[list[Any]] = []
+        self._parts: dict[Any, torch.Tensor] = {}
+        self._states: dict[int, Any] = {}  # local part of a state -> the state, so that most need not be made again
+
+    def begin(self) -> None:
+        """Exchange them."""
+        self.former = [group["params"] for group in self.optimizer.param_groups]
+        self._parts = {p: _local_part(p) for p in itertools.chain(*self.former) if isinstance(p, DTensor)}
+        for group, parameters in zip(self.optimizer.param_groups, self.former, strict=True):
+            group["params"] = [self._parts.get(p, p) for p in parameters]
+        state = self.optimizer.state
+        for parameter, part in self._parts.items():
+            if parameter in state:
+                state[part] = self._opened(state.pop(parameter))
+
+    def end(self) -> None:
+        """Back again."""
+        for group, parameters in zip(self.optimizer.param_groups, self.former, strict=True):
+            group["params"] = parameters
+        state = self.optimizer.state
+        for parameter, part in self._parts.items():
+            if part in state:
+                state[parameter] = self._closed(state.pop(part), parameter, part)
+        self._parts, self._states = {}, {}
+
+    def around(self, closure: Callable) -> Callable:
+        """A closure that sees the parameters themselves."""
+
+        def outside() -> Any:
+            self.end()
+            try:
+                return closure()
+            finally:
+                self.begin()
+
+        return outside
+
+    def _opened(self, slots: dict) -> dict:
+        if self.states_too:
+            for name, value in slots.items():
+                if isinstance(value, DTensor):
+                    slots[name] = value._local_tensor
+                    self._states[id(value._local_tensor)] = value
+        return slots
+
+    def _closed(self, slots: dict, parameter: Any, part: torch.Tensor) -> dict:
+        if self.states_too:
+            for name, value in slots.items():
+                if torch.is_tensor(value) and value.ndim and value.shape == part.shape:
+                    known = self._states.get(id(value))
+                    slots[name] = placed_as(parameter, value) if known is None else known
+        return slots
+
+
+@contextlib.contextmanager
+def on_local_parts(optimizer: Any) -> Iterator[OnLocalParts]:
+    """In here an optimizer whose states are local anyway has plain tensors for DTensors."""
+    held = OnLocalParts(optimizer, states_too=False)
+    held.begin()
+    try:
+        yield held
+    finally:
+        held.end()
+
+
+def _local_part(parameter: Any) -> torch.Tensor:
+    part = parameter._local_tensor.detach()
+    if parameter.grad is not None:
+        part.grad = parameter.grad._local_tensor
+    return part

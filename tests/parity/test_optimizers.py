@@ -1,0 +1,120 @@
+"""Every optimizer of torch that treats numbers by themselves, in each of its implementations, on parallel models.
+
+foreach is what CUDA takes by default; a tensor-parallel model has DTensors beside plain norms, which it does not mix.
+"""
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.distributed.tensor import DTensor
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.rows import Rows
+from tests.training import axes, close, layouts, none
+
+#: A vocabulary that no number of ranks divides; the epsilons keep rounding of tiny gradients out of quotients.
+SHAPE = {"num_hidden_layers": 1, "vocab_size": 515}
+CASES = {
+    "SGD foreach": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
+    "SGD fused": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "AdamW": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "foreach": False}),
+    "AdamW foreach": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "foreach": True, "amsgrad": True}),
+    "AdamW fused": (optim.AdamW, {"lr": 0.01, "eps": 1e-3, "fused": True}),
+    "Adagrad foreach": (optim.Adagrad, {"lr": 0.01, "eps": 1e-3, "foreach": True}),
+    "Adadelta foreach": (optim.Adadelta, {"lr": 1.0, "eps": 1e-3, "foreach": True}),
+    "Adamax foreach": (optim.Adamax, {"lr": 0.01, "eps": 1e-3, "foreach": True}),
+    "ASGD foreach": (optim.ASGD, {"lr": 0.1, "foreach": True}),
+    "NAdam foreach": (optim.NAdam, {"lr": 0.01, "eps": 1e-3, "foreach": True}),
+    "RAdam foreach": (optim.RAdam, {"lr": 0.1, "eps": 1e-3, "foreach": True}),
+    "RMSprop foreach": (optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "foreach": True}),
+}
+STEPS, BATCH = 3, 4
+
+
+def losses(spec: str | None) -> dict[str, list[float]]:
+    """By case, the losses of a loop whose optimizer has taken 0, 1, … steps."""
+    import hf_parallel
+
+    batches = [Rows(STEPS * BATCH, 11, even=True, length=33)[slice(i * BATCH, (i + 1) * BATCH)] for i in range(STEPS)]
+    found = {}
+    for name, (kind, settings) in CASES.items():
+        model = models.build("llama", **SHAPE)
+        if spec is not None:
+            hf_parallel.parallelize(model, spec)
+        optimizer, seen = kind(model.parameters(), **settings), []
+
+        def closure(model=model, optimizer=optimizer, seen=seen):
+            optimizer.zero_grad()
+            loss = model(**batches[len(seen)]).loss
+            loss.backward()
+            seen.append(loss.item())
+            return loss
+
+        for step in range(STEPS):
+            if step % 2:  # both ways to step
+                closure()
+                optimizer.step()
+            else:
+                optimizer.step(closure)
+        check_states(optimizer, model)
+        found[name] = seen
+    return found
+
+
+def check_states(optimizer, model):
+    """After a step everything is of the model's own parameters, as checkpoints expect."""
+    assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, model.parameters()))
+    for parameter, slots in optimizer.state.items():
+        for slot in (value for value in slots.values() if torch.is_tensor(value) and value.ndim):
+            assert isinstance(slot, DTensor) == isinstance(parameter, DTensor)
+            assert getattr(slot, "placements", None) == getattr(parameter, "placements", None)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    """What one process does."""
+    return run_alone(losses, None)
+
+
+@pytest.mark.parametrize("spec", layouts("library", "tp=2", "tp=2,dp_shard=2"))
+def test_steps_as_in_one_process(spec, expected):
+    """All ranks have the same rows, so the mean over data ranks is that of one."""
+    for rank, found in enumerate(run(losses, axes(spec)["world"], spec)):
+        for name, seen in found.items():
+            for step, (ours, theirs) in enumerate(zip(seen, expected[name], strict=True)):
+                # relative; the steps move the loss by 1e-2 and more
+                none(close(f"rank {rank}, {name}: loss after {step} steps", ours, theirs, 1e-5))
+
+
+def test_ranks_without_a_row_and_optimizers_that_need_all():
+    """One row of two data ranks: the second rank's part is empty. And a step that fails leaves nothing behind."""
+
+    def steps():
+        import hf_parallel
+
+        torch.manual_seed(0)
+        model = hf_parallel.parallelize(nn.Linear(5, 1), "dp_shard=2")
+        optimizers = [kind(model.parameters(), **settings) for kind, settings in CASES.values()]
+        model(torch.ones(3, 5)).sum().backward()
+        for optimizer in optimizers:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(lambda: 1 / 0)
+            optimizer.step()
+            check_states(optimizer, model)
+        for kind in (optim.Adafactor, optim.LBFGS):
+            with pytest.raises(hf_parallel.SpecError, match="whole tensors"):
+                kind(model.parameters()).step(lambda: 0.0)
+        return model.weight.full_tensor()
+
+    def alone():
+        torch.manual_seed(0)
+        model = nn.Linear(5, 1)
+        optimizers = [kind(model.parameters(), **settings) for kind, settings in CASES.values()]
+        model(torch.ones(3, 5)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        return model.weight.detach()
+
+    for weight in run(steps, 2):
+        torch.testing.assert_close(weight, run_alone(alone), rtol=1e-6, atol=0)  # the same operations
