@@ -88,7 +88,9 @@ def parallelize(
     use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
         checkpoint_activations(model)
-    if not on_meta:
+    if on_meta:
+        retie(model)
+    else:
         make_identical(model, mesh.device)
 
     roots = [(model, transformer_blocks(model))]
@@ -156,7 +158,10 @@ def default_device() -> torch.device:
 
 
 def retie(model: Any) -> None:
-    """Splitting made new Parameters: let tied modules share one again before FSDP2 looks."""
+    """Let tied modules share one Parameter before FSDP2 looks: it would keep, gather and pad a shard for each.
+
+    `from_pretrained` ties only after it has loaded, and splitting over tp makes new Parameters.
+    """
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         own, theirs = model.get_parameter(target), model.get_parameter(source)
         # BERT's head has its bias from a module that is not split: the split one is the one that lives on.

@@ -18,7 +18,7 @@ def on(*specs, column):
 
 @on("tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2", column="odd sizes")
 def test_vocabulary_and_length_that_tp_does_not_divide(runs, spec):
-    """257 tokens of vocabulary, 15 of length, a shared embedding; at tp=4 two ranks share a key/value head too."""
+    """515 tokens of vocabulary, 15 of length, a shared embedding; at tp=4 two ranks share a key/value head too."""
     runs.check(Script(model="odd").with_accumulation(2), spec)
 
 
