@@ -263,7 +263,7 @@ def checkpoint_activations(model: Any) -> None:
 def _mark(model: Any, state: ParallelState) -> None:
     watch()
     model._hf_parallel = state
-    model._hf_parallel_tied_keys = tuple(getattr(model, "all_tied_weights_keys", None) or ())
+    model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     replace_methods(model, state.mesh, pipelined=state.pipeline is not None)
 
 
