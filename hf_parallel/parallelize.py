@@ -34,6 +34,7 @@ from hf_parallel.rewrite.tensor_parallel import tensor_parallel
 from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel
+from hf_parallel.wrapping import models_inside, save_whole, share_own, tied_inside
 
 
 @dataclass
@@ -52,6 +53,7 @@ class ParallelState:
     reported: bool = False
     counts_tokens: bool = False
     counts_in_evaluation: bool = False
+    parts: tuple[Any, ...] = ()  # parallel models that this one is around
     model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
 
 
@@ -79,6 +81,9 @@ def parallelize(
         if not dist.is_initialized():
             raise SpecError("parallelize needs a process group; start with torchrun and call init_process_group first")
         mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
+    inside = {} if state_of(model) is not None else models_inside(model, mesh.config)
+    if inside:
+        return parallelize_around(model, inside, mesh)
     config, state = mesh.config, ParallelState(mesh.config, mesh, model)
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     state.sums_over_tokens, state.reads_item_count = loss_sums_over_tokens(model), reads_item_count(model)
@@ -132,6 +137,23 @@ def parallelize(
         state.pipeline.attach()
 
     _mark(model, state)
+    return model
+
+
+def parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -> Any:
+    """Make a module parallel that is around transformers models, which may be so already; the same object."""
+    for part in parts.values():
+        if state_of(part) is None:
+            parallelize(part, mesh=mesh)
+    share_own(model, parts, mesh)
+    inner = [part._hf_parallel for part in parts.values()]
+    state = ParallelState(mesh.config, mesh, model, parts=tuple(parts.values()))
+    state.flops_per_token = sum(part.flops_per_token for part in inner)
+    state.notes = [note for part in inner for note in part.notes]
+    state.sequence_parallel = any(part.sequence_parallel for part in inner)
+    watch()
+    model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)
+    save_whole(model, parts, mesh)
     return model
 
 
