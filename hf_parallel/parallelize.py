@@ -36,6 +36,7 @@ from hf_parallel.rewrite.tensor_parallel import tensor_parallel
 from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
 from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
 from hf_parallel.sharding import shard_data_parallel, step_on_local_parts
+from hf_parallel.wrapping import models_inside, save_whole, share_own, tied_inside
 
 
 @dataclass
@@ -55,6 +56,7 @@ class ParallelState:
     reported: bool = False
     counts_tokens: bool = False
     counts_in_evaluation: bool = False
+    parts: tuple[Any, ...] = ()  # parallel models that this one is around
     model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
 
 
@@ -82,6 +84,9 @@ def parallelize(
         if not dist.is_initialized():
             raise SpecError("parallelize needs a process group; start with torchrun and call init_process_group first")
         mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
+    inside = {} if state_of(model) is not None else models_inside(model, mesh.config)
+    if inside:
+        return parallelize_around(model, inside, mesh)
     config, state = mesh.config, ParallelState(mesh.config, mesh, model, OneBatch(mesh))
     on_meta = any(parameter.is_meta for parameter in model.parameters())
     state.sums_over_tokens, state.reads_item_count = loss_sums_over_tokens(model), reads_item_count(model)
@@ -91,7 +96,9 @@ def parallelize(
     use_attention(model, config.attention)
     if config.activation_checkpointing == "full":
         checkpoint_activations(model)
-    if not on_meta:
+    if on_meta:
+        retie(model)
+    else:
         make_identical(model, mesh.device)
 
     roots = [(model, transformer_blocks(model))]
@@ -136,6 +143,23 @@ def parallelize(
     return model
 
 
+def parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -> Any:
+    """Make a module parallel that is around transformers models, which may be so already; the same object."""
+    for part in parts.values():
+        if state_of(part) is None:
+            parallelize(part, mesh=mesh)
+    share_own(model, parts, mesh)
+    inner = [part._hf_parallel for part in parts.values()]
+    state = ParallelState(mesh.config, mesh, model, OneBatch(mesh), parts=tuple(parts.values()))
+    state.flops_per_token = sum(part.flops_per_token for part in inner)
+    state.notes = [note for part in inner for note in part.notes]
+    state.sequence_parallel = any(part.sequence_parallel for part in inner)
+    watch()
+    model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)
+    save_whole(model, parts, mesh)
+    return model
+
+
 def state_of(model: Any) -> ParallelState | None:
     """The parallel state of `model`, or None if it was not made parallel."""
     return getattr(model, "_hf_parallel", None)
@@ -166,7 +190,10 @@ def default_device() -> torch.device:
 
 
 def retie(model: Any) -> None:
-    """Splitting made new Parameters: let tied modules share one again before FSDP2 looks."""
+    """Let tied modules share one Parameter before FSDP2 looks: it would keep, gather and pad a shard for each.
+
+    `from_pretrained` ties only after it has loaded, and splitting over tp makes new Parameters.
+    """
     for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
         own, theirs = model.get_parameter(target), model.get_parameter(source)
         # BERT's head has its bias from a module that is not split: the split one is the one that lives on.

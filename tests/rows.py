@@ -3,7 +3,7 @@
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-VOCABULARY = 256
+VOCABULARY = 515  # odd: no number of ranks divides it
 LENGTH = 16
 CLASSES = 3
 IMAGE_SIZE = 16

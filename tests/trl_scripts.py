@@ -42,13 +42,11 @@ TRAINERS = (
 
 
 def write_tokenizer(folder: str) -> None:
-    """A tokenizer of single bytes, which fits the 256 entries of the tiny models, with a chat template."""
+    """A tokenizer of single bytes and some pairs, which the tiny models' vocabulary holds, with a chat template."""
     tokenizer = Tokenizer(tokenizer_models.BPE(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     kept = [chr(code) for code in range(33, 127)] + ["Ġ"]
-    trainer = trainers.BpeTrainer(
-        vocab_size=models.VOCABULARY, special_tokens=SPECIAL, initial_alphabet=kept, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=256, special_tokens=SPECIAL, initial_alphabet=kept, show_progress=False)
     tokenizer.train_from_iterator([topics["assert"]], trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
     fast.chat_template = CHAT_TEMPLATE

@@ -32,7 +32,7 @@ def names_in_order(model: Any, mesh: ParallelMesh) -> list[str]:
 
 
 def _tied(model: Any) -> dict[str, str]:
-    keys = getattr(model, "all_tied_weights_keys", None)
+    keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
     return dict(keys) if isinstance(keys, dict) else {}
 
 

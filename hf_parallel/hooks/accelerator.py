@@ -96,6 +96,8 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     Trainer hands over the count itself; for other loops it is filled in here, in training only.
     """
     state = runtime.parallel_state(model)
+    for part in state.parts if state is not None else ():
+        normalise_over_data_ranks(part)
     if state is None or state.mesh.data_size == 1 or state.counts_tokens:
         return
     state.counts_tokens = True

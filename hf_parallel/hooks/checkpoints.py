@@ -46,7 +46,7 @@ def save(original: Callable) -> Callable:
     """A transformers model saves itself, streamed; another module's weights are gathered first."""
 
     def replacement(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is None and not hasattr(self.model, "save_pretrained"):
+        if state_dict is None and not hasattr(self.model, "base_model_prefix"):
             state_dict = folders.full_state_dict(self.model, runtime.mesh())
         with folders.current(runtime.mesh()) as saving, saving.noting():
             original(self, output_dir, state_dict)

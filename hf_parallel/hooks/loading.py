@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.checkpoint.unread import Unread, unread, values
+from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.four_bit import is_packed, read_packed
 from hf_parallel.packed import stored_order
@@ -119,13 +120,43 @@ def report(original: Callable) -> Callable:
     """One report, and one error if sizes do not match, for all stages of a pipeline."""
 
     def replacement(*args: Any, **kwargs: Any) -> None:
-        info = kwargs["loading_info"]
+        model, info = kwargs["model"], kwargs["loading_info"]
+        own = {**vars(info), "untied": _untied(model)}
+        stages: list[Any] = [own]
         if runtime.mesh().size("pp") > 1:
-            stages: list[Any] = [None] * runtime.mesh().size("pp")
-            dist.all_gather_object(stages, vars(info), group=runtime.mesh().group("pp"))
+            stages = [None] * runtime.mesh().size("pp")
+            dist.all_gather_object(stages, own, group=runtime.mesh().group("pp"))
             for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
                 for stage in stages:
                     getattr(info, field).update(stage[field])
+        _check_tied(model, stages)
         original(*args, **kwargs)
 
     return replacement
+
+
+def _untied(model: Any) -> list[tuple[str, str]]:
+    """Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    pairs = [pair for pair in getattr(model, "_hf_parallel_tied_keys", {}).items() if set(pair) <= set(held)]
+    return [(target, source) for target, source in pairs if held[target] is not held[source]]
+
+
+def _check_tied(model: Any, stages: list[dict[str, Any]]) -> None:
+    """Refuse checkpoints that would untie what is sharded or cut as one parameter.
+
+    Raises:
+        SpecError: two values for it, or one under the name that only the last stage reads.
+    """
+    for target, source in (pair for stage in stages for pair in stage["untied"]):
+        raise SpecError(
+            f"{target} of the checkpoint is not its {source}, though the config ties them; "
+            "tie_word_embeddings=False works"
+        )
+    lost = stages[0]["missing_keys"] - stages[-1]["missing_keys"]
+    for target, source in getattr(model, "_hf_parallel_tied_keys", {}).items():
+        if source in lost:
+            raise SpecError(
+                f"pp_size={len(stages)}: the checkpoint has the tied {target} but not {source}, which the first "
+                "stage reads; pp_size=1 works"
+            )

@@ -72,6 +72,7 @@ class VocabParallel(TensorParallelLayer):
 
     def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The rows here of these ids, which of the ids are here, and the row here that gets no gradient."""
+        check_range(ids, self.num_embeddings, "index out of range in self")
         held = local(self.weight).shape[0]
         first = first_row(self.num_embeddings, self.region.group)
         inside = (ids >= first) & (ids < first + held)
@@ -148,6 +149,7 @@ def causal_loss(
     group = logits.device_mesh.get_group()
     target = shift_labels.to(logits.device)
     first = first_row(logits.shape[-1], group)
+    check_range(target, logits.shape[-1], "target out of bounds", ignore_index)
     loss = _CrossEntropy.apply(logits.to_local(), target, first, group, ignore_index)
     items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return loss / (items.to(loss.device) if torch.is_tensor(items) else items)
@@ -156,6 +158,20 @@ def causal_loss(
 def first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
     """The first row of this rank: all ranks before it hold ceil(V / n)."""
     return min(vocabulary, group.rank() * -(-vocabulary // group.size()))
+
+
+def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) -> None:
+    """Stop at ids that no rank holds, as one process does; a GPU asserts it in its own time.
+
+    Raises:
+        IndexError: on a CPU, an id is neither in [0, size) nor `ignored`.
+    """
+    fits = (((ids >= 0) & (ids < size)) | (ids == ignored)).all()
+    try:
+        torch._assert_async(fits, problem)
+    except RuntimeError:
+        low, high = (int(bound) for bound in ids.masked_fill(ids == ignored, 0).aminmax())
+        raise IndexError(f"{problem}: from {low} to {high}, of {size} in the vocabulary") from None
 
 
 class GatheredWhenRead:

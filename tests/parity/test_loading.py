@@ -1,9 +1,12 @@
 """Checkpoints that transformers converts while loading: the right slices, whatever the layout cuts."""
 
+import shutil
 from collections.abc import Callable
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests import converted
 from tests.distributed import run, run_alone
@@ -112,3 +115,51 @@ def test_converted_checkpoints_of_models_that_are_split(name, spec, checkpoints,
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_cut(name, spec, checkpoints, tmp_path):
     check(name, spec, checkpoints(name), str(tmp_path), cut_everything)
+
+
+def with_a_head(folder: str, out: str, source: str | None, head: torch.Tensor | None = None) -> str:
+    """Copy the checkpoint of a tied model, with a head beside the embedding or, without `source`, in its place."""
+    tensors = load_file(f"{folder}/model.safetensors")
+    embedding = tensors.pop("model.embed_tokens.weight")
+    tensors["lm_head.weight"] = embedding.clone() if head is None else head
+    if source is not None:
+        tensors[source] = embedding
+    shutil.copytree(folder, out)
+    save_file(tensors, f"{out}/model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def answers(spec: str, folders: list[str]) -> list[str]:
+    """What loading each of the folders says."""
+    from hf_parallel import hooks
+    from hf_parallel.config import SpecError
+
+    hooks.activate(spec, source="test")
+    said = []
+    for folder in folders:
+        try:
+            AutoModelForCausalLM.from_pretrained(folder)
+            said.append("loaded")
+        except SpecError as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"], ids=spec_id)
+def test_a_tied_weight_that_the_checkpoint_has_twice(spec, runs, tmp_path):
+    """Equal values are one weight; of different ones transformers makes two, which a layout refuses; so a head alone
+    where the first stage would find nothing to embed with."""
+    folder, embedding = runs.initial("qwen3"), "model.embed_tokens.weight"
+    other = load_file(f"{folder}/model.safetensors")[embedding].flip(0).contiguous()
+    equal = with_a_head(folder, str(tmp_path / "equal"), embedding)
+    different = with_a_head(folder, str(tmp_path / "different"), embedding, other)
+    alone = with_a_head(folder, str(tmp_path / "alone"), None)
+    for said in run(answers, 2, spec, [equal, different, alone], init=False):
+        assert said[0] == "loaded"
+        assert f"lm_head.weight of the checkpoint is not its {embedding}" in said[1]
+        assert "tie_word_embeddings=False works" in said[1]
+        if spec == "pp=2":
+            assert f"has the tied lm_head.weight but not {embedding}" in said[2]
+            assert "pp_size=1 works" in said[2]
+        else:
+            assert said[2] == "loaded"

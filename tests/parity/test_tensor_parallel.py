@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from hf_parallel import parallelize
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
@@ -18,7 +19,7 @@ def on(*specs, column):
 
 @on("tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2", column="odd sizes")
 def test_vocabulary_and_length_that_tp_does_not_divide(runs, spec):
-    """257 tokens of vocabulary, 15 of length, a shared embedding; at tp=4 two ranks share a key/value head too."""
+    """515 tokens of vocabulary, 15 of length, a shared embedding; at tp=4 two ranks share a key/value head too."""
     runs.check(Script(model="odd").with_accumulation(2), spec)
 
 
@@ -51,8 +52,6 @@ def test_without_sequence_parallelism(runs, spec):
 
 def collectives(spec: str) -> dict[str, int]:
     """How often one training step of Llama calls each kind of collective."""
-    from hf_parallel import parallelize
-
     model = parallelize(models.build("llama"), spec).train()
     ids = torch.arange(32).view(2, 16)
     with CountCollectives() as counted:
@@ -78,8 +77,6 @@ def generate(spec: str | None) -> tuple[list[list[int]], str]:
     """Greedy tokens after a prompt of odd length, and how asking for hidden states is answered."""
     model = models.build("qwen3")
     if spec:
-        from hf_parallel import parallelize
-
         parallelize(model, spec)
     model.eval().config.use_cache = True
     prompt = torch.arange(3, 8).view(1, 5)
@@ -98,3 +95,32 @@ def test_generation_with_a_cache(spec):
     for tokens, answer in run(generate, int(spec[-1]), spec):
         assert tokens == expected
         assert "sequence_parallel=false" in answer
+
+
+def strays(spec: str | None) -> list[str]:
+    """How ids, targets and token types without a row are answered; the last of each model's are in order."""
+    answers = []
+    for kind, keys in (("odd", ("input_ids", "labels")), ("bert", ("input_ids", "token_type_ids"))):
+        model = models.build(kind) if spec is None else parallelize(models.build(kind), spec)
+        rows = {key: torch.arange(15).view(1, 15) % 2 for key in keys}
+        for key in ("input_ids", *keys[1:2]):
+            for stray in (models.VOCABULARY, models.VOCABULARY + 99, -1):
+                answers.append(answer(model, {**rows, key: rows[key].index_fill(1, torch.tensor([7]), stray)}))
+        answers.append(answer(model, rows))
+    return answers
+
+
+def answer(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> str:
+    """The kind of error, if any."""
+    try:
+        model(**batch)
+    except Exception as error:
+        return type(error).__name__
+    return "none"
+
+
+def test_tokens_outside_the_vocabulary():
+    """An IndexError, as in one process; a layout that looks up no row for them would train on."""
+    expected = run_alone(strays, None)
+    assert expected == [*["IndexError"] * 6, "none"] * 2
+    assert run(strays, 2, "tp=2") == [expected] * 2
