@@ -51,8 +51,7 @@ class ParallelState:
     notes: list[str] = field(default_factory=list)
     reported: bool = False
     counts_tokens: bool = False
-    counts_in_evaluation: bool = False
-    model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
+    said_unknown: bool = False  # that nobody knows what the model's loss is a mean over
 
 
 def parallelize(
