@@ -51,7 +51,7 @@ class ParallelState:
     notes: list[str] = field(default_factory=list)
     reported: bool = False
     counts_tokens: bool = False
-    said_unknown: bool = False  # that nobody knows what the model's loss is a mean over
+    said: set[str] = field(default_factory=set)  # lines that are said once
 
 
 def parallelize(

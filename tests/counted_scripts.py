@@ -225,6 +225,13 @@ def encoder(kind: str, **changes: Any) -> Any:
     return getattr(transformers, f"BertFor{kind}")(models.bert(vocab_size=VOCABULARY, **changes))
 
 
+def decoder(kind: str) -> Any:
+    """A Llama of this kind of head, whose forward hands the count on."""
+    torch.manual_seed(models.SEED)
+    config = models.llama(vocab_size=VOCABULARY, num_labels=3, pad_token_id=0)
+    return getattr(transformers, f"LlamaFor{kind}")(config)
+
+
 @dataclass(frozen=True)
 class Counted:
     """A model, its data and what the script does."""

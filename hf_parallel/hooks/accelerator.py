@@ -118,10 +118,12 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     def leave(module: nn.Module, args: tuple, output: Any) -> None:
         forward = means.leave()
         loss = output.get("loss") if isinstance(output, dict) else None
-        if loss is not None and forward.share is not None and not forward.counted and not state.said_unknown:
-            state.said_unknown = True
-            if state.pipeline is None or state.pipeline.last:
-                report.say_here(state.mesh, _UNKNOWN.format(type(model).__name__))
+        if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
+            return
+        if not forward.counted:
+            _say_once(state, _UNKNOWN.format(type(model).__name__))
+        elif forward.filled and means.scope() is None:
+            _say_once(state, _IN_LOOPS)
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, always_call=True)
@@ -131,6 +133,16 @@ _UNKNOWN = (
     "what the loss of {} is a mean over is not known: it is averaged over data ranks, "
     "which is that of one process where they have as many targets"
 )
+_IN_LOOPS = (
+    "the model's loss is the mean over the targets of all data ranks; a loop that weights by counts of its own "
+    "passes num_items_in_batch to the model"
+)
+
+
+def _say_once(state: Any, message: str) -> None:
+    if message not in state.said:
+        state.said.add(message)
+        report.say_here(state.mesh, message)
 
 
 def _share(module: nn.Module, kwargs: dict) -> float | None:

@@ -41,10 +41,16 @@ class Scope:
 
 @dataclass
 class Forward:
-    """A call of a parallel model. `share` is None where its means are left as they are."""
+    """A call of a parallel model. `share` is None where its means are left as they are.
+
+    Attributes:
+        counted: is its loss known to be that of all data ranks' targets?
+        filled: by what is done here, rather than by the script.
+    """
 
     share: float | None
     counted: bool = False
+    filled: bool = False
 
 
 _scope: Scope | None = None
@@ -80,7 +86,7 @@ def leave() -> Forward:
 
 def note(forward: Forward) -> None:
     """Something was counted over data ranks."""
-    forward.counted = True
+    forward.counted = forward.filled = True
     if _scope is not None:
         _scope.counted = True
 

@@ -39,7 +39,6 @@ GROUPS = {
     # Heads that ignore the count: one process takes the mean of each micro-batch.
     "heads": {
         "masked": Counted(lambda: encoder("MaskedLM"), scripts.masked),
-        "masked twice": Counted(lambda: encoder("MaskedLM"), scripts.masked, rows=27, arguments=TWICE),
         "tokens": Counted(lambda: encoder("TokenClassification"), scripts.tagged),
         "answers": Counted(lambda: encoder("QuestionAnswering", num_labels=2), scripts.answered),
         "answers twice": Counted(
@@ -50,6 +49,17 @@ GROUPS = {
         "class weights": Counted(lambda: encoder("SequenceClassification"), scripts.classed, scripts.ClassWeights),
         "t5": Counted(scripts.t5, scripts.translated),
         "masked passed on": Counted(lambda: encoder("MaskedLM"), scripts.masked, scripts.PassesOn),
+    },
+    # In a pipeline the last stage computes the loss: what fits is scheduled, the rest runs on whole batches.
+    "stages": {
+        "weights": Counted(scripts.llama, scripts.causal, scripts.Weights),
+        "looks": Counted(scripts.llama, scripts.causal, scripts.Looks),
+        "twice": Counted(scripts.llama, scripts.causal, scripts.Twice),
+        "mean": Counted(scripts.llama, scripts.causal, scripts.Mean),
+        "tokens": Counted(lambda: scripts.decoder("TokenClassification"), scripts.tagged),
+        "class weights": Counted(
+            lambda: scripts.decoder("SequenceClassification"), scripts.classed, scripts.ClassWeights
+        ),
     },
     # 20 rows: four in the last batch, which data ranks fill by repeating others.
     "joined": {
@@ -98,10 +108,8 @@ def references():
 
 CASES = [
     ("trainers", "dp_shard=2"),
-    ("trainers", "pp=2,dp_shard=2"),
     ("heads", "dp_shard=2"),
-    ("heads", "pp=2,dp_shard=2"),
-    ("joined", "dp_shard=2"),
+    ("stages", "pp=2,dp_shard=2"),
     ("joined", "dp_replicate=4"),
     ("evaluations", "dp_shard=4"),
 ]
