@@ -226,9 +226,9 @@ def encoder(kind: str, **changes: Any) -> Any:
 
 
 def decoder(kind: str) -> Any:
-    """A Llama of this kind of head, whose forward hands the count on."""
+    """A Llama of this kind of head."""
     torch.manual_seed(models.SEED)
-    config = models.llama(vocab_size=VOCABULARY, num_labels=3, pad_token_id=0)
+    config = models.llama(vocab_size=VOCABULARY, num_labels=3, pad_token_id=0, classifier_dropout=0.0)
     return getattr(transformers, f"LlamaFor{kind}")(config)
 
 

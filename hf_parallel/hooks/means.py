@@ -91,8 +91,13 @@ def note(forward: Forward) -> None:
         _scope.counted = True
 
 
+def _number(number: float, value: torch.Tensor) -> torch.Tensor:
+    """Made where the value is: a copy to a GPU would wait for it."""
+    return torch.full((), number, dtype=torch.float32, device=value.device)
+
+
 def _elements(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
-    return value.new_tensor(given["input"].numel(), dtype=torch.float32)
+    return _number(given["input"].numel(), value)
 
 
 def _targets(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
@@ -100,7 +105,7 @@ def _targets(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():  # probabilities of classes
         classes = given["input"].shape[1 if given["input"].ndim > 1 else 0]
-        return value.new_tensor(target.numel() / classes, dtype=torch.float32)
+        return _number(target.numel() / classes, value)
     kept = target != given.get("ignore_index", -100)
     return kept.sum().float() if weight is None else (weight[target.where(kept, 0)] * kept).sum().float()
 
@@ -155,8 +160,9 @@ def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> to
 
 def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
     """Their product, where a mean over nothing, which is not a number, counts nothing."""
-    factor = torch.as_tensor(factor, device=loss.device)
-    return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
+    if torch.is_tensor(factor):
+        return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
+    return loss if factor == 1 else (loss if factor else torch.nan_to_num(loss)) * factor
 
 
 #: Names by which scripts ask for the number of processes.
