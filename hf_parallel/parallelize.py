@@ -55,9 +55,8 @@ class ParallelState:
     notes: list[str] = field(default_factory=list)
     reported: bool = False
     counts_tokens: bool = False
-    counts_in_evaluation: bool = False
     parts: tuple[Any, ...] = ()  # parallel models that this one is around
-    model_loss: torch.Tensor | None = None  # what the model returned last, to tell a script's own loss from it
+    said: set[str] = field(default_factory=set)  # lines that are said once
 
 
 def parallelize(

@@ -16,10 +16,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import meet
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import eight_bit, runtime
+from hf_parallel.hooks import eight_bit, means, report, runtime
 from hf_parallel.hooks.peft_before import make_parallel_below
 from hf_parallel.hooks.peft_settings import check_optimizer
 from hf_parallel.parallelize import parallelize
+from hf_parallel.pipeline.batches import count_targets
 from hf_parallel.sharding import clip_grad_norm, sharded_modules
 
 
@@ -91,9 +92,10 @@ def _scale_in_pipeline(model: nn.Module, scaler: Any) -> None:
 
 
 def normalise_over_data_ranks(model: nn.Module) -> None:
-    """Token-mean losses are means over all data ranks' tokens, not means of means, which differ when label counts do.
+    """A model's mean over targets is that over all data ranks', not the mean of means, which differ when counts do.
 
-    Trainer hands over the count itself; for other loops it is filled in here, in training only.
+    Causal models are given the count of all ranks, as Trainer would; of other heads each mean is weighted (`means`).
+    In loops in training only; in Trainer always, except where the script weights by the count itself.
     """
     state = runtime.parallel_state(model)
     for part in state.parts if state is not None else ():
@@ -102,24 +104,56 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         return
     state.counts_tokens = True
 
-    def count(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        labels = kwargs.get("labels")
-        if not state.sums_over_tokens or labels is None or kwargs.get("num_items_in_batch") is not None:
-            return None
-        if state.pipeline is not None and state.pipeline.items is not None:
-            return None  # it has counted the whole batch, of which this is a part
-        if not (module.training and torch.is_grad_enabled()) and not state.counts_in_evaluation:
-            return None
-        targets = kwargs["shift_labels"] if kwargs.get("shift_labels") is not None else labels[..., 1:]
-        items = (targets != -100).sum()
-        dist.all_reduce(items, group=state.mesh.data_group)
-        return args, {**kwargs, "num_items_in_batch": items / state.mesh.data_size}
+    def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        forward = means.enter(_share(module, kwargs))
+        if kwargs.get("num_items_in_batch") is not None:
+            forward.counted = state.reads_item_count
+        elif forward.share is not None and state.sums_over_tokens and kwargs.get("labels") is not None:
+            means.note(forward)
+            if state.pipeline is None or state.pipeline.items is None:  # else the whole batch is counted already
+                items = count_targets(kwargs)
+                dist.all_reduce(items, group=state.mesh.data_group)
+                items = items * ((forward.share or 1.0) / state.mesh.data_size)
+                return args, {**kwargs, "num_items_in_batch": items}
+        return None
 
-    def remember(module: nn.Module, args: tuple, output: Any) -> None:
-        state.model_loss = output.get("loss") if isinstance(output, dict) else None
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        forward = means.leave()
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
+            return
+        if not forward.counted:
+            _say_once(state, _UNKNOWN.format(type(model).__name__))
+        elif forward.filled and means.scope() is None:
+            _say_once(state, _IN_LOOPS)
 
-    model.register_forward_pre_hook(count, with_kwargs=True)
-    model.register_forward_hook(remember)
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)
+
+
+_UNKNOWN = (
+    "what the loss of {} is a mean over is not known: it is averaged over data ranks, "
+    "which is that of one process where they have as many targets"
+)
+_IN_LOOPS = (
+    "the model's loss is the mean over the targets of all data ranks; a loop that weights by counts of its own "
+    "passes num_items_in_batch to the model"
+)
+
+
+def _say_once(state: Any, message: str) -> None:
+    if message not in state.said:
+        state.said.add(message)
+        report.say_here(state.mesh, message)
+
+
+def _share(module: nn.Module, kwargs: dict) -> float | None:
+    """What the loss of this call will be multiplied by; None if its means stay those of this rank's rows."""
+    scope = means.scope()
+    if scope is None:
+        return 1.0 if module.training and torch.is_grad_enabled() else None
+    passed_on = kwargs.get("num_items_in_batch") is not None
+    return None if scope.weighs_itself and not passed_on else scope.share
 
 
 def prepare_model(original: Callable) -> Callable:

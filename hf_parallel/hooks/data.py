@@ -241,3 +241,10 @@ def real_rows(gradient_state: Any, rows: int) -> int:
     if not is_ragged(gradient_state):
         return rows
     return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))
+
+
+def share_of_rows(gradient_state: Any, rows: int) -> float:
+    """How much this rank's mean over its real rows weighs in the data ranks' average: 1 where all have as many."""
+    if not is_ragged(gradient_state):
+        return 1.0
+    return real_rows(gradient_state, rows) * runtime.mesh().data_size / gradient_state.remainder

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks import means, report, runtime, trl
 from hf_parallel.hooks.metrics import Joined, remembered
 from hf_parallel.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.pipeline.serving import served
@@ -38,10 +38,13 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     state = runtime.parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
-    call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
-    labels = inputs.get("labels")  # taken now: scripts take out of a batch what they have read
+    weighs = _weighs_itself(self, kwargs.get("num_items_in_batch"))
+    call = functools.partial(_call, self, state, own, model, weighs=weighs, args=args, kwargs=kwargs)
+    # Taken now: scripts take out of a batch what they have read.
+    targets = trl.targets_of_mean(self, inputs) if kwargs.get("num_items_in_batch") is None else None
+    self._weighted = True
     if engine is None:
-        return _weighted(self, model, labels, call(inputs))
+        return _weighted(self, call(inputs), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and self._rows_of_step is None
     plan = self._plans.get(tuple(inputs)) if trains else None
@@ -54,8 +57,7 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
         return result["loss"]
 
     if plan is not None and takes(plan, inputs, engine.config):
-        self._per_token, self._targets = True, None
-        loss = run_plan(engine, plan, dict(inputs), _joining(self, loss_of), quietly)
+        loss = run_plan(engine, plan, dict(inputs), _joining(self, loss_of), quietly, counts=not weighs)
         if plan.logs:
             self.log(_told_mean(engine, logged))
         return loss
@@ -63,11 +65,19 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in self._plans:
-        plan = self._plans[tuple(inputs)] = find_plan(engine, dict(inputs), made, loss_of, quietly)
+        plan = find_plan(engine, dict(inputs), made, loss_of, quietly, counts=not weighs)
+        self._plans[tuple(inputs)] = plan
         if plan is not None:
             plan.logs = bool(result["logged"])
         report.say(_verdict(plan, engine.config.pipeline_schedule))
-    return _weighted(self, model, labels, result)
+    return _weighted(self, result, targets)
+
+
+def _weighs_itself(trainer: Any, items: Any) -> bool:
+    """Does the script use the count of targets? A model that it calls without gives it a plain mean to weight."""
+    if items is None or not is_own(trainer):
+        return False
+    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
 
 
 def _joining(trainer: Any, loss_of: Callable) -> Callable:
@@ -90,20 +100,30 @@ def _verdict(plan: Plan | None, schedule: str) -> str:
     return f"the script's loss {how} over micro-batches: {schedule} from now on"
 
 
-def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
-    """What the script makes of a batch: its loss, the outputs beside it, and whether the loss is the model's own."""
+def _call(
+    self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, weighs: bool, args: tuple, kwargs: dict
+) -> dict:
+    """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
     self._logged, former = [], self.args.average_tokens_across_devices
-    self.args.average_tokens_across_devices = False  # our share of tokens holds that factor already
+    scope = means.Scope(self._share_of_step, weighs)
+    # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
+    whole = former and means.knows_processes(self)
+    self.args.average_tokens_across_devices = whole
+    items = kwargs.get("num_items_in_batch")
+    if items is not None and former:
+        items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
+        kwargs = {**kwargs, "num_items_in_batch": items}
     try:
-        with runtime.absent(self._rows_of_step == 0):
+        with runtime.absent(self._rows_of_step == 0), means.computing(scope):
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
-    models = state is not None and loss is state.model_loss
-    return {"loss": loss, "outputs": outputs, "models": models, "logged": self._logged}
+    targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
+    known = weighs or scope.counted or targets is not None
+    return {"loss": loss, "outputs": outputs, "targets": targets, "known": known, "logged": self._logged}
 
 
 def _told_mean(engine: Any, logged: list[dict]) -> dict:
@@ -116,18 +136,36 @@ def _told_mean(engine: Any, logged: list[dict]) -> dict:
     return merged
 
 
-def _weighted(self: Any, model: Any, labels: Any, result: dict) -> Any:
+def _weighted(self: Any, result: dict, targets: torch.Tensor | None) -> Any:
     """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
     loss, outputs = result["loss"], result["outputs"]
-    real = self._rows_of_step if torch.is_grad_enabled() else None
-    averages = self.args.average_tokens_across_devices
-    self._per_token = labels is not None and averages and _is_per_token(self, model, result["models"])
-    self._targets = None if self._per_token else _targets_of_own_mean(model, labels, result["models"])
-    weight = real if self._targets is None else self._targets
-    if weight is not None and not self._per_token and torch.is_grad_enabled():
-        # A mean over no target is not a number, and stays so times zero.
-        loss = (loss if weight else torch.nan_to_num(loss)) * share(weight)
+    if runtime.mesh().data_size > 1:
+        loss = means.weighted(loss, _factor(self, result["targets"] if targets is None else targets))
+        _say_what_is_unknown(self, result["known"])
     return (loss, *outputs) if outputs else loss
+
+
+def _factor(trainer: Any, targets: torch.Tensor | None) -> torch.Tensor | float:
+    """The share of the rank's rows, or of its targets where that is what the script returned the mean of."""
+    mesh, own = runtime.mesh(), trainer._share_of_step
+    if not is_own(trainer):
+        return own
+    # Always, so that a script which takes another way on one rank does not let the others wait.
+    count = torch.zeros(2, device=mesh.device) if targets is None else torch.stack([targets, torch.ones_like(targets)])
+    count[0] *= trainer._rows_of_step != 0
+    total = count.clone()
+    dist.all_reduce(total, group=mesh.data_group)
+    return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], own)
+
+
+def _say_what_is_unknown(trainer: Any, known: bool) -> None:
+    if known or trainer._told_unknown or not is_own(trainer) or trl.is_known(trainer):
+        return
+    trainer._told_unknown = True
+    report.say(
+        "the script's loss is taken for a mean over rows: where data ranks have unlike numbers of targets it is the "
+        "mean of their means; a loss divided by num_items_in_batch is exact"
+    )
 
 
 @contextlib.contextmanager
@@ -155,40 +193,15 @@ def log(original: Callable) -> Callable:
     return replacement
 
 
-def _is_per_token(trainer: Any, model: Any, models: bool) -> bool:
-    """Is the loss a sum over tokens divided by their share? Then rows need no weight: missing ones have no tokens."""
-    state = runtime.parallel_state(model)
-    if state is not None and models:
-        return state.reads_item_count
-    if trainer.label_smoother is not None and trainer.compute_loss_func is None:
-        return True
-    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
-
-
 def _reads_item_count(function: Any) -> bool:
     """Does a script's loss use `num_items_in_batch`, by name or among its other keywords? If not, it is a mean."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = inspect.unwrap(function)
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None:
-        code = type(function).__call__.__code__
+    code = means.code_of(function)
     names = {"num_items_in_batch"}
     if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
         positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
         names.add(code.co_varnames[positional])  # the name of **kwargs
     reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
-
-
-def _targets_of_own_mean(model: Any, labels: Any, models: bool) -> int | None:
-    """Over how many targets the model's own mean runs (token classification, masked tokens), if rows do not tell."""
-    state = runtime.parallel_state(model)
-    if state is None or state.mesh.data_size == 1 or not models or state.reads_item_count:
-        return None
-    if not torch.is_tensor(labels) or labels.ndim < 2 or labels.is_floating_point():
-        return None
-    return int((labels != -100).sum())
 
 
 def share(weight: int) -> float:

@@ -16,6 +16,7 @@ from hf_parallel.hooks import (
     generating,
     loading,
     losses,
+    means,
     merging,
     parts,
     peft,
@@ -113,6 +114,11 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
         Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
+        # Losses: means over targets that data ranks have unlike numbers of.
+        *(
+            Patch(f"torch.nn.functional:{name}", means.mean_of(name), "takes the mean over this rank's targets")
+            for name in means.COUNTS
+        ),
         # Checkpoints.
         Patch(f"{_TRAINER}.save_model", checkpoints.save_model, "before 5.23 saves adapters on rank 0 alone"),
         Patch(f"{_TRAINER}._save", checkpoints.save, "a plain module's shards are not a checkpoint"),

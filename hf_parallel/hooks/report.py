@@ -25,6 +25,12 @@ def say(message: str) -> None:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
+def say_here(mesh: Any, message: str) -> None:
+    """One line from the only stage that knows, by its first rank."""
+    if mesh.data_rank == 0 and mesh.index("tp") == 0:
+        print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
+
+
 def at_first_batch(trainer: Any, batches: list) -> None:
     """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective."""
     state = runtime.parallel_state(trainer.model)
@@ -60,7 +66,7 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
         "tokens_per_step": tokens * mesh.data_size,
         "attention": getattr(model.config, "_attn_implementation", None) if hasattr(model, "config") else None,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
-        "notes": [*(state.notes if state else ()), *_inexact(model, mesh.data_size)],
+        "notes": [*(state.notes if state else ()), *_inexact(trainer, mesh.data_size)],
         "versions": {p: importlib.metadata.version(p) for p in ("hf-parallel", "torch", "transformers", "accelerate")},
     }
 
@@ -82,11 +88,19 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 
 
-def _inexact(model: Any, data_ranks: int) -> list[str]:
+def _inexact(trainer: Any, data_ranks: int) -> list[str]:
     """What is known not to be that of one process."""
-    if data_ranks > 1 and getattr(getattr(model, "config", None), "output_router_logits", False):
-        return ["each data rank balances experts over its own rows; without output_router_logits losses are exact"]
-    return []
+    if data_ranks == 1:
+        return []
+    notes = []
+    config = getattr(trainer.model, "config", None)
+    if getattr(config, "output_router_logits", False):
+        notes.append(
+            "each data rank balances experts over its own rows; without output_router_logits losses are exact"
+        )
+    if trainer.can_return_loss:
+        notes.append("the loss compares the rows of a batch with one another: each data rank compares its own only")
+    return notes
 
 
 def _state_bytes(trainer: Any, parameters: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 #: Key of a tensor [1, tokens] with the number of each token's example; taken out before a model sees the batch.
 JOINED = "hf_parallel_example_of_token"
@@ -25,6 +26,29 @@ def count(batch: Any, blocks: int = 1) -> int | None:
         return int(batch[JOINED].max()) + 1
     sizes = [value.shape[0] for value in batch.values() if torch.is_tensor(value) and value.ndim > 0]
     return sizes[0] // blocks if sizes else None
+
+
+def told_apart(batch: Any, full: int) -> Any:
+    """A single row that stands for up to `full` examples, with JOINED where the batch says where they begin."""
+    tokens = batch.get("input_ids") if hasattr(batch, "get") else None
+    if full == 1 or not torch.is_tensor(tokens) or tokens.ndim != 2 or len(tokens) != 1 or JOINED in batch:
+        return batch
+    starts = _starts(batch, tokens.shape[1])
+    return batch if starts is None else {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
+
+
+def _starts(batch: Any, tokens: int) -> torch.Tensor | None:
+    """Which tokens of a single row begin an example."""
+    ends, positions, numbers = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "seq_idx"))
+    if torch.is_tensor(ends):
+        starts = ends.new_zeros(1, tokens, dtype=torch.bool)
+        starts[0, ends[:-1].long()] = True
+        return starts
+    steps = positions if torch.is_tensor(positions) and positions.ndim == 2 else None
+    if steps is None and not torch.is_tensor(numbers):
+        return None
+    changes = steps.diff() != 1 if steps is not None else numbers.diff() != 0
+    return torch.cat([torch.ones_like(changes[:, :1]), changes], 1)
 
 
 def trim(batch: Any, real: int, rows: int, blocks: int = 1) -> dict:
@@ -56,17 +80,21 @@ def without_targets(batch: Any, real: int, rows: int) -> dict:
     return kept
 
 
-def fill(value: Any, rows: int | None) -> Any:
-    """Repeat the last row, for those that `trim` took away."""
-    if value is None or rows is None:
+def fill(value: Any, rows: int) -> Any:
+    """Repeat the last row of each tensor, for those that `trim` took away."""
+
+    def fill_one(tensor: torch.Tensor) -> torch.Tensor:
+        missing = max(0, rows - tensor.shape[0])
+        return torch.cat([tensor, tensor[-1:].expand(missing, *tensor.shape[1:])])
+
+    return tree_map(lambda item: fill_one(item) if torch.is_tensor(item) and item.ndim else item, value)
+
+
+def without_stand_in(value: Any, real: int) -> Any:
+    """Not the one row with which a rank without rows takes part."""
+    if real:
         return value
-    if isinstance(value, (tuple, list)):
-        return type(value)(fill(item, rows) for item in value)
-    if isinstance(value, dict):
-        return type(value)({key: fill(item, rows) for key, item in value.items()})
-    if not torch.is_tensor(value) or value.ndim == 0 or value.shape[0] >= rows:
-        return value
-    return torch.cat([value, value[-1:].expand(rows - value.shape[0], *value.shape[1:])])
+    return tree_map(lambda item: item[:0] if torch.is_tensor(item) and item.ndim else item, value)
 
 
 def _first(value: Any, kept: int, rows: int, blocks: int) -> Any:

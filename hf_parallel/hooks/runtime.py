@@ -62,11 +62,11 @@ def is_absent() -> bool:
 def absent(wanted: bool) -> Iterator[None]:
     """In here this rank is absent, if `wanted`."""
     assert _current is not None
-    _current.absent = wanted
+    former, _current.absent = _current.absent, wanted
     try:
         yield
     finally:
-        _current.absent = False
+        _current.absent = former
 
 
 def connect() -> None:

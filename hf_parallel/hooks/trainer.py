@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import after_saves, losses, report, rows, runtime, trl
+from hf_parallel.hooks import after_saves, losses, means, report, rows, runtime, trl
 from hf_parallel.hooks.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
-from hf_parallel.hooks.data import is_ragged, real_rows, refuse_cut_examples
+from hf_parallel.hooks.data import is_ragged, real_rows, refuse_cut_examples, share_of_rows
 from hf_parallel.pipeline.schedules import micro_batch_count
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -39,8 +39,9 @@ def init(original: Callable) -> Callable:
             original(self, model, args, *rest, **kwargs)
         self.is_distributed_loading_by_transformers = True
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
-        self._real_rows, self._rows_of_step = {}, None  # id of a trimmed batch -> its rows; those of this step
-        self._per_token, self._targets = False, None
+        self._real_rows = {}  # id of a batch at the end of its loader -> its real rows, and how much they weigh
+        self._rows_of_step, self._share_of_step = None, 1.0
+        self._weighted, self._told_unknown = False, False
         self._rows_of_example = 1
         self._joins_metrics = trl.rows_per_example(self) is not None
         self._drawn = set()  # steps of profile_steps
@@ -158,17 +159,33 @@ def get_batch_samples(original: Callable) -> Callable:
 
 
 def _without_repeats(trainer: Any, batches: Iterator) -> Iterator:
+    state = trainer.accelerator.gradient_state
     for batch in batches:
+        batch = _told_apart(trainer, batch, trainer._train_batch_size)
         blocks = _blocks(trainer, batch, trainer._train_batch_size)
         count = rows.count(batch, blocks)
-        if count is not None and trainer.accelerator.gradient_state.end_of_dataloader:
-            real = real_rows(trainer.accelerator.gradient_state, count)
+        if count is not None and state.end_of_dataloader:
+            real = real_rows(state, count)
             # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
-            keep = _runs_scheduled(trainer)
+            # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
+            keep = _runs_scheduled(trainer) and rows.JOINED not in batch
             batch = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
             batch = rows.opened(batch)
-            trainer._real_rows[id(batch)] = real
+            trainer._real_rows[id(batch)] = real, 1.0 if keep else share_of_rows(state, count)
         yield rows.opened(batch)
+
+
+def _told_apart(trainer: Any, batch: Any, full: int) -> Any:
+    """Whose a token is, in a ragged last batch whose examples a collator has joined to one row."""
+    if not is_ragged(trainer.accelerator.gradient_state):
+        return batch
+    told = rows.told_apart(batch, full)
+    if rows.JOINED not in told and rows.count(told) == 1 < full:
+        report.say(
+            "the last batch joins examples to one row without saying where they begin, so that those repeated to fill "
+            "it count twice; position_ids that begin anew, or dataloader_drop_last=True, work"
+        )
+    return told
 
 
 def _runs_scheduled(trainer: Any) -> bool:
@@ -192,10 +209,7 @@ def _blocks(trainer: Any, batch: Any, full: int) -> int:
 
 
 def num_items_in_batch(original: Callable) -> Callable:
-    """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total.
-
-    A model that ignores the number (BERT, T5) returns its mean, which averages to the mean: nothing is multiplied.
-    """
+    """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
 
     def replacement(self: Any, batch_samples: list, device: Any) -> Any:
         items = original(self, batch_samples, device)
@@ -210,7 +224,7 @@ def training_step(original: Callable) -> Callable:
     """Remember how many rows of this batch are real while its loss is computed."""
 
     def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-        self._rows_of_step = self._real_rows.get(id(inputs))
+        self._rows_of_step, self._share_of_step = self._real_rows.get(id(inputs), (None, 1.0))
         compare_batches(model, inputs, "training")
         with _recorded(self):
             return original(self, model, inputs, *args, **kwargs)
@@ -265,29 +279,50 @@ def nothing(original: Callable) -> Callable:
 def prediction_step(
     self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Evaluate only real rows of a ragged last batch, then fill up again with rows that `gather_for_metrics` drops."""
+    """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
     compare_batches(model, inputs, "evaluation")
-    blocks = _blocks(self, inputs, self.args.eval_batch_size)
-    state, count = runtime.parallel_state(model), rows.count(inputs, blocks)
-    real = 0 if count is None else real_rows(self.accelerator.gradient_state, count)
-    kept = rows.opened(inputs if count is None or real == count else rows.trim(inputs, real, count, blocks))
-    self._rows_of_step = real if count is not None and is_ragged(self.accelerator.gradient_state) else None
-    with _loss_only(state, prediction_loss_only), _counting(state):
+    batch = _told_apart(self, inputs, self.args.eval_batch_size)
+    blocks = _blocks(self, batch, self.args.eval_batch_size)
+    state, count = self.accelerator.gradient_state, rows.count(batch, blocks) or 0
+    real = real_rows(state, count)
+    kept = rows.opened(batch if real == count else rows.trim(batch, real, count, blocks))
+    ragged = count > 0 and is_ragged(state)
+    self._rows_of_step, self._share_of_step = (real, share_of_rows(state, count)) if ragged else (None, 1.0)
+    self._weighted = False  # by compute_loss, if it is called
+    scope = means.Scope(self._share_of_step)
+    with _loss_only(model, prediction_loss_only), means.computing(scope), runtime.absent(ragged and real == 0):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
-    weight = None if count is None else trl.evaluation_weight(self, kept, real)
-    if weight is None and (self._targets is not None or count is not None and _at_end(self)):
-        weight = 1 if self._per_token else real if self._targets is None else self._targets
-    if loss is not None and weight is not None:
-        loss = _mean_over_data_ranks(loss, weight)
-    return loss, rows.fill(logits, count), rows.fill(labels, count)
+    if loss is not None and runtime.mesh().data_size > 1:
+        loss = _mean_over_data_ranks(loss if self._weighted else means.weighted(loss, self._share_of_step))
+    if ragged:
+        logits, labels = _rows_to_gather(self, (logits, labels), real, count, rows.JOINED in batch)
+    _inputs_to_gather(self, inputs, kept, real, ragged)
+    return loss, logits, labels
 
 
-def _at_end(trainer: Any) -> bool:
-    return trainer.accelerator.gradient_state.end_of_dataloader
+def _rows_to_gather(trainer: Any, outputs: Any, real: int, count: int, joined: bool) -> Any:
+    """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
+    if joined or trainer.gather_function == trainer.accelerator.gather:
+        return rows.without_stand_in(outputs, real)
+    return rows.fill(outputs, count)
+
+
+def _inputs_to_gather(trainer: Any, inputs: dict, kept: dict, real: int, ragged: bool) -> None:
+    """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
+    if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
+        return
+    if ragged:
+        inputs.update(rows.without_stand_in(dict(kept), real))
+    if trainer.args.batch_eval_metrics:  # else the loop gathers them itself
+        accelerator = trainer.accelerator
+        for key, value in inputs.items():
+            if torch.is_tensor(value) and value.ndim:
+                inputs[key] = accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_index=-100))
 
 
 @contextlib.contextmanager
-def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
+def _loss_only(model: Any, wanted: bool) -> Iterator[None]:
+    state = runtime.parallel_state(model)
     if state is None or state.pipeline is None:
         yield
         return
@@ -295,19 +330,8 @@ def _loss_only(state: Any, wanted: bool) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _counting(state: Any) -> Iterator[None]:
-    """Let the model's loss be counted over data ranks in evaluation too, where the script did not pass the count."""
-    if state is None:
-        yield
-        return
-    with _set(state, counts_in_evaluation=True):
-        yield
-
-
-def _mean_over_data_ranks(loss: torch.Tensor, weight: int) -> torch.Tensor:
+def _mean_over_data_ranks(loss: torch.Tensor) -> torch.Tensor:
     """evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean."""
-    own = loss.float() * weight if weight else torch.zeros_like(loss, dtype=torch.float32)  # 0 x nan stays out
-    totals = torch.stack([own, torch.full_like(own, weight)])
-    dist.all_reduce(totals, group=runtime.mesh().data_group)
-    return totals[0] / totals[1]
+    total = loss.detach().float().clone()
+    dist.all_reduce(total, group=runtime.mesh().data_group)
+    return total / runtime.mesh().data_size

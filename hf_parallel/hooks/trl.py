@@ -55,11 +55,16 @@ def rows_per_example(trainer: Any) -> int | None:
     return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
-def evaluation_weight(trainer: Any, batch: dict, examples: int) -> int | None:
-    """Over how many targets or examples the loss of this rank's batch is a mean, for TRL's own losses."""
-    if _is_one_of(trainer, _TOKENS) and trainer.compute_loss_func is None and trainer.label_smoother is None:
-        return int((batch["labels"][..., 1:] != -100).sum()) if examples else 0
-    return examples if _is_one_of(trainer, _EXAMPLES) else None
+def targets_of_mean(trainer: Any, batch: Any) -> torch.Tensor | None:
+    """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
+    if not _is_one_of(trainer, _TOKENS) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return None
+    return (batch["labels"][..., 1:] != -100).sum().float()
+
+
+def is_known(trainer: Any) -> bool:
+    """Is it one of TRL's trainers? What their losses are means over is known."""
+    return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(generating.TRAINERS))
 
 
 def reference_log_probs(original: Callable) -> Callable:

@@ -70,12 +70,15 @@ class Plan:
 # ---- the first step -------------------------------------------------------------------------------------------------
 
 
-def find_plan(engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly) -> Plan | None:
+def find_plan(
+    engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
+) -> Plan | None:
     """How the loss may be scheduled, or None if it needs whole batches. Collective over all ranks.
 
     Args:
         made: the calls of `loss_of(batch)`, as `served` returns them.
         quietly: a context in which what the script does besides is undone.
+        counts: give the model the count of the whole batch where the script gives it none.
     """
     suits = sum(call.grad for call in (one.call for one in made)) == 1 and not any(
         one.call.has_tensors and not one.call.grad for one in made
@@ -84,7 +87,7 @@ def find_plan(engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietl
     if not engine.last:
         verdicts.fill_(1)
     elif suits:
-        with quietly(), engine.mesh.fork_random_state(), counted(engine, batch):
+        with quietly(), engine.mesh.fork_random_state(), counted(engine, batch, counts):
             Session(engine).run(lambda: verdicts.copy_(_verdicts(engine, batch, made, loss_of)))
     dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
@@ -173,9 +176,9 @@ def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def counted(engine: Any, batch: Batch) -> Iterator[None]:
+def counted(engine: Any, batch: Batch, wanted: bool) -> Iterator[None]:
     """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
-    if torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
+    if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
         engine.items = count_targets(batch)
         if engine.mesh.data_size > 1:
             dist.all_reduce(engine.items, group=engine.mesh.data_group)
@@ -195,13 +198,15 @@ def takes(plan: Plan, batch: Batch, config: Any) -> bool:
     return rows % plan.cut.rows == 0 and can_be_cut(rows // plan.cut.rows, config)
 
 
-def run_plan(engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly) -> torch.Tensor:
+def run_plan(
+    engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
+) -> torch.Tensor:
     """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then."""
     rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
     count = micro_batch_count(rows // cut.rows, engine.config)
     parts = split_examples(batch, count, cut.rows, rows)
     beside = [_beside(engine, plan, call, batch, count) for call in plan.calls]
-    with counted(engine, batch):
+    with counted(engine, batch, counts):
         calls = _main_calls(engine, plan, parts, beside, loss_of, quietly)
 
         def run(view: Any, hidden: Any, i: int) -> Any:

@@ -41,5 +41,8 @@ def test_experts_that_data_ranks_balance_apart_are_told():
     from hf_parallel.hooks.report import _inexact
 
     model = SimpleNamespace(config=SimpleNamespace(output_router_logits=True))
-    assert "balances experts" in _inexact(model, data_ranks=2)[0]
-    assert not _inexact(model, data_ranks=1)
+    trainer = SimpleNamespace(model=model, can_return_loss=True)
+    balance, contrast = _inexact(trainer, data_ranks=2)
+    assert "balances experts" in balance
+    assert "compares its own only" in contrast
+    assert not _inexact(trainer, data_ranks=1)

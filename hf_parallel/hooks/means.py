@@ -1,0 +1,190 @@
+"""Means over targets inside a loss, made means over the targets of all data ranks.
+
+    in a model's forward    each mean is weighted where it is taken: the data ranks' average is then that over all
+    in a script's own loss  nothing is changed; what the script returns may be such a mean itself, which is remembered
+
+Data ranks see unlike numbers of targets (masked tokens, labels that are ignored, answers cut away), so an average of
+their means is no mean. Which heads count what nobody need know: they all ask torch for the mean.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.hooks import runtime
+
+
+@dataclass
+class Scope:
+    """The loss of one batch of a Trainer, while it is computed.
+
+    Attributes:
+        share: what the loss is multiplied by when it is known; means over targets are divided by it.
+        weighs_itself: the script divides by the count of targets, so that models return it their plain means.
+        counted: were means over targets weighted, or a count filled in?
+        taken: the last mean outside of what is weighted, and over how many targets it runs.
+    """
+
+    share: float = 1.0
+    weighs_itself: bool = False
+    counted: bool = False
+    taken: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass
+class Forward:
+    """A call of a parallel model. `share` is None where its means are left as they are.
+
+    Attributes:
+        counted: is its loss known to be that of all data ranks' targets?
+        filled: by what is done here, rather than by the script.
+    """
+
+    share: float | None
+    counted: bool = False
+    filled: bool = False
+
+
+_scope: Scope | None = None
+_forwards: list[Forward] = []
+
+
+def scope() -> Scope | None:
+    """The Trainer's loss that is being computed, if any."""
+    return _scope
+
+
+@contextlib.contextmanager
+def computing(new: Scope) -> Iterator[Scope]:
+    """In here a Trainer computes a loss."""
+    global _scope
+    former, _scope = _scope, new
+    try:
+        yield new
+    finally:
+        _scope = former
+
+
+def enter(share: float | None) -> Forward:
+    """A model's forward begins."""
+    _forwards.append(Forward(share))
+    return _forwards[-1]
+
+
+def leave() -> Forward:
+    """The innermost forward has ended."""
+    return _forwards.pop()
+
+
+def note(forward: Forward) -> None:
+    """Something was counted over data ranks."""
+    forward.counted = forward.filled = True
+    if _scope is not None:
+        _scope.counted = True
+
+
+def _number(number: float, value: torch.Tensor) -> torch.Tensor:
+    """Made where the value is: a copy to a GPU would wait for it."""
+    return torch.full((), number, dtype=torch.float32, device=value.device)
+
+
+def _elements(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
+    return _number(given["input"].numel(), value)
+
+
+def _targets(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
+    """What torch divides by: targets that are not ignored, each with the weight of its class."""
+    target, weight = given["target"], given.get("weight")
+    if target.is_floating_point():  # probabilities of classes
+        classes = given["input"].shape[1 if given["input"].ndim > 1 else 0]
+        return _number(target.numel() / classes, value)
+    kept = target != given.get("ignore_index", -100)
+    return kept.sum().float() if weight is None else (weight[target.where(kept, 0)] * kept).sum().float()
+
+
+#: Function of torch.nn.functional -> over how many numbers its mean runs.
+COUNTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
+    "cross_entropy": _targets,
+    "nll_loss": _targets,
+    **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _elements),
+    **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _elements),
+}
+
+
+def mean_of(name: str) -> Callable:
+    """Patch for one of these functions; outside of losses it is torch's own."""
+
+    def patch(original: Callable) -> Callable:
+        signature = inspect.signature(original)
+
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            value = original(*args, **kwargs)
+            if not _forwards and _scope is None:
+                return value
+            given = signature.bind(*args, **kwargs).arguments
+            former = given.get("size_average") is not None or given.get("reduce") is not None
+            if former or given.get("reduction", "mean") != "mean":
+                return value
+            return _treated(value, COUNTS[name](given, value))
+
+        return replacement
+
+    return patch
+
+
+def _treated(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    if not _forwards or _forwards[-1].share is None:
+        if _scope is not None:
+            _scope.taken = value, count
+        return value
+    note(_forwards[-1])
+    return over_data_ranks(value, count, _forwards[-1].share)
+
+
+def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> torch.Tensor:
+    """This rank's mean such that the average of all data ranks, times their shares, is the mean over all targets."""
+    mesh = runtime.mesh()
+    count = count * (not runtime.is_absent())
+    total = count.clone()
+    dist.all_reduce(total, group=mesh.data_group)
+    return weighted(mean, count * mesh.data_size / (total * (share or 1.0)))
+
+
+def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
+    """Their product, where a mean over nothing, which is not a number, counts nothing."""
+    if torch.is_tensor(factor):
+        return (torch.where(factor == 0, 0.0, loss.float()) * factor).to(loss.dtype)
+    return loss if factor == 1 else (loss if factor else torch.nan_to_num(loss)) * factor
+
+
+#: Names by which scripts ask for the number of processes.
+_PROCESSES = {"num_processes", "world_size", "get_world_size"}
+
+
+def knows_processes(trainer: Any) -> bool:
+    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?"""
+    from transformers import Trainer
+
+    overrides = (vars(cls).get("compute_loss") for cls in _before(type(trainer), Trainer))
+    return any(_PROCESSES & set(code.co_names) for code in map(code_of, filter(None, overrides)))
+
+
+def _before(cls: type, base: type) -> list[type]:
+    return list(cls.__mro__[: cls.__mro__.index(base)])
+
+
+def code_of(function: Any) -> Any:
+    """What a function, method, partial or callable object runs."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return type(function).__call__.__code__ if code is None else code

@@ -1,0 +1,136 @@
+"""What is counted over data ranks: targets of every head, counts that scripts use themselves, rows of ragged batches.
+
+Each layout runs all scripts of a group in one fork; the reference is one process.
+"""
+
+import pytest
+from transformers import DataCollatorWithFlattening
+
+from tests import counted_scripts as scripts
+from tests.counted_scripts import Counted, encoder
+from tests.distributed import run, run_alone
+from tests.training import axes, close, none, spec_id
+
+TWICE = {"gradient_accumulation_steps": 2}
+METRICS = {"include_for_metrics": ["inputs", "loss"]}
+GENERATES = {"predict_with_generate": True}
+POSITIONS = {"return_position_ids": True}
+
+
+def joined(**flags) -> dict:
+    """Options of a trainer whose batches are one row without padding."""
+    return {"data_collator": DataCollatorWithFlattening(**flags)}
+
+
+GROUPS = {
+    # Who weights a causal model's loss?
+    "trainers": {
+        "returns": Counted(scripts.llama, scripts.causal, scripts.Returns),
+        "weights": Counted(scripts.llama, scripts.causal, scripts.Weights),
+        "divides": Counted(scripts.llama, scripts.causal, scripts.Divides, arguments=TWICE, rows=27),
+        "multiplies": Counted(scripts.llama, scripts.causal, scripts.Multiplies),
+        "passes on": Counted(scripts.llama, scripts.causal, scripts.PassesOn),
+        "looks": Counted(scripts.llama, scripts.causal, scripts.Looks),
+        "twice": Counted(scripts.llama, scripts.causal, scripts.Twice),
+        "mean": Counted(scripts.llama, scripts.causal, scripts.Mean),
+        "function": Counted(scripts.llama, scripts.causal, options={"compute_loss_func": scripts.own_mean}),
+        "predicts": Counted(scripts.llama, scripts.causal, scripts.Predicts, predicts=True),
+    },
+    # Heads that ignore the count: one process takes the mean of each micro-batch.
+    "heads": {
+        "masked": Counted(lambda: encoder("MaskedLM"), scripts.masked),
+        "tokens": Counted(lambda: encoder("TokenClassification"), scripts.tagged),
+        "answers": Counted(lambda: encoder("QuestionAnswering", num_labels=2), scripts.answered),
+        "answers twice": Counted(
+            lambda: encoder("QuestionAnswering", num_labels=2), scripts.answered, rows=27, arguments=TWICE
+        ),
+        "classes": Counted(lambda: encoder("SequenceClassification"), scripts.classed),
+        "ratings": Counted(lambda: encoder("SequenceClassification", num_labels=1), scripts.rated),
+        "class weights": Counted(lambda: encoder("SequenceClassification"), scripts.classed, scripts.ClassWeights),
+        "t5": Counted(scripts.t5, scripts.translated),
+        "masked passed on": Counted(lambda: encoder("MaskedLM"), scripts.masked, scripts.PassesOn),
+    },
+    # In a pipeline the last stage computes the loss: what fits is scheduled, the rest runs on whole batches.
+    "stages": {
+        "weights": Counted(scripts.llama, scripts.causal, scripts.Weights),
+        "looks": Counted(scripts.llama, scripts.causal, scripts.Looks),
+        "twice": Counted(scripts.llama, scripts.causal, scripts.Twice),
+        "mean": Counted(scripts.llama, scripts.causal, scripts.Mean),
+        "tokens": Counted(lambda: scripts.decoder("TokenClassification"), scripts.tagged),
+        "class weights": Counted(
+            lambda: scripts.decoder("SequenceClassification"), scripts.classed, scripts.ClassWeights
+        ),
+    },
+    # 20 rows: four in the last batch, which data ranks fill by repeating others.
+    "joined": {
+        "positions": Counted(scripts.llama, scripts.bare, rows=20, options=joined()),
+        "boundaries": Counted(scripts.llama, scripts.bare, rows=20, options=joined(return_flash_attn_kwargs=True)),
+        "numbers": Counted(scripts.llama, scripts.bare, rows=19, options=joined(return_seq_idx=True)),
+    },
+    # Every way out of an evaluation.
+    "evaluations": {
+        "generates": Counted(scripts.t5, scripts.translated, arguments=GENERATES, predicts=True),
+        "metrics": Counted(scripts.t5, scripts.translated, arguments=METRICS, predicts=True),
+        "generates metrics": Counted(scripts.t5, scripts.translated, arguments=GENERATES | METRICS, predicts=True),
+        "batches": Counted(
+            scripts.t5, scripts.translated, arguments=METRICS | {"batch_eval_metrics": True}, predicts=True
+        ),
+    },
+}
+
+
+def all_of(group: str, spec: str | None) -> dict[str, list[float]]:
+    """The numbers of each script of a group, in one process or on one rank."""
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    found = {}
+    for name, script in GROUPS[group].items():
+        if script.arguments.get("include_for_metrics"):
+            script.options["compute_metrics"] = scripts.Sums()
+        found[name] = scripts.trained(script, spec, axes(spec)["data_ranks"] if spec else 1)
+    return found
+
+
+@pytest.fixture(scope="module")
+def references():
+    """What one process does, by group."""
+    made: dict = {}
+
+    def reference(group: str) -> dict[str, list[float]]:
+        if group not in made:
+            made[group] = run_alone(all_of, group, None)
+        return made[group]
+
+    return reference
+
+
+CASES = [
+    ("trainers", "dp_shard=2"),
+    ("heads", "dp_shard=2"),
+    ("stages", "pp=2,dp_shard=2"),
+    ("joined", "dp_replicate=4"),
+    ("evaluations", "dp_shard=4"),
+]
+
+
+@pytest.mark.parametrize(("group", "spec"), CASES, ids=[f"{group}-{spec_id(spec)}" for group, spec in CASES])
+def test_same_numbers_as_one_process(references, group, spec):
+    """Relative 1e-5: sums of fp32 in another order; a row too many among 19 moves a loss by 1e-3 or more."""
+    expected = references(group)
+    for rank, numbers in enumerate(run(all_of, axes(spec)["world"], group, spec, init=False, timeout=300)):
+        none(
+            [
+                f"rank {rank}: {name}: {line}"
+                for name, theirs in expected.items()
+                for line in _differences(numbers[name], theirs)
+            ]
+        )
+
+
+def _differences(ours: list[float], theirs: list[float]) -> list[str]:
+    if len(ours) != len(theirs):
+        return [f"{len(ours)} numbers, not {len(theirs)}"]
+    pairs = enumerate(zip(ours, theirs, strict=True))
+    return [line for i, (a, b) in pairs for line in close(f"number {i}", a, b, 1e-5)][:6]
