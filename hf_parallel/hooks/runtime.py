@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import random
@@ -90,6 +91,7 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     owns = not dist.is_initialized()
     connect()
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), owns, environment)
+    atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()
     return _current
 
