@@ -29,6 +29,8 @@ USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) 
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
 GRACE = 3.0
 _REFUSED = "hf_parallel/refused"
+#: What Trainer reads of a checkpoint before the optimizer's state, and what only those of layouts have.
+_READ_FIRST, _OF_A_LAYOUT = "trainer_state.json", "hf_parallel.json"
 _LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -91,6 +93,7 @@ def prepare(command: Command) -> None:
     if chosen is None and not any(arg.partition("=")[0] == "--parallel" for arg in command.args):
         for name in [name for name in sys.modules if name.partition(".")[0] == "hf_parallel"]:
             del sys.modules[name]  # a script that imports it on its own account gets it as if started without us
+        _watch_for_checkpoints()
         return
     from hf_parallel import hooks
     from hf_parallel.hooks import flag
@@ -101,6 +104,24 @@ def prepare(command: Command) -> None:
         if spec != AUTO:
             ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
         hooks.activate(spec, source=source)
+
+
+def _watch_for_checkpoints() -> None:
+    """Without a layout: plain Trainer learns to read a layout's checkpoint when it opens one, and no sooner."""
+    waiting = True
+
+    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal waiting
+        if not waiting or event != "open" or os.path.basename(str(arguments[0])) != _READ_FIRST:
+            return
+        folder = os.path.dirname(arguments[0])
+        if os.path.isfile(os.path.join(folder, _OF_A_LAYOUT)):
+            waiting = False  # an audit hook stays for good
+            from hf_parallel import hooks
+
+            hooks.read_checkpoints(folder)
+
+    sys.addaudithook(opened)
 
 
 def run(command: Command) -> None:

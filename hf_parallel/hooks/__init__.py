@@ -86,11 +86,18 @@ def _check_same(source: str, config: ParallelConfig, other_source: str, other: P
         )
 
 
-def read_checkpoints() -> None:
-    """Without a layout: let plain Trainer resume from the checkpoints of layouts. Nothing else changes."""
+def read_checkpoints(opened: str | None = None) -> None:
+    """Without a layout: let plain Trainer resume from the checkpoints of layouts. Nothing else changes.
+
+    Args:
+        opened: one that a resuming Trainer has already begun to read: it is checked.
+    """
     from hf_parallel.hooks.patches import patches_without_layout
+    from hf_parallel.hooks.resuming import damages, refuse_damages
 
     if not _undo_list:
+        if opened is not None:
+            refuse_damages(opened, damages(opened, 0, 1))
         with contextlib.suppress(SpecError):  # versions that are not known: a plain run must go on as it is
             _undo_list.extend(apply(patches_without_layout()))
 
