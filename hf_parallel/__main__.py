@@ -139,7 +139,7 @@ def run(command: Command) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse, prepare, run; end every rank with one report where it belongs. Returns after a clean end of one process."""
+    """Parse, prepare, run; end every rank with one report where it belongs. Returns only in one process."""
     try:
         command = parse_command(sys.argv[1:] if argv is None else argv)
         prepare(command)

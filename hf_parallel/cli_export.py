@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
     parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the weights under it")
-    parser.add_argument("--trainer", action="store_true", help="a checkpoint that plain Trainer resumes, optimizer too")
+    parser.add_argument("--trainer", action="store_true", help="for plain Trainer to resume, with the optimizer")
     parser.add_argument("--base", metavar="FOLDER", help="those weights; default: what the adapter's config names")
     parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file; default: 50GB")
     parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: OUT's name")

@@ -99,7 +99,7 @@ def export_run(checkpoint: str, out: str) -> None:
         with open(os.path.join(checkpoint, LAYOUT), encoding="utf-8") as file:
             shares = json.load(file)["data_ranks"]
     except FileNotFoundError:
-        raise ValueError(f"--trainer: {checkpoint} is no checkpoint of a layout; plain Trainer takes it as it is") from None
+        raise ValueError(f"--trainer: {checkpoint} is plain Trainer's already") from None
     if not has_optimizer(checkpoint):
         raise ValueError(f"--trainer: {checkpoint} has no optimizer's state; without --trainer the model is written")
     write_plain(checkpoint, out)

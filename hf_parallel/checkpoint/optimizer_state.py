@@ -22,7 +22,7 @@ class OptimizerState:
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> slot
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> those of its group
     places: dict[str, int] = field(default_factory=dict)  # name -> number of its group
-    groups: list[dict[str, Any]] = field(default_factory=list)  # options of every group, also of one without parameters
+    groups: list[dict[str, Any]] = field(default_factory=list)  # options of every one, also of empty ones
 
 
 def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
