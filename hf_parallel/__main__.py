@@ -9,8 +9,8 @@ else that the script did not catch.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
-import logging
 import os
 import re
 import runpy
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NoReturn
 
+from hf_parallel import ending
 from hf_parallel.cli import choose_spec
 from hf_parallel.config import AUTO, ParallelConfig
 
@@ -28,6 +29,8 @@ USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) 
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
 GRACE = 3.0
 _REFUSED = "hf_parallel/refused"
+#: What Trainer reads of a checkpoint before the optimizer's state, and what only those of layouts have.
+_READ_FIRST, _OF_A_LAYOUT = "trainer_state.json", "hf_parallel.json"
 _LOST_PEER = (
     "closed by peer",
     "reset by peer",
@@ -90,6 +93,7 @@ def prepare(command: Command) -> None:
     if chosen is None and not any(arg.partition("=")[0] == "--parallel" for arg in command.args):
         for name in [name for name in sys.modules if name.partition(".")[0] == "hf_parallel"]:
             del sys.modules[name]  # a script that imports it on its own account gets it as if started without us
+        _watch_for_checkpoints()
         return
     from hf_parallel import hooks
     from hf_parallel.hooks import flag
@@ -100,6 +104,24 @@ def prepare(command: Command) -> None:
         if spec != AUTO:
             ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
         hooks.activate(spec, source=source)
+
+
+def _watch_for_checkpoints() -> None:
+    """Without a layout: plain Trainer learns to read a layout's checkpoint when it opens one, and no sooner."""
+    waiting = True
+
+    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal waiting
+        if not waiting or event != "open" or os.path.basename(str(arguments[0])) != _READ_FIRST:
+            return
+        folder = os.path.dirname(arguments[0])
+        if os.path.isfile(os.path.join(folder, _OF_A_LAYOUT)):
+            waiting = False  # an audit hook stays for good
+            from hf_parallel import hooks
+
+            hooks.read_checkpoints(folder)
+
+    sys.addaudithook(opened)
 
 
 def run(command: Command) -> None:
@@ -117,21 +139,29 @@ def run(command: Command) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Parse, prepare, run; end every rank with one report where it belongs. Returns after a clean end."""
+    """Parse, prepare, run; end every rank with one report where it belongs. Returns only in one process."""
     try:
         command = parse_command(sys.argv[1:] if argv is None else argv)
         prepare(command)
         run(command)
         _check_auto()
+        code = None
     except SystemExit as stop:
-        if stop.code in (None, 0):
-            _close_process_group()
-        raise
-    except KeyboardInterrupt:
-        raise
+        if not _one_of_several():
+            raise
+        code = stop.code
+    except KeyboardInterrupt as error:
+        if not _one_of_several():
+            raise
+        _show(error)
+        _leave_groups_open()
+        ending.leave_interrupted()
     except BaseException as error:
         _report_and_leave(error)
-    _close_process_group()
+    if _one_of_several():
+        if code not in (None, 0):
+            _leave_groups_open()
+        ending.leave(code)
 
 
 def _report_and_leave(error: BaseException) -> NoReturn:
@@ -144,9 +174,13 @@ def _report_and_leave(error: BaseException) -> NoReturn:
         _write(f"hf_parallel: rank {_rank()} lost its peers ({_gist(_innermost(error))})\n")
     else:
         _write(f"hf_parallel: rank {_rank()} failed\n")
-        error = error.with_traceback(_from_the_script_on(error.__traceback__))
-        sys.excepthook(type(error), error, error.__traceback__)
+        _show(error)
     _leave(1)
+
+
+def _show(error: BaseException) -> None:
+    error = error.with_traceback(_from_the_script_on(error.__traceback__))
+    sys.excepthook(type(error), error, error.__traceback__)
 
 
 def _refusal(error: BaseException) -> BaseException | None:
@@ -225,11 +259,8 @@ def _leave(code: int) -> NoReturn:
     if _world_size() == 1:
         sys.exit(code)
     _end_workers()
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(code)
+    _leave_groups_open()
+    ending.leave_now(code)
 
 
 def _end_workers() -> None:
@@ -246,12 +277,17 @@ def _check_auto() -> None:
         auto.check_chosen()
 
 
-def _close_process_group() -> None:
-    """After a clean end of an activated script: torch warns about groups that are left open."""
+def _one_of_several() -> bool:
+    """Is this process part of a layout?"""
     hooks = sys.modules.get("hf_parallel.hooks")
-    if hooks is not None and hooks.active() and _has_process_group():
-        with contextlib.suppress(RuntimeError):
-            sys.modules["torch.distributed"].destroy_process_group()
+    return hooks is not None and hooks.active()
+
+
+def _leave_groups_open() -> None:
+    """Of a rank that ends by an error: to end its groups it would wait for work that its peers may never do."""
+    mesh = sys.modules.get("hf_parallel.mesh")
+    if mesh is not None:
+        atexit.unregister(mesh.end_groups)
 
 
 def _has_process_group() -> bool:

@@ -2,6 +2,7 @@
 
 hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 hf-parallel export out/checkpoint-20 my-model --merge-adapter --push_to_hub
+hf-parallel export out/checkpoint-20 plain/checkpoint-20 --trainer
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", metavar="OUT", help="the folder to write")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it is")
     parser.add_argument("--merge-adapter", action="store_true", help="add a LoRA adapter to the weights under it")
+    parser.add_argument("--trainer", action="store_true", help="for plain Trainer to resume, with the optimizer")
     parser.add_argument("--base", metavar="FOLDER", help="those weights; default: what the adapter's config names")
     parser.add_argument("--max-shard-size", default="50GB", metavar="SIZE", help="of a file; default: 50GB")
     parser.add_argument("--push_to_hub", nargs="?", const="", metavar="REPO", help="upload; default: OUT's name")
@@ -28,8 +30,12 @@ def export(args: argparse.Namespace) -> int:
     from hf_parallel.checkpoint import export as exporting
 
     try:
+        if args.trainer and (args.dtype or args.merge_adapter):
+            raise ValueError("--trainer: a run goes on with the weights it has; drop --dtype and --merge-adapter")
         dtype = None if args.dtype is None else exporting.DTYPES[args.dtype]
         exporting.export(args.checkpoint, args.out, dtype, args.merge_adapter, args.base, args.max_shard_size)
+        if args.trainer:
+            exporting.export_run(args.checkpoint, args.out)
         if args.push_to_hub is not None:
             print(exporting.push(args.out, args.push_to_hub or os.path.basename(os.path.abspath(args.out))))
     except (OSError, RuntimeError, ValueError) as error:

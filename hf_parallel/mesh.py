@@ -14,10 +14,14 @@ The data rank comes from coordinates, never from `rank // n`: here the ranks of 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import copy
 import functools
+import gc
 import math
+import sys
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -28,6 +32,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import AXES, ParallelConfig, SpecError
+
+#: For threads of groups that something still refers to: to let go of the tensors of their last work.
+_LAST_WORK_S = 0.1
 
 
 def axis_sizes(config: ParallelConfig) -> tuple[int, ...]:
@@ -97,6 +104,8 @@ class ParallelMesh:
         limit = time_out()
         if limit is not None:
             set_time_out(limit, [device_mesh.get_group(axis) for axis in AXES])
+        atexit.unregister(end_groups)
+        atexit.register(end_groups)
         return cls(config, device, device_mesh, rank, data_group)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
@@ -156,6 +165,18 @@ class ParallelMesh:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
         ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
         return _own_group(ends, self.rank)
+
+
+def end_groups() -> None:
+    """At the end of Python: wait for the work of all process groups, and end them while their threads still may run.
+
+    Not after an error that nobody caught: peers may never do what would be waited for.
+    """
+    if not hasattr(sys, "last_type"):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+        time.sleep(_LAST_WORK_S)
 
 
 def _data_groups(config: ParallelConfig) -> list[list[int]]:

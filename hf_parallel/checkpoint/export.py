@@ -1,6 +1,7 @@
 """`hf-parallel export`: any checkpoint to a Hub folder, in one process without a GPU, one tensor at a time.
 
 checkpoint-20/  ──what belongs to the model, in another dtype if wanted──>  OUT/
+checkpoint-20/  ──that, optimizer, schedule and random states as plain Trainer writes them──>  OUT/
 adapter + base  ──W + (alpha / r) B A, weight by weight (Hu et al., 2021, section 4.1)──>  OUT/
 """
 
@@ -20,9 +21,11 @@ from typing import Any
 import torch
 
 from hf_parallel.checkpoint.files import TensorFile
+from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.checkpoint.hub_format import Entry, hub_groups
 from hf_parallel.checkpoint.load import converted, in_folder
 from hf_parallel.checkpoint.manifest import damages, has_manifest
+from hf_parallel.checkpoint.resume import has_optimizer, write_plain
 from hf_parallel.checkpoint.save import shards, write_index
 from hf_parallel.checkpoint.saving import CheckpointError, Saving
 from hf_parallel.checkpoint.slices import Part, read
@@ -36,6 +39,8 @@ _OF_THE_RUN = re.compile(
     r"|trainer_state\.json|training_args\.bin|_?hf_parallel\.(json|lock)|manifest\.json"
     r"|.*\.safetensors(\.index\.json)?"
 )
+#: Of that what plain Trainer reads as it is.
+_FOR_TRAINER = ("scheduler.pt", "scaler.pt", "rng_state.pth", "trainer_state.json", "training_args.bin")
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,28 @@ def export(
     _copy_files(checkpoint, out, leave=(ADAPTER,) if merge_adapter else ())
     if dtype is not None and stem == "model" and os.path.isfile(os.path.join(out, "config.json")):
         _note_dtype(os.path.join(out, "config.json"), dtype)
+
+
+def export_run(checkpoint: str, out: str) -> None:
+    """Beside the model: what plain Trainer goes on from, as it writes that itself. Needs the memory of the moments.
+
+    Raises:
+        ValueError: no layout has written the checkpoint, or its optimizer's state is not known to others.
+    """
+    try:
+        with open(os.path.join(checkpoint, LAYOUT), encoding="utf-8") as file:
+            shares = json.load(file)["data_ranks"]
+    except FileNotFoundError:
+        raise ValueError(f"--trainer: {checkpoint} is plain Trainer's already") from None
+    if not has_optimizer(checkpoint):
+        raise ValueError(f"--trainer: {checkpoint} has no optimizer's state; without --trainer the model is written")
+    write_plain(checkpoint, out)
+    # Processes of plain Trainer are data ranks.
+    names = {f"rng_state_{share}.pth": f"rng_state_{shares.index(share)}.pth" for share in set(shares)}
+    names.update({name: name for name in _FOR_TRAINER})
+    for name, source in names.items():
+        if os.path.isfile(os.path.join(checkpoint, source)):
+            shutil.copyfile(os.path.join(checkpoint, source), os.path.join(out, name))
 
 
 def push(out: str, repository: str) -> str:

@@ -21,6 +21,8 @@ class OptimizerState:
     tensors: dict[str, Any] = field(default_factory=dict)  # "name/slot"
     numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> slot
     options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> those of its group
+    places: dict[str, int] = field(default_factory=dict)  # name -> number of its group
+    groups: list[dict[str, Any]] = field(default_factory=list)  # options of every one, also of empty ones
 
 
 def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
@@ -31,9 +33,11 @@ def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
     """
     kind, names = kind_of(optimizer), {id(p): name for name, p in named(model).items()}
     state = OptimizerState(kind)
-    for group in optimizer.param_groups:
-        options = {key: as_json(kind, key, value) for key, value in group.items() if key != "params"}
-        state.options.update({names[id(p)]: options for p in group["params"] if id(p) in names})
+    for number, group in enumerate(optimizer.param_groups):
+        state.groups.append({key: as_json(kind, key, value) for key, value in group.items() if key != "params"})
+        own = [names[id(p)] for p in group["params"] if id(p) in names]
+        state.options.update(dict.fromkeys(own, state.groups[-1]))
+        state.places.update(dict.fromkeys(own, number))
     for parameter, slots in optimizer.state.items():
         name = names.get(id(parameter))
         if name is None:

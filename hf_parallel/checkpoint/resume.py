@@ -27,7 +27,7 @@ from hf_parallel.checkpoint.eight_bit import pack_states, plain_slots
 from hf_parallel.checkpoint.files import TensorFile, write
 from hf_parallel.checkpoint.gather import entries_of
 from hf_parallel.checkpoint.hub_format import Group
-from hf_parallel.checkpoint.names import named, of_stages
+from hf_parallel.checkpoint.names import named, names_in_order, of_stages
 from hf_parallel.checkpoint.optimizer_state import OptimizerState, as_json, from_json, kind_of, read_state
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.save import shards, taken
@@ -69,8 +69,9 @@ def save_optimizer(
     """
     state = read_state(model, optimizer)
     entries = entries_of(model, mesh, state.tensors)
-    for numbers, options in of_stages((state.numbers, state.options), mesh):
-        state.numbers, state.options = {**numbers, **state.numbers}, {**options, **state.options}
+    for numbers, places in of_stages((state.numbers, state.places), mesh):
+        state.numbers, state.places = {**numbers, **state.numbers}, {**places, **state.places}
+    order = names_in_order(model, mesh) if mesh.size("pp") > 1 else list(state.places)
     groups = {entry.name: Group((entry,), (entry,)) for entry in entries}
     plan = shards({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
     where = os.path.join(directory, folder)
@@ -78,7 +79,7 @@ def save_optimizer(
         if mesh.rank == 0:
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
-                _write_index(state, sorted(plan.filename_to_tensors), where)
+                _write_index(state, order, sorted(plan.filename_to_tensors), where)
         items = assign(groups.values(), saving.writers(where), mesh.config)
         files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
         write_all = functools.partial(_write_tensors, saving, files, groups, items)
@@ -101,13 +102,11 @@ def write_refusal(path: str) -> None:
     torch.save(ResumeUnderHfParallel(), path)
 
 
-def _write_index(state: OptimizerState, files: list[str], folder: str) -> None:
-    groups: list[dict[str, Any]] = []
-    for name, options in state.options.items():
-        group = next((group for group in groups if group["options"] == options), None)
-        if group is None:
-            groups.append(group := {"options": options, "parameters": []})
-        group["parameters"].append(name)
+def _write_index(state: OptimizerState, order: list[str], files: list[str], folder: str) -> None:
+    groups = [
+        {"options": options, "parameters": [name for name in order if state.places.get(name) == number]}
+        for number, options in enumerate(state.groups)
+    ]
     index = {"format": _FORMAT, "optimizer": state.kind, "files": files, "groups": groups, "numbers": state.numbers}
     with open(os.path.join(folder, INDEX), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=1)
@@ -156,8 +155,10 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     for name in index["files"]:
         opened = stack.enter_context(RangeFile(os.path.join(folder, name)))
         state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
-    for group in index["groups"]:
+    for number, group in enumerate(index["groups"]):
+        state.groups.append(group["options"])
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))
+        state.places.update(dict.fromkeys(group["parameters"], number))
     return state
 
 
@@ -181,6 +182,32 @@ def _saved_by_plain_trainer(path: str, ways: Sequence[list[list[str]]]) -> Optim
             else:
                 state.numbers.setdefault(numbered[number], {})[slot] = as_json("optimizer.pt", slot, value)
     return state
+
+
+def write_plain(directory: str, out: str) -> None:
+    """Write the optimizer's state in `directory` as plain Trainer does: parameters by number, in one file.
+
+    Raises:
+        ValueError: an optimizer whose state is not kept as that optimizer keeps it.
+    """
+    with contextlib.ExitStack() as stack:
+        saved = _saved(os.path.join(directory, FOLDER), stack)
+        if saved.kind is not None and saved.kind.startswith("bitsandbytes."):
+            raise ValueError(f"--trainer: {saved.kind} keeps codes, of which checkpoints have the values; AdamW works")
+        numbered = {name: number for number, name in enumerate(saved.places)}  # group by group, as the index has them
+        state: dict[int, dict[str, Any]] = {}
+        for name, numbers in saved.numbers.items():
+            state[numbered[name]] = {slot: from_json(value) for slot, value in numbers.items()}
+        for key, tensor in saved.tensors.items():
+            name, _, slot = key.partition("/")
+            state.setdefault(numbered[name], {})[slot] = tensor.whole()
+    groups: list[dict[str, Any]] = [
+        {key: from_json(value, ()) for key, value in options.items() if key != "param_names"}
+        for options in saved.groups
+    ]
+    for place, group in enumerate(groups):
+        group["params"] = [numbered[name] for name in saved.places if saved.places[name] == place]
+    torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, os.path.join(out, PLAIN))
 
 
 def _set_state(model: nn.Module, optimizer: Any, saved: OptimizerState) -> None:

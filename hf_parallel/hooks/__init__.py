@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
-from hf_parallel.hooks.patching import Patch, apply, check_torch, undo
+from hf_parallel.hooks.patching import Patch, apply, check_torch, newer_libraries, undo
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
@@ -51,9 +51,9 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
             raise SpecError("async_save=true: one process saves as plain Trainer does; async_save=false works")
         read_checkpoints()
         return  # one process: plain Trainer is already what was asked for
-    note = check_torch()
+    notes = [*check_torch(), *newer_libraries()]
     runtime.start(config, source)
-    if note is not None:
+    for note in notes:
         report.say(note)
     from hf_parallel.hooks import library
     from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
@@ -88,12 +88,19 @@ def _check_same(source: str, config: ParallelConfig, other_source: str, other: P
         )
 
 
-def read_checkpoints() -> None:
-    """Without a layout: let plain Trainer resume from the checkpoints of layouts. Nothing else changes."""
+def read_checkpoints(opened: str | None = None) -> None:
+    """Without a layout: let plain Trainer resume from the checkpoints of layouts. Nothing else changes.
+
+    Args:
+        opened: one that a resuming Trainer has already begun to read: it is checked.
+    """
     from hf_parallel.hooks.patches import patches_without_layout
+    from hf_parallel.hooks.resuming import damages, refuse_damages
 
     if not _undo_list:
-        with contextlib.suppress(SpecError):  # versions that are not known: a plain run must go on as it is
+        if opened is not None:
+            refuse_damages(opened, damages(opened, 0, 1))
+        with contextlib.suppress(SpecError):  # a version that cannot be patched: a plain run must go on as it is
             _undo_list.extend(apply(patches_without_layout()))
 
 

@@ -190,10 +190,10 @@ def gather_for_metrics(original: Callable) -> Callable:
 def gather_object(original: Callable) -> Callable:
     """The lists of all data ranks, joined in their order."""
 
-    def replacement(objects: Any) -> list:
+    def replacement(object: Any) -> list:
         mesh = runtime.mesh()
         gathered: list[Any] = [None] * mesh.data_size
-        dist.all_gather_object(gathered, objects, group=mesh.data_group)
+        dist.all_gather_object(gathered, object, group=mesh.data_group)
         return [item for part in gathered for item in part]
 
     return replacement

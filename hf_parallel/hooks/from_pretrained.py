@@ -70,9 +70,9 @@ def prepare(original: Callable) -> Callable:
 def distribute(original: Callable) -> Callable:
     """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
 
-    def replacement(cls: type, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+    def replacement(cls: type, model: Any, distributed_config: Any, *mesh: Any, **meshes: Any) -> Any:
         if not isinstance(distributed_config, Requested):
-            return original(cls, model, distributed_config, mesh_manager)
+            return original(cls, model, distributed_config, *mesh, **meshes)
         del model.config.distributed_config
         if getattr(model.config, "quantization_config", None) is not None:
             raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")

@@ -106,14 +106,14 @@ def pad(original: Callable) -> Callable:
 
 def shuffle_sequence_dict(original: Callable) -> Callable:
     """Left to `split_tensor_dict`, which knows the number of parts."""
-    return lambda batch: original(batch) if runtime.mesh().data_size == 1 else batch
+    return lambda seq_dict: original(seq_dict) if runtime.mesh().data_size == 1 else seq_dict
 
 
 def split_tensor_dict(original: Callable) -> Callable:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
 
-    def replacement(batch: dict, parts: int) -> list[dict]:
-        mesh = runtime.mesh()
+    def replacement(tensor_dict: dict, num_chunks: int) -> list[dict]:
+        mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
         if mesh.data_size > 1 and parts > 1:
             order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
             dist.broadcast(order, group=mesh.data_group, group_src=0)

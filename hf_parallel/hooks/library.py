@@ -14,7 +14,7 @@ from typing import Any
 from hf_parallel import hooks
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import Patch, apply_when_imported, check_versions, undo
+from hf_parallel.hooks.patching import Patch, apply_when_imported, undo
 from hf_parallel.hooks.peft_before import make_parallel_below
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
@@ -57,9 +57,8 @@ def _install() -> None:
 
 
 def _patches(*packages: str) -> Iterator[Patch]:
-    """Those of libraries that are imported. The list of all takes a while to import, so this waits until it is read."""
+    """Those of libraries that are imported. The list of all takes a while to import: this waits until it is read."""
     from hf_parallel.hooks.patches import all_patches
 
     imported = [package for package in packages if package in sys.modules]
-    check_versions(imported)
-    yield from (patch for patch in all_patches() if patch.module.partition(".")[0] in imported)
+    yield from (patch for patch in all_patches() if patch.library in imported)

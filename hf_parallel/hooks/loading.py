@@ -44,7 +44,9 @@ def open_by_reading(original: Callable) -> Callable:
 def materialize(original: Callable) -> Callable:
     """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
 
-    def replacement(pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def replacement(
+        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
         wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
         return lambda: unread(tensor, wanted, device)
 
@@ -54,7 +56,10 @@ def materialize(original: Callable) -> Callable:
 def set_parameter(original: Callable) -> Callable:
     """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
 
-    def replacement(model: Any, name: str, value: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> None:
+    def replacement(
+        model: Any, target_name: str, param_value: torch.Tensor, loading_info: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        name, value, info = target_name, param_value, loading_info
         owner, _, leaf = name.rpartition(".")
         module: Any = model.get_submodule(owner)
         own = getattr(module, leaf, None)

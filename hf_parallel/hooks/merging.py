@@ -25,7 +25,8 @@ from hf_parallel.sharding import abandon_parameters, sharded_modules
 def delta_weight(original: Callable) -> Callable:
     """This rank's part of s B A. Weights that are stored in another order have adapters in the same one."""
 
-    def replacement(self: Any, adapter: str) -> torch.Tensor:
+    def replacement(self: Any, *names: str, **named: str) -> torch.Tensor:  # kinds of layers call it differently
+        (adapter,) = (*names, *named.values())
         weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
         if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
             return original(self, adapter)

@@ -1,6 +1,8 @@
 """Every place where another library is changed while a layout is active, and why. Nowhere else is anything patched.
 
-Checked on the versions in `patching.CHECKED`. A target that does not exist, or another version, stops the start.
+Checked on the versions in `patching.CHECKED`. On others the signature decides: a replacement relies on the parameters
+that it names. A target of Transformers or Accelerate that is gone or has changed stops the start, one of the other
+libraries what would use it.
 """
 
 from __future__ import annotations
@@ -113,7 +115,9 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}.training_step", trainer.training_step, "does not know which rows are repeated"),
         Patch(f"{_TRAINER}.floating_point_ops", trainer.floating_point_ops, "counts the local part of the model"),
         Patch(f"{_TRAINER}._defer_fsdp_gradient_reduction", trainer.defer_reduction, "reads its own config", "5.23"),
-        Patch(f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages"),
+        Patch(
+            f"{_TRAINER}._sync_replicated_trainable_parameters", trainer.nothing, "would average over stages", "5.19"
+        ),
         # Losses: means over targets that data ranks have unlike numbers of.
         *(
             Patch(f"torch.nn.functional:{name}", means.mean_of(name), "takes the mean over this rank's targets")
@@ -137,7 +141,7 @@ def all_patches() -> list[Patch]:
             for place in ("transformers.trainer", "accelerate.accelerator", "accelerate")
         ),
         # bitsandbytes, when a script imports it.
-        Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor", late=True),
+        Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor"),
         # PEFT, where it is installed: adapters come after the base has become parallel.
         Patch(f"{_TUNER}.inject_adapter", peft.inject_adapter, "sees one stage, and draws random numbers for it only"),
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
@@ -175,31 +179,28 @@ def all_patches() -> list[Patch]:
             f"{_TRL}.sft_trainer:DataCollatorForLanguageModeling.torch_call",
             trl.torch_call,
             "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
-            late=True,
         ),
-        Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", late=True),
-        Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", late=True),
+        Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", "1.9"),
+        Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", "1.8"),
         *(
-            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", late=True)
+            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards")
             for kind in ("sft", "dpo", "kto", "reward", "grpo", "rloo")
         ),
-        Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
-        Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards", late=True),
+        Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards"),
+        Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards"),
         Patch(
             f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
             trl.reference_log_probs,
             "asks one stage",
-            late=True,
         ),
         Patch(
             f"{_TRL}.kto_trainer:KTOTrainer.compute_ref_log_probs",
             trl.reference_log_probs,
             "asks one stage",
-            late=True,
         ),
-        Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process", late=True),
-        Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means", late=True),
-        Patch(f"{_TRL}.reward_trainer:RewardTrainer.compute_loss", trl.reward_metrics, "mean of means", late=True),
+        Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process"),
+        Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means"),
+        Patch(f"{_TRL}.reward_trainer:RewardTrainer.compute_loss", trl.reward_metrics, "mean of means"),
         *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
     ]
 
@@ -208,19 +209,18 @@ def _generating(kind: str) -> list[Patch]:
     module = f"{_TRL}.{kind.lower()}_trainer"
     trainer = f"{module}:{kind}Trainer"
     return [
-        Patch(f"{module}:set_seed", generating.set_seed, "a seed per process", late=True),
-        Patch(f"{module}:pad", generating.pad, "pads by process", late=True),
-        Patch(f"{module}:shuffle_sequence_dict", generating.shuffle_sequence_dict, "shuffles by process", late=True),
-        Patch(f"{module}:split_tensor_dict", generating.split_tensor_dict, "splits by process", late=True),
+        Patch(f"{module}:set_seed", generating.set_seed, "a seed per process"),
+        Patch(f"{module}:pad", generating.pad, "pads by process"),
+        Patch(f"{module}:shuffle_sequence_dict", generating.shuffle_sequence_dict, "shuffles by process"),
+        Patch(f"{module}:split_tensor_dict", generating.split_tensor_dict, "splits by process"),
         Patch(
             f"{trainer}._generate_and_score_completions",
             generating.generate_and_score,
             "takes rows by process, repeated ones too",
-            late=True,
         ),
-        Patch(f"{trainer}._generate", generating.generate, "counts repeated rows", late=True),
-        Patch(f"{trainer}._calculate_rewards", generating.calculate_rewards, "asks on every process", late=True),
-        Patch(f"{trainer}._compute_loss", generating.compute_loss, "mean of means", late=True),
+        Patch(f"{trainer}._generate", generating.generate, "counts repeated rows"),
+        Patch(f"{trainer}._calculate_rewards", generating.calculate_rewards, "asks on every process"),
+        Patch(f"{trainer}._compute_loss", generating.compute_loss, "mean of means"),
     ]
 
 

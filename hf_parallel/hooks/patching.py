@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import importlib.abc
@@ -20,7 +21,7 @@ from hf_parallel.config import SpecError
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
-    "transformers": ("5.20", "5.23"),
+    "transformers": ("5.18", "5.23"),
     "accelerate": ("1.12", "1.15"),
     "peft": ("0.21", "0.21"),
     "trl": ("1.16", "1.16"),
@@ -28,9 +29,9 @@ CHECKED = {
 }
 #: The same of torch, of which only public functions are patched: a newer one may well work, and is only told about.
 TORCH = ("2.11", "2.13")
-#: Libraries that may be missing.
+#: Libraries that may be missing, and are patched when a script imports them: nobody else should wait for them.
 OPTIONAL = {"peft", "trl", "bitsandbytes"}
-#: Set to 1 to go on with other versions, at your own risk.
+#: Set to 1 to go on with an older torch, at your own risk.
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
 _MISSING = object()
@@ -44,7 +45,6 @@ class Patch:
     make: Callable[[Any], Any]
     reason: str
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
-    late: bool = False  # put in place when the script imports the module: nobody else should wait for the library
     adds: bool = False  # instances have the attribute, the class does not yet
 
     @property
@@ -52,12 +52,15 @@ class Patch:
         """The module of the target."""
         return self.target.partition(":")[0]
 
-    def applies(self) -> bool:
-        """Does the installed version have this target?"""
-        package = _package(self)
-        if not _installed(package):
-            return False
-        return self.since is None or Version(importlib.metadata.version(package)) >= Version(self.since)
+    @property
+    def library(self) -> str:
+        """The library of the target."""
+        return self.target.partition(".")[0].partition(":")[0]
+
+    @property
+    def late(self) -> bool:
+        """Is it put in place when the script imports the module?"""
+        return self.library in OPTIONAL
 
     def owner_and_name(self) -> tuple[Any, str]:
         """The object that holds the attribute, and its name there."""
@@ -66,20 +69,23 @@ class Patch:
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
 
 
+#: Why modules whose functions are not where they were known to be must not be used.
+_unusable: dict[str, str] = {}
+
+
 def apply(patches: list[Patch]) -> list[tuple[Any, str, Any]]:
-    """Put all patches in place; returns what `undo` needs.
+    """Put all patches in place, those of optional libraries when they are imported; returns what `undo` needs.
 
     Raises:
-        SpecError: a library's version is not one the patches were checked on, or a target is gone.
+        SpecError: a target of a library that every script uses is gone or has changed.
     """
-    check_versions([package for package in CHECKED if not any(p.late and _package(p) == package for p in patches)])
     done: list[tuple[Any, str, Any]] = []
     waiting: dict[str, list[Patch]] = {}
-    for patch in filter(Patch.applies, patches):
+    for patch in patches:
         if patch.late and patch.module not in sys.modules:
             waiting.setdefault(patch.module, []).append(patch)
         else:
-            done.append(_apply(patch, done))
+            _apply(patch, done)
     done.extend(apply_when_imported(module, late) for module, late in waiting.items())
     return done
 
@@ -94,25 +100,90 @@ def apply_when_imported(module: str, patches: Iterable[Patch]) -> tuple[Any, str
     return finder, "cancel", _MISSING
 
 
-def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> tuple[Any, str, Any]:
-    if patch.late:
-        check_versions([_package(patch)])
-    owner, name = patch.owner_and_name()
-    if not (hasattr(owner, name) or patch.adds):
-        undo(done)
-        raise SpecError(f"{patch.target} does not exist in the installed version; install one of {_ranges()}")
-    raw = inspect.getattr_static(owner, name, None)  # the descriptor itself, also if it is inherited
+def refuse_unpatched(*modules: str) -> None:
+    """Before something of these modules is used.
+
+    Raises:
+        SpecError: one of them could not be patched.
+    """
+    for module in modules:
+        if module in _unusable:
+            raise SpecError(_unusable[module])
+
+
+def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
+    try:
+        owner, name = patch.owner_and_name()
+        # The descriptor itself, also if it is inherited.
+        raw = inspect.getattr_static(owner, name, None) if patch.adds else inspect.getattr_static(owner, name)
+    except (AttributeError, ModuleNotFoundError):
+        if patch.since is None or _version(patch.library) >= Version(patch.since):
+            _cannot(patch, "does not exist", done)
+        return
     original = raw.__func__ if isinstance(raw, classmethod) else raw
     replacement = patch.make(original)
     if inspect.isfunction(original) and inspect.isfunction(replacement):
+        changed = mismatch(original, replacement)
+        if changed is not None:
+            _cannot(patch, changed, done)
+            return
+        if getattr(original, "_hf_parallel_maker", None) is patch.make:
+            return  # imported from a module that is patched
         replacement = functools.wraps(original)(replacement)
-    own = vars(owner).get(name, _MISSING)
-    setattr(owner, name, classmethod(replacement) if isinstance(raw, classmethod) else replacement)
-    return owner, name, own
+        replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
+    _set(owner, name, classmethod(replacement) if isinstance(raw, classmethod) else replacement, done)
+
+
+def mismatch(original: Callable, replacement: Callable) -> str | None:
+    """What a replacement relies on, by its parameters, that the original has not, or what it does not take."""
+    theirs, ours = _parameters(original, True), _parameters(replacement, False)
+    if {kind for _, kind, _ in theirs} == set(_VARIABLE):
+        return None  # somebody else's wrapper
+    names = [name for name, kind, _ in theirs if kind not in _VARIABLE]
+    taken = {name for name, _, _ in ours}
+    takes_more = any(kind in _VARIABLE for _, kind, _ in ours)
+    for place, (name, kind, optional) in enumerate(ours):
+        if kind in _VARIABLE or (name not in names and optional and kind is inspect.Parameter.KEYWORD_ONLY):
+            continue
+        if name not in names or (kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and names.index(name) != place):
+            return f"takes ({', '.join(names)}), without {name} where it is expected"
+    new = next((name for name in names if name not in taken and not takes_more), None)
+    return None if new is None else f"takes {new}, which is not known"
+
+
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, Any, bool]]:
+    found = inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values()
+    return [(p.name, p.kind, p.default is not inspect.Parameter.empty) for p in found]
+
+
+def _cannot(patch: Patch, why: str, done: list[tuple[Any, str, Any]]) -> None:
+    """Of a core library: refuse. Of others: what would run unpatched refuses when it is used."""
+    text = f"{patch.library} {_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
+    if patch.library not in OPTIONAL:
+        undo(done)
+        raise SpecError(text)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise SpecError(text)
+
+    with contextlib.suppress(AttributeError, ModuleNotFoundError):
+        owner, name = patch.owner_and_name()
+        if hasattr(owner, name) or inspect.isclass(owner):
+            _set(owner, name if hasattr(owner, name) else "__init__", refuse, done)
+            return
+    _unusable[patch.module] = text
+
+
+def _set(owner: Any, name: str, value: Any, done: list[tuple[Any, str, Any]]) -> None:
+    done.append((owner, name, vars(owner).get(name, _MISSING)))
+    setattr(owner, name, value)
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Puts patches in place as soon as the script has imported a module."""
+    """Puts patches in place as soon as the script has imported their module."""
 
     def __init__(self, module: str, patches: Iterable[Patch]) -> None:
         self.module, self.patches = module, patches
@@ -138,7 +209,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     def apply(self) -> None:
         """The module is there."""
         for patch in self.patches:
-            self.done.append(_apply(patch, self.done))
+            _apply(patch, self.done)
 
     def cancel(self) -> None:
         """Undo, or wait no more."""
@@ -157,30 +228,20 @@ def undo(done: list[tuple[Any, str, Any]]) -> None:
         else:
             setattr(owner, name, own)
     done.clear()
+    _unusable.clear()
 
 
-def _package(patch: Patch) -> str:
-    return patch.module.partition(".")[0]
+def newer_libraries() -> list[str]:
+    """Lines about libraries that every script uses, in versions newer than those the patches were checked on."""
+    return [
+        f"{library} {_version(library)} is newer than those this version was checked on ({first} to {last})"
+        for library, (first, last) in CHECKED.items()
+        if library not in OPTIONAL and _version(library).release[:2] > Version(last).release
+    ]
 
 
-def check_versions(packages: list[str] | None = None) -> None:
-    """Refuse versions whose internals nobody has looked at: a patch that misses its place would fail in silence."""
-    if os.environ.get(ALLOW_UNKNOWN) == "1":
-        return
-    for package in CHECKED if packages is None else packages:
-        if not _installed(package):
-            continue
-        first, last = CHECKED[package]
-        found = Version(importlib.metadata.version(package))
-        if not Version(first).release <= found.release[:2] <= Version(last).release:
-            raise SpecError(
-                f"{package} {found} is not known to this version of hf_parallel; {_ranges()} work "
-                f"({ALLOW_UNKNOWN}=1 goes on regardless)"
-            )
-
-
-def check_torch() -> str | None:
-    """A line about a torch that nobody has looked at yet, or None.
+def check_torch() -> list[str]:
+    """A line about a torch that nobody has looked at yet, or none.
 
     Raises:
         SpecError: it is too old.
@@ -191,13 +252,14 @@ def check_torch() -> str | None:
             f"torch {found} is too old; torch {first} to {last} work ({ALLOW_UNKNOWN}=1 goes on regardless)"
         )
     if found.release[:2] > Version(last).release:
-        return f"torch {found} is newer than those this version was checked on ({first} to {last})"
-    return None
+        return [f"torch {found} is newer than those this version was checked on ({first} to {last})"]
+    return []
 
 
-def _installed(package: str) -> bool:
-    return package not in OPTIONAL or importlib.util.find_spec(package) is not None
+def _version(library: str) -> Version:
+    return Version(importlib.metadata.version(library))
 
 
-def _ranges() -> str:
-    return ", ".join(f"{package} {first} to {last}" for package, (first, last) in CHECKED.items())
+def _ranges(library: str) -> str:
+    first, last = {**CHECKED, "torch": TORCH}[library]
+    return f"{library} {first}" + (f" to {last}" if last != first else "")

@@ -107,8 +107,8 @@ def first_magnitudes(original: Callable) -> Callable:
 def start_from_base(original: Callable) -> Callable:
     """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
 
-    def replacement(self: Any, adapter: str, *args: Any) -> None:
-        base = self.get_base_layer()
+    def replacement(self: Any, adapter_name: str, *args: Any) -> None:
+        base, adapter = self.get_base_layer(), adapter_name
         weight = base.weight
         if weight.is_meta:  # of another stage
             return

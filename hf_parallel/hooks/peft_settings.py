@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import refuse_unpatched
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.pipeline.stages import has_tied_embedding
 from hf_parallel.rewrite import lora
@@ -34,6 +35,7 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
     """Before anything is changed."""
     from peft import LoraModel, PeftType
 
+    refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
     if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
         raise SpecError(f"peft_type={config.peft_type.value} is not part of this version; LoRA works")
     if low_cpu_mem_usage:

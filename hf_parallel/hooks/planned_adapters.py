@@ -36,7 +36,7 @@ def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[A
 
         state = state_of(model)
         assert state is not None
-        done = apply([patch for patch in all_patches() if patch.target.startswith("peft") and not patch.late])
+        done = apply([patch for patch in all_patches() if patch.library == "peft"])
         try:
             with runtime.pretended(state.mesh), torch.device("meta"):
                 get_peft_model(model, LoraConfig(r=rank, target_modules=targets, **settings))

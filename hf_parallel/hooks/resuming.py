@@ -165,13 +165,19 @@ def init_training_state(original: Callable) -> Callable:
     """
 
     def replacement(
-        self: Any, max_steps: int, steps_per_epoch: int, epochs: int, resume_from_checkpoint: Any, trial: Any
+        self: Any,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
     ) -> tuple[int, int]:
         from transformers.trainer_utils import has_length
 
-        found = original(self, max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial)
+        counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
+        found = original(self, *counts, resume_from_checkpoint, trial)
         if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
-            return epochs, 0
+            return num_train_epochs, 0
         if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
             return found
         with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:

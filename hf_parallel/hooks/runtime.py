@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import io
 import os
@@ -120,6 +121,7 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     environment = _set_environment()
     connect()
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
+    atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()
     return _current
 

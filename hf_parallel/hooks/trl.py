@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import generating, runtime
 from hf_parallel.hooks.data import replacing
+from hf_parallel.hooks.patching import refuse_unpatched
 from hf_parallel.hooks.rows import JOINED
 from hf_parallel.mesh import stored
 from hf_parallel.pipeline.serving import served
@@ -37,6 +38,8 @@ def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
 def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    if kind is not None:
+        refuse_unpatched(kind.__module__, "trl.trainer.utils")
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in generating.TRAINERS:
@@ -70,12 +73,12 @@ def is_known(trainer: Any) -> bool:
 def reference_log_probs(original: Callable) -> Callable:
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
 
-    def replacement(self: Any, model: Any, inputs: dict) -> Any:
-        state = runtime.parallel_state(model)
+    def replacement(self: Any, *args: Any) -> Any:  # before TRL 1.9 without the model
+        state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
         if state is None or state.pipeline is None:
-            return original(self, model, inputs)
+            return original(self, *args)
         with torch.no_grad():
-            return served(state.pipeline, dict(inputs), lambda: original(self, model, inputs))[0]
+            return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
 
     return replacement
 

@@ -1,6 +1,8 @@
 """A run that stops and goes on, under the same or another layout, does what an uninterrupted one does."""
 
+import json
 import os
+import shutil
 import signal
 from fnmatch import fnmatch
 
@@ -8,6 +10,9 @@ import pytest
 import torch
 from transformers import TrainerCallback, default_data_collator
 
+from hf_parallel import __main__ as runner
+from hf_parallel import cli
+from hf_parallel.hooks import flag
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import (
@@ -257,17 +262,54 @@ def test_uploads_as_in_one_process(runs, tmp_path, key):
     assert len(expected) == 5  # the model and the checkpoint of each step, and the end
 
 
-def without_the_plugin(folder: str, out: str, checkpoint: str) -> None:
-    from hf_parallel.hooks import flag
-
+def without_the_plugin(folder: str, out: str, checkpoint: str) -> Ended:
     flag.uninstall()
-    train(folder, out, resume=checkpoint)
+    return train(folder, out, resume=checkpoint)[0]
 
 
 def test_plain_trainer_does_not_go_on_with_fresh_moments(stopped, runs, tmp_path):
     checkpoint = f"{stopped('qwen3', 'tp=2').folder}/checkpoint-{STOP}"
     with pytest.raises(RankFailure, match="ResumeUnderHfParallel"):
         run_alone(without_the_plugin, runs.initial("qwen3"), str(tmp_path), checkpoint)
+
+
+SCRIPT = """
+import json, sys
+from tests.resuming import train
+ended = train(*sys.argv[1:3], resume=sys.argv[3])[0]
+json.dump(ended.logs, open(sys.argv[2] + "/logs.json", "w"))
+"""
+
+
+def test_the_runner_without_a_layout(stopped, runs, tmp_path):
+    """`python -m hf_parallel script.py` goes on from a layout's checkpoint, and refuses one that is damaged."""
+
+    def resumed(out: str, checkpoint: str) -> Ended:
+        flag.uninstall()
+        (tmp_path / "script.py").write_text(SCRIPT)
+        os.makedirs(out)
+        runner.main([str(tmp_path / "script.py"), runs.initial("qwen3"), out, checkpoint])
+        with open(f"{out}/logs.json") as file:
+            return Ended({int(step): numbers for step, numbers in json.load(file).items()}, out)
+
+    ran = stopped("qwen3", "tp=2")
+    whole, damaged = f"{ran.folder}/checkpoint-{STOP}", tmp_path / f"checkpoint-{STOP}"
+    ours = run_alone(resumed, str(tmp_path / "out"), whole)
+    assert log_differences(ours, ran, REST, 1e-5) == []
+    shutil.copytree(whole, damaged)
+    (damaged / "scheduler.pt").write_bytes(b"")
+    with pytest.raises(RankFailure, match="scheduler.pt"):
+        run_alone(resumed, str(tmp_path / "refused"), str(damaged))
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2,dp_shard=2"])
+def test_exported_for_plain_trainer(stopped, runs, tmp_path, spec):
+    """Moments, schedule, random states and order of rows: the losses are those of the run that never stopped."""
+    ran, out = stopped("qwen3", spec), str(tmp_path / f"checkpoint-{STOP}")
+    assert run_alone(cli.main, ["export", f"{ran.folder}/checkpoint-{STOP}", out, "--trainer"]) == 0
+    assert "hf_parallel.json" not in os.listdir(out)
+    ours = run_alone(without_the_plugin, runs.initial("qwen3"), str(tmp_path), out)
+    assert log_differences(ours, ran, REST, 1e-5) == []
 
 
 def test_a_run_that_had_ended_takes_no_step(stopped, runs, tmp_path):

@@ -1,6 +1,9 @@
 """`python -m hf_parallel`: what the script sees, what is left alone, and how every rank ends."""
 
+import atexit
+import gzip
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -9,9 +12,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from hf_parallel import __main__ as runner
-from hf_parallel import hooks
 from tests.distributed import run
 
 ROOT = Path(__file__).parents[2]
@@ -267,16 +270,73 @@ def test_a_failing_rank_takes_its_workers_along(script, tmp_path):
     assert (ended, "ValueError: this one" in err) == (1, True)
 
 
-def test_process_group_is_closed_after_a_clean_end(script):
-    train = str(script("import sys; sys.exit(0)"))
+ENDING = """
+    import atexit, gzip, logging, logging.handlers, os, sys, threading, time
+    import torch
+    import torch.distributed as dist
+    from transformers import Trainer
 
-    def body():
-        import torch.distributed as dist
+    held = dist.new_group()
+    Trainer.held = held
+    log = logging.getLogger("held_back")
+    log.addHandler(logging.handlers.MemoryHandler(9, target=logging.FileHandler("log")))
+    log.warning("logged")
+    text, packed = open("text", "w"), gzip.open("packed", "wt")
+    text.write("written")
+    packed.write("packed")
+    print("printed", end="")
 
-        hooks.activate = lambda spec, source: None
-        hooks.active = lambda: True
-        with pytest.raises(SystemExit):
+    def late():
+        time.sleep(0.3)
+        open("thread", "w").write("joined")
+
+    def at_exit():
+        ones = torch.ones(3)
+        dist.all_reduce(ones, group=held)
+        open("exit", "w").write(f"{ones.sum().item():.0f} {os.path.exists('thread')}")
+
+    threading.Thread(target=late).start()
+    atexit.register(at_exit)
+    {end}
+    """
+
+
+def ending(folder: Path, train: str) -> tuple[int, dict[str, str]]:
+    """Exit code of this rank under the runner, and what it left."""
+    folder = folder / os.environ["RANK"]
+    folder.mkdir()
+    child = os.fork()
+    if not child:
+        try:
+            os.chdir(folder)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            sys.stdout, sys.stderr = open("out", "w"), open("err", "w")  # noqa: SIM115
+            atexit._clear()
+            atexit.register(lambda: Path("group").write_text(str(dist.is_initialized())))
             runner.main(["--parallel", "dp_shard=-1", train])
-        return dist.is_initialized()
+        finally:
+            os._exit(99)  # Python would take itself apart, with threads around
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    left = {path.name: path.read_text() for path in folder.iterdir() if path.name != "packed"}
+    return code, {**left, "packed": gzip.open(folder / "packed", "rt").read()}
 
-    assert run(body, 1) == [False]
+
+@pytest.mark.parametrize(
+    ("end", "code", "told"),
+    [
+        ("", 0, ""),
+        ("sys.exit(7)", 7, ""),
+        ("sys.exit('no')", 1, "no\n"),
+        ("raise KeyboardInterrupt", -2, "KeyboardInterrupt\n"),
+    ],
+)
+def test_everything_is_finished_when_a_rank_leaves(script, tmp_path, end, code, told):
+    """Threads, exit callbacks (which still have the groups), open files; and Python does not take itself apart."""
+    for found, left in run(ending, 2, tmp_path, str(script(ENDING.format(end=end))), init=False):
+        assert found == code, left["err"]
+        wanted = {"out": "printed", "text": "written", "packed": "packed", "log": "logged\n"}
+        if found >= 0:  # Ctrl-C waits for nothing
+            wanted |= {"thread": "joined", "exit": "6 True"}
+        assert {name: left.get(name) for name in wanted} == wanted
+        assert left["err"].endswith(told)
+        assert left["group"] == str(code != 0)  # what a rank that ends by an error has begun may never come to an end

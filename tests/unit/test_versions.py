@@ -1,15 +1,19 @@
-"""Libraries of another version: refused by name before anything is changed, or told about."""
+"""Libraries of another version: their functions' signatures decide, and only what uses a changed one is refused."""
 
 import importlib.metadata
+import importlib.util
 import json
+import sys
 
 import pytest
 import torch
 
 from hf_parallel import ParallelConfig, SpecError
 from hf_parallel.hooks import patching
-from hf_parallel.hooks.patching import Patch, apply, check_torch, check_versions
+from hf_parallel.hooks.patches import all_patches
+from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
 from hf_parallel.parallelize import check_overlap
+from tests.distributed import run_alone
 
 
 @pytest.fixture
@@ -23,40 +27,105 @@ def versions(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("package", sorted(patching.CHECKED))
-def test_only_known_versions_go_on(versions, monkeypatch, package):
-    if package in patching.OPTIONAL:
-        pytest.importorskip(package)
-    first, last = patching.CHECKED[package]
-    major, minor = map(int, last.split("."))
-    for found in (f"{first}.0", f"{last}.7", f"{last}.1.dev0"):
-        versions(**{package: found})
-        check_versions()
-    for found in ("4.57.1" if package == "transformers" else "0.1.0", f"{major}.{minor + 1}.0"):
-        versions(**{package: found})
-        with pytest.raises(SpecError, match=f"{package} {found} is not known .*{first} to {last}"):
-            check_versions()
-        with pytest.raises(SpecError):
-            apply([Patch("json:dumps", lambda original: None, "never"), Patch(f"{package}:x", None, "", late=False)])
-        assert json.dumps(1) == "1"
-        with monkeypatch.context() as allowed:
-            allowed.setenv(patching.ALLOW_UNKNOWN, "1")
-            check_versions()
+@pytest.fixture
+def library(monkeypatch, tmp_path, versions):
+    """An installed trl 9.9 whose module `extra` is `code`."""
+
+    def make(code, name="trl"):
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "__init__.py").write_text("")
+        (folder / "extra.py").write_text(code)
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
+        monkeypatch.syspath_prepend(tmp_path)
+        versions(**{name: "9.9"})
+
+    yield make
+    for module in ("trl.extra", "trl"):
+        sys.modules.pop(module, None)
 
 
-def test_a_target_that_is_gone_undoes_the_rest():
-    patches = [Patch("json:dumps", lambda original: lambda value: "?", ""), Patch("json:no_such_thing", None, "")]
-    with pytest.raises(SpecError, match="json:no_such_thing does not exist"):
+def doubled(original):
+    return lambda value, *rest, **more: 2 * original(value, *rest, **more)
+
+
+def test_the_signature_decides_and_only_use_is_refused(library):
+    """An unknown version works where the target is the same; what has changed or is gone stops who uses it."""
+    library(
+        "def same(value, new=0): return value + new\ndef changed(other): return other\n"
+        "class Thing:\n    def kept(self): return 1\n"
+    )
+    targets = ("same", "changed", "gone", "Thing.gone", "Gone.gone")
+    patches = [Patch(f"trl.extra:{target}", doubled, "") for target in targets]
+    patches += [Patch("trl.extra:before_this_version", doubled, "", "10.0"), Patch("trl.nowhere:gone", doubled, "")]
+    done = apply(patches)
+    assert "trl" not in sys.modules
+    import trl.extra as extra
+
+    assert extra.same(2, new=1) == 6
+    refused = r"trl 9.9: trl.extra:{}; trl 1.16 works"
+    with pytest.raises(SpecError, match=refused.format(r"changed takes \(other\), without value .*")):
+        extra.changed(3)
+    with pytest.raises(SpecError, match=refused.format("Thing.gone does not exist")):
+        extra.Thing()
+    with pytest.raises(SpecError, match="does not exist"):
+        refuse_unpatched("trl.extra")
+    undo(done)
+    assert (extra.same(2), extra.changed(3), extra.Thing().kept()) == (2, 3, 1)
+    refuse_unpatched("trl.extra")
+
+
+@pytest.mark.parametrize(
+    ("original", "replacement", "why"),
+    [
+        (lambda self, model, inputs, new=1: 0, lambda self, model, *args, **kwargs: 0, None),
+        (lambda self, model, inputs: 0, lambda self, model, inputs: 0, None),
+        (lambda *args, **kwargs: 0, lambda self, model: 0, None),
+        (lambda self, model: 0, lambda self, *, also=None, **kwargs: 0, None),
+        (lambda self, inputs, model: 0, lambda self, model, inputs: 0, "without model where"),
+        (lambda self, other: 0, lambda self, model: 0, "without model where"),
+        (lambda self, model, new: 0, lambda self, model: 0, "takes new, which is not known"),
+    ],
+)
+def test_what_a_replacement_relies_on(original, replacement, why):
+    found = mismatch(original, replacement)
+    assert found is why or why in found
+
+
+def test_every_target_is_as_it_is_known():
+    """Of the installed libraries, optional ones too: nothing waits to be refused."""
+
+    def body():
+        for package in patching.OPTIONAL:
+            if importlib.util.find_spec(package) is not None:
+                for module in {patch.module for patch in all_patches() if patch.library == package}:
+                    importlib.import_module(module)
+        done = apply(all_patches())
+        placed = sum(not isinstance(owner, patching._WhenImported) for owner, _, _ in done)
+        refusing = [name for owner, name, _ in done if getattr(getattr(owner, name), "__name__", "") == "refuse"]
+        return placed, dict(patching._unusable), refusing
+
+    placed, *refused = run_alone(body)
+    assert (refused, placed > 70) == ([{}, []], True)
+
+
+def test_a_core_target_that_is_gone_undoes_the_rest(versions):
+    versions(transformers="9.9")
+    patches = [Patch("json:dumps", lambda original: lambda obj, **kw: "?", "")]
+    patches.append(Patch("transformers.trainer:Trainer.no_such_thing", doubled, ""))
+    with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.18 to 5.23"):
         apply(patches)
     assert json.dumps(1) == "1"
+    assert newer_libraries() == ["transformers 9.9 is newer than those this version was checked on (5.18 to 5.23)"]
 
 
 def test_torch(versions, monkeypatch):
     for found in ("2.11.0", "2.11.0+cu130", "2.13.1"):
         versions(torch=found)
-        assert check_torch() is None
+        assert check_torch() == []
     versions(torch="2.15.0")
-    assert check_torch() == "torch 2.15.0 is newer than those this version was checked on (2.11 to 2.13)"
+    assert check_torch() == ["torch 2.15.0 is newer than those this version was checked on (2.11 to 2.13)"]
     versions(torch="2.10.1")
     with pytest.raises(SpecError, match="torch 2.10.1 is too old; torch 2.11 to 2.13 work"):
         check_torch()

@@ -1,0 +1,82 @@
+"""How the runner ends a rank of several: as Python does, up to the point where it takes itself apart.
+
+    threads are joined ─> exit callbacks, the last of which ends the process groups ─> open files ─> os._exit
+
+A worker thread of a gloo group drops the tensors of its last work when it comes to it. Once Python is finalizing, that
+ends the process by "terminate called without an active exception" (exit code 134, torch issue 190489), and whoever
+still refers to a group keeps its threads alive.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+import os
+import signal
+import sys
+import threading
+from typing import Any, NoReturn
+
+#: Of a process whose output could not be written, as in plain Python.
+_UNWRITTEN = 120
+
+
+def leave(code: Any) -> NoReturn:
+    """The end of a script, by itself or by SystemExit with this code."""
+    status = exit_status(code)
+    threading._shutdown()  # type: ignore[attr-defined]  # by this name Python itself calls it, before exit callbacks
+    leave_now(status)
+
+
+def leave_now(status: int) -> NoReturn:
+    """Leave with this exit code, without waiting for threads: they may wait for a peer that is gone."""
+    os._exit(_finished(status))
+
+
+def leave_interrupted() -> NoReturn:
+    """As Python ends by Ctrl-C: killed by that signal, so that a shell sees it."""
+    _finished(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.kill(os.getpid(), signal.SIGINT)
+    os._exit(128 + signal.SIGINT)
+
+
+def exit_status(code: Any) -> int:
+    """What a process returns for the code of a SystemExit; text is printed, as Python prints it."""
+    if code is None or isinstance(code, int):
+        return (code or 0) & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _finished(status: int) -> int:
+    atexit._run_exitfuncs()
+    gc.collect()
+    _close_files()
+    try:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not stream.closed:
+                stream.flush()
+    except (OSError, ValueError):
+        return _UNWRITTEN
+    return status
+
+
+def _close_files() -> None:
+    """What a script has left open is written when Python ends: text first, then what it is buffered in."""
+    base: Any = io.IOBase.__base__  # of all of them; looked for by type, as objects may answer for others' classes
+    files = [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
+    buffers = (io.BufferedWriter, io.BufferedRandom)
+    for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
+        if isinstance(file, io.RawIOBase) or _is_standard(file):
+            continue
+        with contextlib.suppress(Exception):
+            file.close()
+
+
+def _is_standard(file: Any) -> bool:
+    with contextlib.suppress(Exception):
+        return file.fileno() <= 2
+    return False
