@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import orders, runtime
 from hf_parallel.hooks.random_stream import share_random_numbers
 from hf_parallel.hooks.rows import count
 
@@ -29,19 +29,21 @@ def prepare_data_loader(original: Callable) -> Callable:
             raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
         _seed_workers_by_data_rank(dataloader)
         kwargs.update(num_processes=mesh.data_size, process_index=mesh.data_rank, torch_device_mesh=None)
-        return _by_data_rank(original(dataloader, *args, **kwargs))
+        prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
+        # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
+        return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
     return replacement
 
 
-def _by_data_rank(prepared: Any) -> Any:
+def _by_data_rank(prepared: Any, shared: bool) -> Any:
     from accelerate.data_loader import DataLoaderDispatcher
 
-    mesh = runtime.mesh()
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
-    elif mesh.config.world_size > mesh.data_size:
+    elif shared:
         share_random_numbers(prepared)
+    prepared._shares_random_numbers = shared
     return prepared
 
 
@@ -54,7 +56,7 @@ def skip_first_batches(original: Callable) -> Callable:
             if hasattr(dataloader, name):
                 setattr(rest, name, getattr(dataloader, name))
         _describe(_skipping_sampler(rest))
-        return _by_data_rank(rest)
+        return _by_data_rank(rest, getattr(dataloader, "_shares_random_numbers", False))
 
     return replacement
 

@@ -14,7 +14,10 @@ TRAINER = (
     "--report_to none --use_cpu --disable_tqdm true --save_strategy no --learning_rate 1e-2 --adam_epsilon 1e-3"
 )
 LOOP = "--lr 1e-2 --adam_epsilon 1e-3 --output_dir OUT"
-PAIRS = f"--batch_size ROWS --eval_batch_size ROWS --max_batch_size ROWS --num_epochs 2 {LOOP} --cpu"
+#: These scripts count warm-up in steps of one process, and accelerate steps once per process.
+PAIRS = (
+    f"--batch_size ROWS --eval_batch_size ROWS --max_batch_size ROWS --num_epochs 2 --num_warmup_steps 0 {LOOP} --cpu"
+)
 
 
 def files(kind: str, train: str = "train") -> str:
@@ -36,7 +39,7 @@ class Case:
     def words(self, root: str, out: str, spec: str | None) -> list[str]:
         """The command line: rows per process are the batch of all over the data ranks."""
         rows = BATCH // (axes(spec)["data_ranks"] if spec else 1)
-        replaced = {"ROOT": root, "OUT": out, "ROWS": str(rows)}
+        replaced = {"ROOT": root, "OUT": out, "ROWS": str(rows), "TWICE": str(2 * rows)}
         text = self.arguments
         for name, value in replaced.items():
             text = text.replace(name, value)
@@ -65,7 +68,7 @@ CASES = {
         f"--model_name_or_path ROOT/llama {files('texts', 'full')} --block_size 33 --output_dir OUT --seed 1 "
         "--per_device_train_batch_size ROWS --per_device_eval_batch_size ROWS --learning_rate 1e-2 "
         "--adam_epsilon 1e-3 --weight_decay 0.1 --num_warmup_steps 1 --gradient_accumulation_steps 2 "
-        "--max_train_steps 4 --checkpointing_steps 2",
+        "--num_train_epochs 1 --checkpointing_steps 2",
     ),
     "run_mlm": Case(
         "run_mlm.py",
@@ -94,7 +97,7 @@ CASES = {
         refused=NO_STAGES,
     ),
     "nlp_example": Case(
-        "nlp_example.py", f"--model ROOT/bert {files('pairs')} {PAIRS} --batch_size 16 --max_batch_size ROWS", refused=NO_STAGES
+        "nlp_example.py", f"--model ROOT/bert {files('pairs')} {PAIRS} --batch_size TWICE", refused=NO_STAGES
     ),
     "nlp_example, decoder": Case("nlp_example.py", f"--model ROOT/llama {files('pairs')} {PAIRS}"),
     "complete_nlp_example": Case(
@@ -109,15 +112,11 @@ CASES = {
         "accumulate_tokens.py",
         f"--model ROOT/llama {files('texts', 'full')} --batch_size ROWS {LOOP} --gradient_accumulation_steps 3",
     ),
-    "early_stopping": Case(
-        "by_feature.py", f"--model ROOT/llama {files('pairs', 'full')} {PAIRS} --feature stopping"
-    ),
+    "early_stopping": Case("by_feature.py", f"--model ROOT/llama {files('pairs', 'full')} {PAIRS} --feature stopping"),
     "multi_process_metrics": Case(
         "by_feature.py", f"--model ROOT/llama {files('pairs', 'full')} {PAIRS} --feature metrics --num_epochs 1"
     ),
-    "cross_validation": Case(
-        "by_feature.py", f"--model ROOT/llama {files('pairs', 'full')} {PAIRS} --feature folds"
-    ),
+    "cross_validation": Case("by_feature.py", f"--model ROOT/scores {files('pairs', 'full')} {PAIRS} --feature folds"),
     "peft sft": Case(
         "peft_sft.py",
         f"--model_name_or_path ROOT/wide --dataset_name ROOT/chats {TRAINER} --max_length 33 --max_steps 3 "
@@ -135,6 +134,24 @@ CASES = {
         "--use_dora",
         needs=("peft",),
     ),
+    "sentence-transformers": Case(
+        "sentence_pairs.py",
+        f"--model_name_or_path ROOT/bert {files('pairs')} {TRAINER} --num_train_epochs 1",
+        refused=NO_STAGES,
+        needs=("sentence_transformers",),
+    ),
 }
-#: (script, layout) -> the issue whose mend it waits for.
-WAITING: dict[tuple[str, str], str] = {}
+#: (script, layout) -> what has to be mended before its numbers are those of one process.
+TIED = "tied embeddings whose rows the data ranks do not divide"
+FOREIGN = "get_input_embeddings().weight.shape on a stage without it"
+WAITING = {
+    ("run_clm", "dp_shard=2"): TIED,
+    ("run_clm --streaming", "pp=2"): FOREIGN,
+    ("run_clm --streaming", "tp=2,pp=2"): FOREIGN,
+    ("run_clm_no_trainer", "pp=2"): FOREIGN,
+    ("run_clm_no_trainer", "tp=2,pp=2"): FOREIGN,
+    ("run_mlm", "dp_shard=2"): f"{TIED}; heads that count labels themselves",
+    ("run_qa", "dp_shard=2"): "heads that count labels themselves",
+    ("run_summarization", "dp_shard=2"): f"{TIED}; repeated rows in predict_with_generate",
+    **{("sentence-transformers", spec): "wrappers around parallel models" for spec in SPECS},
+}

@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
 from tokenizers import decoders as tokenizer_decoders
 from tokenizers import models as tokenizer_models
-from transformers import BertForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification, BertForMaskedLM, PreTrainedTokenizerFast
 
 from tests import models
 
@@ -29,7 +29,11 @@ MODELS = {
     "llama": ("llama", "ended", {**SMALL, "num_hidden_layers": 5, "tie_word_embeddings": False}),
     "wide": ("llama", "ended", {**SMALL, "num_hidden_layers": 3, "vocab_size": 520}),
     "bert": ("bert", "pairs", {**SMALL, "num_hidden_layers": 3}),
-    "t5": ("t5", "ended", {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 3}),
+    "t5": (
+        "t5",
+        "ended",
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 3},
+    ),
 }
 #: Rows per file. 29 and 22 leave ragged last batches of 8; 32 does not, for loops that train on full batches alone.
 ROWS = {"train": 22, "full": 32, "validation": 11}
@@ -42,6 +46,8 @@ def write_all(root: str) -> None:
     for name, (kind, frame, changes) in MODELS.items():
         model(kind, changes).save_pretrained(f"{root}/{name}")
         tokenizers[frame].save_pretrained(f"{root}/{name}")
+    AutoModelForSequenceClassification.from_pretrained(f"{root}/llama").save_pretrained(f"{root}/scores")
+    tokenizers["ended"].save_pretrained(f"{root}/scores")
     draw = random.Random(5)
     for kind in ("texts", "pairs", "questions", "summaries", "chats"):
         for split, count in ROWS.items():
@@ -70,7 +76,9 @@ def tokenizer(frame: str) -> PreTrainedTokenizerFast:
 def model(kind: str, changes: dict):
     """A model for the scripts; BERT as it is published, without a head for classes."""
     special = {} if kind in ("bert", "t5") else TOKENS
-    config = models.CONFIGS[kind](**{**special, "pad_token_id": 0, "eos_token_id": 3, "max_position_embeddings": 64, **changes})
+    config = models.CONFIGS[kind](
+        **{**special, "pad_token_id": 0, "eos_token_id": 3, "max_position_embeddings": 64, **changes}
+    )
     if kind != "bert":
         torch.manual_seed(models.SEED)
         return models.auto_class(config).from_config(config)
@@ -92,7 +100,13 @@ def question(words: list[str], draw: random.Random, index: int) -> dict:
     at = draw.randrange(len(parts) - 2)
     answer = " ".join(parts[at : at + 2])
     start = len(" ".join(parts[:at])) + (at > 0)
-    return {"id": str(index), "question": some(words, draw, 2, 3), "context": context, "answer": answer, "answer_start": start}
+    return {
+        "id": str(index),
+        "question": some(words, draw, 2, 3),
+        "context": context,
+        "answer": answer,
+        "answer_start": start,
+    }
 
 
 ROW = {

@@ -8,8 +8,6 @@ import contextlib
 import functools
 import json
 import os
-import runpy
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,7 +81,7 @@ def run_script(name: str, arguments: list[str], root: str, out: str, spec: str |
         seen.data_rank = hooks.runtime.mesh().data_rank
     watch(seen)
     draw_masks_by_row()
-    with contextlib.redirect_stdout(None if os.environ.get("OUTSIDE_SHOWN") else open(os.devnull, "w")):  # noqa: SIM115
+    with contextlib.redirect_stdout(None if os.environ.get("OUTSIDE_SHOWN") else open(os.devnull, "w")):
         runner.run(command)
     return seen
 
@@ -154,7 +152,8 @@ def differences(ranks: list[Seen], reference: Seen, tolerance: Tolerance) -> lis
     found = []
     for rank, seen in enumerate(ranks):
         where = f"rank {rank}: "
-        found += [where + text for text in _logs(seen.logs, reference.logs, tolerance)]
+        logs = _mean_logs(ranks) if reference.losses else seen.logs  # a loop of its own logs what its process knows
+        found += [where + text for text in _logs(logs, reference.logs, tolerance, rank == 0)]
         found += [where + text for text in _series("norm", seen.norms, reference.norms, tolerance.norms)]
         found += [where + text for text in _rows(seen.gathered, reference.gathered, tolerance.logits)]
     found += _series("loss", _means(ranks), reference.losses, tolerance.losses)
@@ -170,7 +169,16 @@ def _means(ranks: list[Seen]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*of_data_ranks.values(), strict=True)]
 
 
-def _logs(ours: list[dict], theirs: list[dict], tolerance: Tolerance) -> list[str]:
+def _mean_logs(ranks: list[Seen]) -> list[dict[str, float]]:
+    of_data_ranks = {seen.data_rank: seen.logs for seen in ranks}
+    pairs = zip(*of_data_ranks.values(), strict=True)
+    return [{key: sum(log[key] for log in logs) / len(logs) for key in logs[0]} for logs in pairs]
+
+
+def _logs(ours: list[dict], theirs: list[dict], tolerance: Tolerance, alone: bool) -> list[str]:
+    """Of metrics that a script logs in its main process alone, other ranks have the losses only."""
+    if not alone and len(ours) < len(theirs):
+        ours, theirs = ([log for log in logs if "loss" in log] for logs in (ours, theirs))
     if len(ours) != len(theirs):
         return [f"{len(ours)} logs, one process {len(theirs)}"]
     found = []
@@ -183,7 +191,9 @@ def _values(where: str, ours: dict, theirs: dict, tolerance: Tolerance) -> list[
     if (names := _compared(theirs)) != _compared(ours):
         return [f"{sorted(_compared(ours) ^ names)} {where} of one run only"]
     bounds = {name: tolerance.norms if "norm" in name else tolerance.losses for name in names}
-    return [text for name in sorted(names) for text in _close(f"{name} {where}", ours[name], theirs[name], bounds[name])]
+    return [
+        text for name in sorted(names) for text in _close(f"{name} {where}", ours[name], theirs[name], bounds[name])
+    ]
 
 
 def _compared(log: dict) -> set[str]:
@@ -202,12 +212,15 @@ def _series(what: str, ours: list[float], theirs: list[float], tolerance: float)
 
 
 def _rows(ours: list[torch.Tensor], theirs: list[torch.Tensor], tolerance: float) -> list[str]:
-    """What was gathered, joined: batches are cut in the same places only if each is full."""
+    """What was gathered. Means per process differ while their mean does not, but of a ragged last batch."""
     if len(ours) != len(theirs):
         return [f"gathered {len(ours)} times, one process {len(theirs)}"]
     found = []
     for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
-        if a.shape != b.shape:
+        if a.ndim == 1 and a.is_floating_point():
+            if a.shape == b.shape or index < len(ours) - 1:
+                found += _close(f"mean gathered at {index}", a.mean().item(), b.mean().item(), 1e-5)
+        elif a.shape != b.shape:
             found.append(f"gathered {tuple(a.shape)} at {index}, one process {tuple(b.shape)}")
         elif not torch.allclose(a.double(), b.double(), rtol=0, atol=tolerance if a.is_floating_point() else 0):
             found.append(f"gathered at {index}: off by {(a.double() - b.double()).abs().max():.1e}")
@@ -219,10 +232,14 @@ def _files(ours: str, theirs: str, tolerance: Tolerance) -> list[str]:
     found = []
     for file in sorted(Path(theirs).rglob("*.safetensors")):
         folder = file.parent.relative_to(theirs)
-        found += [f"{folder}: {text}" for text in weight_differences(f"{ours}/{folder}", str(file.parent), tolerance.weights)]
+        found += [
+            f"{folder}: {text}" for text in weight_differences(f"{ours}/{folder}", str(file.parent), tolerance.weights)
+        ]
     for file in sorted(Path(theirs).glob("*.txt")):
         if Path(ours, file.name).read_text() != file.read_text():
-            found.append(f"{file.name}: {Path(ours, file.name).read_text()[:200]!r}, one process {file.read_text()[:200]!r}")
+            found.append(
+                f"{file.name}: {Path(ours, file.name).read_text()[:200]!r}, one process {file.read_text()[:200]!r}"
+            )
     if (results := Path(theirs, "all_results.json")).exists():
         a, b = (numbers(json.loads(path.read_text())) for path in (Path(ours, results.name), results))
         found += _values("in all_results.json", a, b, tolerance)

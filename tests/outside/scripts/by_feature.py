@@ -52,7 +52,7 @@ def folds(accelerator, args, loaders):
     train, held_out = loaders
     scores = []
     for fold in range(2):
-        kept = Subset(train.dataset, [row for row in range(len(train.dataset)) if row // args.batch_size % 2 == fold])
+        kept = Subset(train.dataset, range(fold, len(train.dataset), 2))
         part = DataLoader(kept, shuffle=True, collate_fn=train.collate_fn, batch_size=args.batch_size, drop_last=True)
         model, optimizer, part, test, scheduler = prepared(accelerator, args, (part, held_out), len(part))
         train_epoch(accelerator, model, optimizer, scheduler, part)

@@ -17,8 +17,9 @@ def parser():
     for name in ("model", "train_file", "validation_file"):
         options.add_argument(f"--{name}", required=True)
     options.add_argument("--output_dir", default=".")
-    for name, default in (("batch_size", 16), ("eval_batch_size", 32), ("max_batch_size", 16), ("num_epochs", 3)):
+    for name, default in (("batch_size", 16), ("eval_batch_size", 32), ("num_epochs", 3), ("max_batch_size", 16)):
         options.add_argument(f"--{name}", type=int, default=default)
+    options.add_argument("--num_warmup_steps", type=int, default=100)
     options.add_argument("--lr", type=float, default=2e-5)
     options.add_argument("--adam_epsilon", type=float, default=1e-8)
     options.add_argument("--seed", type=int, default=42)
@@ -42,12 +43,8 @@ def get_dataloaders(accelerator, args, batch_size, drop_last=True):
         multiple = 8 if accelerator.mixed_precision != "no" else None
         return tokenizer.pad(rows, padding="longest", pad_to_multiple_of=multiple, return_tensors="pt")
 
-    train = DataLoader(
-        pairs["train"], shuffle=True, collate_fn=collate_fn, batch_size=batch_size, drop_last=drop_last
-    )
-    held_out = DataLoader(
-        pairs["validation"], shuffle=False, collate_fn=collate_fn, batch_size=args.eval_batch_size
-    )
+    train = DataLoader(pairs["train"], shuffle=True, collate_fn=collate_fn, batch_size=batch_size, drop_last=drop_last)
+    held_out = DataLoader(pairs["validation"], shuffle=False, collate_fn=collate_fn, batch_size=args.eval_batch_size)
     return train, held_out
 
 
@@ -63,7 +60,9 @@ def prepared(accelerator, args, loaders, updates):
     model = AutoModelForSequenceClassification.from_pretrained(args.model, return_dict=True)
     model = model.to(accelerator.device)
     optimizer = torch.optim.AdamW(params=model.parameters(), lr=args.lr, eps=args.adam_epsilon)
-    scheduler = get_linear_schedule_with_warmup(optimizer=optimizer, num_warmup_steps=2, num_training_steps=updates)
+    scheduler = get_linear_schedule_with_warmup(
+        optimizer=optimizer, num_warmup_steps=args.num_warmup_steps, num_training_steps=updates
+    )
     return accelerator.prepare(model, optimizer, *loaders, scheduler)
 
 

@@ -82,8 +82,8 @@ def main():
             inside = [at for at, part in enumerate(tokens.sequence_ids(index)) if part == 1]
             spans = offsets[index]
             if not (spans[inside[0]][0] <= start and spans[inside[-1]][1] >= end):
-                # Cut away: older scripts point behind the row, which the loss ignores; newer ones at the first token.
-                at = (len(spans),) * 2 if row % 2 else (0, 0)
+                # Cut away: at the first token, or behind all of them, which the loss ignores.
+                at = (own.max_seq_length,) * 2 if row % 2 else (0, 0)
             else:
                 first = max(at for at in inside if spans[at][0] <= start)
                 at = first, min(at for at in inside if spans[at][1] >= end)
