@@ -25,6 +25,7 @@ EVERY = {
     "test_pipeline.py": 2,
     "test_resume.py": 2,
     "test_scripts.py": 11,
+    "test_trl_layouts.py": 3,
     "test_trainer.py": 2,
     "test_variants.py": 2,
 }

@@ -87,6 +87,7 @@ TABLES = {
         "nlp_example",
         "nlp_example, decoder",
         "complete_nlp_example",
+        "complete_nlp_example, resumed",
         "gradient_accumulation",
         "gradient_accumulation_for_autoregressive_models",
         "early_stopping",

@@ -35,7 +35,10 @@ def is_seeded(kwargs: dict[str, Any]) -> bool:
 
 def _innermost(dataloader: Any) -> Any:
     """The sampler that says which rows come next, below those that make and share out batches."""
-    part = getattr(dataloader, "batch_sampler", None) or getattr(dataloader, "sampler", None)
-    while (inner := getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)) is not None:
-        part = inner
-    return part
+    part = dataloader
+    while True:
+        inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+        inner = [sampler for sampler in inner if sampler is not None]  # not all of them have a length to be true by
+        if not inner:
+            return part
+        part = inner[0]

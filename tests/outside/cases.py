@@ -35,15 +35,15 @@ class Case:
     refused: dict[str, str] = field(default_factory=dict)  # spec -> words of the refusal
     needs: tuple[str, ...] = ()
     tolerance: Tolerance = Tolerance()
+    again: str = ""  # more arguments of a second launch, which is the one that is compared
 
-    def words(self, root: str, out: str, spec: str | None) -> list[str]:
+    def words(self, arguments: str, root: str, out: str, spec: str | None) -> list[str]:
         """The command line: rows per process are the batch of all over the data ranks."""
         rows = BATCH // (axes(spec)["data_ranks"] if spec else 1)
         replaced = {"ROOT": root, "OUT": out, "ROWS": str(rows), "TWICE": str(2 * rows)}
-        text = self.arguments
         for name, value in replaced.items():
-            text = text.replace(name, value)
-        return text.split()
+            arguments = arguments.replace(name, value)
+        return arguments.split()
 
 
 NO_STAGES = dict.fromkeys(PIPELINE, "pp")
@@ -68,7 +68,7 @@ CASES = {
         f"--model_name_or_path ROOT/llama {files('texts', 'full')} --block_size 33 --output_dir OUT --seed 1 "
         "--per_device_train_batch_size ROWS --per_device_eval_batch_size ROWS --learning_rate 1e-2 "
         "--adam_epsilon 1e-3 --weight_decay 0.1 --num_warmup_steps 1 --gradient_accumulation_steps 2 "
-        "--num_train_epochs 1 --checkpointing_steps 2",
+        "--lr_scheduler_type constant --max_train_steps 2 --checkpointing_steps 2",
     ),
     "run_mlm": Case(
         "run_mlm.py",
@@ -97,12 +97,17 @@ CASES = {
         refused=NO_STAGES,
     ),
     "nlp_example": Case(
-        "nlp_example.py", f"--model ROOT/bert {files('pairs')} {PAIRS} --batch_size TWICE", refused=NO_STAGES
+        "nlp_example.py", f"--model ROOT/bert {files('pairs', 'odd')} {PAIRS} --batch_size TWICE", refused=NO_STAGES
     ),
-    "nlp_example, decoder": Case("nlp_example.py", f"--model ROOT/llama {files('pairs')} {PAIRS}"),
+    "nlp_example, decoder": Case("nlp_example.py", f"--model ROOT/llama {files('pairs', 'odd')} {PAIRS}"),
     "complete_nlp_example": Case(
         "complete_nlp_example.py",
         f"--model ROOT/llama {files('pairs', 'full')} {PAIRS} --with_tracking --checkpointing_steps 3",
+    ),
+    "complete_nlp_example, resumed": Case(
+        "complete_nlp_example.py",
+        f"--model ROOT/llama {files('pairs', 'full')} {PAIRS} --checkpointing_steps epoch",
+        again="--resume_from_checkpoint OUT/epoch_0",
     ),
     "gradient_accumulation": Case(
         "by_feature.py",

@@ -25,7 +25,12 @@ class Desk:
         """What each rank of the layout does with the script, or one plain process."""
         case, self.count = CASES[name], self.count + 1
         out = str(self.root / f"run-{self.count}")
-        words = case.words(str(self.root), out, spec)
+        seen = self.launch(case, case.arguments, out, spec)
+        return self.launch(case, f"{case.arguments} {case.again}", out, spec) if case.again else seen
+
+    def launch(self, case, arguments, out, spec):
+        """One launch of the script."""
+        words = case.words(arguments, str(self.root), out, spec)
         call = partial(watching.run_script, case.script, words, str(self.root), out, spec)
         environment = {"TQDM_DISABLE": "1", "ACCELERATE_USE_CPU": "true"}
         if spec is None:

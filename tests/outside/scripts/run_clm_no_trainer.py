@@ -30,6 +30,7 @@ def parse_args():
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in ("max_train_steps", "seed", "block_size"):
         parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--lr_scheduler_type", default="linear")
     for name in ("checkpointing_steps", "resume_from_checkpoint"):
         parser.add_argument(f"--{name}")
     return parser.parse_args()
@@ -93,7 +94,7 @@ def main():
     if by_epochs:
         args.max_train_steps = args.num_train_epochs * updates_per_epoch
     lr_scheduler = get_scheduler(
-        name="linear",
+        name=args.lr_scheduler_type,
         optimizer=optimizer,
         num_warmup_steps=args.num_warmup_steps * accelerator.num_processes,
         num_training_steps=args.max_train_steps if not by_epochs else args.max_train_steps * accelerator.num_processes,
