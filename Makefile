@@ -57,7 +57,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 matrix: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity --record-support
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/outside --record-support
 	$(BIN)/python -m tests.support_matrix
 
 clean:

@@ -62,8 +62,8 @@ def deepspeed_peer() -> dict[str, Callable[[published.Row], float]]:
         return {}
 
     def says(row: published.Row) -> float:  # they return (CPU memory, GPU memory, …)
-        part = row["params"] / (row["tp"] * row["pp"])
-        ranks, stage = row["dp"], row["zero_stage"] or 0
+        part = row["params"] / (row["tp"] * (row.get("pp") or 1))
+        ranks, stage = row["dp"], row.get("zero_stage") or 0
         if stage == 3:
             largest = int(row["vocab"] * row["hidden"] / row["tp"]) if row.get("vocab") and row.get("hidden") else 0
             return third(int(part), largest, ranks, 1, cpu_offload=False)[1] / GIB
@@ -75,7 +75,8 @@ def deepspeed_peer() -> dict[str, Callable[[published.Row], float]]:
 
 def _name(row: published.Row) -> str:
     name = row["model"].replace(" (BLOOM prequel)", "")
-    return f"{name}, {row['gpus']} x {row['gpu_type'][:9]}, tp {row['tp']} pp {row['pp']} ZeRO-{row['zero_stage']}"
+    layout = f"tp {row['tp']} pp {row.get('pp') or 1} ZeRO-{row.get('zero_stage') or 0}"
+    return f"{name}, {row['gpus']} x {row['gpu_type'][:9]}, {layout}"
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ EVERY = {
     "test_own_engine.py": 2,
     "test_pipeline.py": 2,
     "test_resume.py": 2,
+    "test_scripts.py": 11,
+    "test_trl_layouts.py": 3,
     "test_trainer.py": 2,
     "test_variants.py": 2,
 }
@@ -43,21 +45,24 @@ def runs(tmp_path_factory):
 
 
 def pytest_addoption(parser):
-    """`--all` runs every combination, `--record-support` too, for the README's support matrix."""
+    """`--all` runs every combination; `--record-support` and `--add-support` too, for the README's support matrix."""
     parser.addoption("--all", action="store_true", help="run every combination of models, layouts and settings")
     parser.addoption("--record-support", action="store_true", help="write tests/results/support.json")
+    parser.addoption("--add-support", action="store_true", help="the same for a part of the tests: keep other cells")
 
 
 def pytest_configure(config):
     """Register the marker, and the recorder if it is wanted."""
-    config.addinivalue_line("markers", "support(spec, column): the cell of the support matrix this test stands for")
-    if config.getoption("--record-support"):
-        config.pluginmanager.register(Recorder(), "support-recorder")
+    config.addinivalue_line(
+        "markers", "support(spec, column, outcome='passed'): the cell of the support matrix this test stands for"
+    )
+    if config.getoption("--record-support") or config.getoption("--add-support"):
+        config.pluginmanager.register(Recorder(config.getoption("--add-support")), "support-recorder")
 
 
 def pytest_collection_modifyitems(config, items):
     """Leave out combinations whose parts other tests show, unless all are asked for, or some by name."""
-    chosen = any(config.getoption(option) for option in ("--all", "--record-support", "keyword"))
+    chosen = any(config.getoption(option) for option in ("--all", "--record-support", "--add-support", "keyword"))
     if chosen or any("::" in argument for argument in config.args):
         return
     seen: collections.Counter = collections.Counter()
@@ -71,10 +76,11 @@ def pytest_collection_modifyitems(config, items):
 
 
 class Recorder:
-    """Collects outcomes by (spec, column); a cell fails when one of its tests fails, errors included."""
+    """Collects outcomes by (layout, column); a cell fails when one of its tests fails, errors included."""
 
-    def __init__(self):
+    def __init__(self, adds: bool = False):
         self.cells: dict[str, dict[str, str]] = {}
+        self.adds = adds
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -83,13 +89,15 @@ class Recorder:
         marker = item.get_closest_marker("support")
         if marker is not None and (report.failed or (report.when == "call" and report.passed)):
             spec, column = marker.args
-            row = self.cells.setdefault(spec, {})
+            row = self.cells.setdefault(support_matrix.layout(spec), {})
             if row.get(column) != "failed":
-                row[column] = report.outcome
+                row[column] = "failed" if report.failed else marker.kwargs.get("outcome", "passed")
         return report
 
     def pytest_sessionfinish(self):
         """Write the results file."""
         RESULTS.parent.mkdir(exist_ok=True)
         results = {"versions": support_matrix.versions(), "cells": self.cells}
+        if self.adds and RESULTS.exists():
+            results = support_matrix.added(json.loads(RESULTS.read_text()), results)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")

@@ -1,8 +1,9 @@
 """Turn the parity tests' results into the support matrix of the README.
 
-pytest tests/parity --record-support        # writes tests/results/support.json
-python tests/support_matrix.py              # writes the table into README.md
-python tests/support_matrix.py --check      # exit 1 if README.md says anything else
+pytest tests/parity tests/outside --record-support    # writes tests/results/support.json
+pytest tests/outside --add-support                    # replaces the cells that it runs, keeps the others
+python tests/support_matrix.py                        # writes the tables into README.md
+python tests/support_matrix.py --check                # exit 1 if README.md says anything else
 """
 
 import argparse
@@ -14,10 +15,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- support-matrix:begin -->", "<!-- support-matrix:end -->"
-SIGNS = {"passed": "✓", "failed": "✗", None: ""}
+SIGNS = {"passed": "✓", "failed": "✗", "refused": "–", None: ""}
+#: A layout is named by its axes in this order, in whichever a test spells them.
+AXES = ("dp_replicate", "tp", "pp", "dp_shard")
 LIBRARIES = ("torch", "transformers", "accelerate")
 
-# Rows of the README's tables, in order; a row no test knows is a typing error.
+# Rows of the README's tables, in order; a cell in another row is a typing error.
 TABLES = {
     "model": (
         "Llama",
@@ -62,14 +65,38 @@ TABLES = {
         "DoRA",
         "QLoRA",
         "two models",
+        "Accelerate loop",
+        "library",
+    ),
+    "unchanged script": (
         "trl sft",
         "trl dpo",
         "trl kto",
         "trl reward",
         "trl grpo",
         "trl rloo",
-        "Accelerate loop",
-        "library",
+        "run_clm",
+        "run_clm from scratch",
+        "run_clm --streaming",
+        "run_clm_no_trainer",
+        "run_mlm",
+        "run_glue",
+        "run_glue, decoder",
+        "run_qa",
+        "run_summarization",
+        "nlp_example",
+        "nlp_example, decoder",
+        "complete_nlp_example",
+        "complete_nlp_example, resumed",
+        "gradient_accumulation",
+        "gradient_accumulation_for_autoregressive_models",
+        "early_stopping",
+        "multi_process_metrics",
+        "cross_validation",
+        "peft sft",
+        "peft_lora_clm_accelerate",
+        "dora_finetuning",
+        "sentence-transformers",
     ),
 }
 
@@ -77,6 +104,23 @@ TABLES = {
 def versions() -> dict[str, str]:
     """Versions of the libraries the results are valid for, without local build tags."""
     return {name: version(name).split("+")[0] for name in LIBRARIES}
+
+
+def layout(spec: str) -> str:
+    """One name for one layout: `dp_shard=2,tp=2` is `tp=2,dp_shard=2`."""
+    return ",".join(sorted(spec.split(","), key=lambda item: AXES.index(item.split("=")[0])))
+
+
+def added(former: dict, results: dict) -> dict:
+    """The results of a part of the tests over those of an earlier run."""
+    if former["versions"] != results["versions"]:
+        raise ValueError(
+            f"recorded with {former['versions']}, now {results['versions']}: run --record-support instead"
+        )
+    cells: dict[str, dict[str, str]] = {}
+    for spec, rows in [*former["cells"].items(), *results["cells"].items()]:
+        cells.setdefault(layout(spec), {}).update(rows)
+    return {"versions": results["versions"], "cells": cells}
 
 
 def order(spec: str) -> tuple[int, int]:
@@ -87,13 +131,13 @@ def order(spec: str) -> tuple[int, int]:
 
 def table(results: dict) -> str:
     """The markdown tables, a row per model or feature and a column per spec, and the versions below them."""
-    cells = results["cells"]
+    cells = added(results, {"versions": results["versions"], "cells": {}})["cells"]
     unknown = {row for column in cells.values() for row in column} - {row for rows in TABLES.values() for row in rows}
     if unknown:
         raise ValueError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
     tables = [_table(title, rows, cells) for title, rows in TABLES.items()]
     tested = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    signs = f"✓ same numbers as one process, ✗ not, blank not tested; with {tested}."
+    signs = f"✓ same numbers as one process, ✗ not, – refused at start, blank not tested; with {tested}."
     return "\n\n".join([*filter(None, tables), signs])
 
 

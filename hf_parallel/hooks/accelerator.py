@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,7 @@ def prepare(original: Callable) -> Callable:
             if runtime.parallel_state(model) is None:
                 make_parallel(model)
             normalise_over_data_ranks(model)
+            _offer_no_sync(model)
             _scale_in_pipeline(model, self.scaler)
         for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
             check_optimizer(optimizer)
@@ -190,6 +192,24 @@ def defer_reduction(model: nn.Module) -> Iterator[None]:
     finally:
         for root in roots:
             root.set_requires_gradient_sync(True)
+
+
+def _offer_no_sync(model: nn.Module) -> None:
+    """Scripts for several processes call it on what `prepare` returns, as DDP has it."""
+    if runtime.parallel_state(model) is not None and not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
+
+
+def check_trigger(original: Callable) -> Callable:
+    """Any rank may have set it, those that share a model with another one too: all of them stop, or none."""
+
+    def replacement(self: Any) -> bool:
+        if self.flag_tensor is None:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
+        return original(self)
+
+    return replacement
 
 
 def clip_grad_norm_(original: Callable) -> Callable:

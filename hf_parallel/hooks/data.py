@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import orders, runtime
 from hf_parallel.hooks.places import Place, follow
 from hf_parallel.hooks.random_stream import RandomStream
 from hf_parallel.hooks.rows import count
@@ -28,19 +28,19 @@ def prepare_data_loader(original: Callable) -> Callable:
         mesh = runtime.mesh()
         if kwargs.get("even_batches") is False and mesh.data_size > 1:
             raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
-        return _by_data_rank(original(dataloader, *args, **kwargs))
+        prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
+        # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
+        return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
     return replacement
 
 
-def _by_data_rank(prepared: Any) -> Any:
+def _by_data_rank(prepared: Any, shared: bool) -> Any:
     from accelerate.data_loader import DataLoaderDispatcher
 
-    mesh = runtime.mesh()
     if isinstance(prepared, DataLoaderDispatcher):
         _dispatch_by_data_rank(prepared)
     else:
-        shared = mesh.config.world_size > mesh.data_size
         follow(prepared, Place(prepared, RandomStream.here() if shared else None))
     return prepared
 
@@ -56,7 +56,7 @@ def skip_first_batches(original: Callable) -> Callable:
             if hasattr(dataloader, name):
                 setattr(rest, name, getattr(dataloader, name))
         if place is None:
-            return _by_data_rank(rest) if hasattr(dataloader, "slice_fn") else rest
+            return _by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
         _describe(_skipping_sampler(rest))
         follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
         return rest

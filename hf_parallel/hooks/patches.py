@@ -90,6 +90,7 @@ def all_patches() -> list[Patch]:
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
         Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
         Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),
+        Patch(f"{_ACCELERATOR}.check_trigger", accelerator.check_trigger, "asks data ranks, not those of one model"),
         Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),
         Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),

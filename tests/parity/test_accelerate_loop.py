@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.distributed import run, run_alone
@@ -95,24 +96,47 @@ def _differences(seen: dict, expected: dict) -> list[str]:
     return found if gap <= LOGITS else [*found, f"logits off by {gap:.2e}"]
 
 
-def orders(spec: str | None) -> list[list[int]]:
-    """The rows of loaders in the order in which they are read: two after one seed, then one after the same again."""
+def orders(spec: str | None) -> list[list[list[int]]]:
+    """The rows of loaders in the order in which they are read: two after one seed, then two after the same again."""
     if spec:
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
     accelerator, found = Accelerator(cpu=True), []
-    for seeded in (True, False, True):
+    for seeded, shuffle in ((True, RandomSampler), (False, SubsetRandomSampler), (True, RandomSampler)):
         if seeded:
             torch.manual_seed(5)
-        loader = accelerator.prepare(DataLoader(range(16), batch_size=4, shuffle=True))
-        found.append([int(row) for batch in loader for row in batch])
+        batch_size = 4 // accelerator.num_processes
+        loader = DataLoader(range(16), batch_size=batch_size, sampler=shuffle(range(16)))
+        loader = accelerator.prepare(loader)
+        for epoch in (loader, accelerator.skip_first_batches(loader, 1)):
+            found.append([accelerator.gather(batch).tolist() for batch in epoch])
+        torch.rand(accelerator.process_index)  # a rank's own draws, as of dropout
     return found
 
 
-def test_seeds_order_rows_as_in_one_process():
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2"])
+def test_seeds_order_rows_as_in_one_process(spec):
     """Without a seed between them loaders go on from one another; the same seed brings back the same order."""
-    first, second, third = expected = run_alone(orders, None)
+    first, _, second, *_, third, _ = expected = run_alone(orders, None)
     assert first == third != second
-    for found in run(orders, 2, "tp=2", init=False):
+    for found in run(orders, 2, spec, init=False):
         assert found == expected
+
+
+def stops(spec: str) -> list[bool]:
+    """What `check_trigger` says where only the last rank sets it, once."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    accelerator, found = Accelerator(cpu=True), []
+    for step in range(3):
+        if step == 1 and dist.get_rank() == dist.get_world_size() - 1:
+            accelerator.set_trigger()
+        found.append(accelerator.check_trigger())
+    return found
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2"])
+def test_any_ranks_trigger_stops_all(spec):
+    assert run(stops, 2, spec, init=False) == [[False, True, False]] * 2

@@ -44,3 +44,26 @@ def test_write_then_check(files):
 def test_a_column_nobody_knows_is_an_error():
     with pytest.raises(ValueError, match="Lama"):
         support_matrix.table({**RESULTS, "cells": {"tp=2": {"Lama": "passed"}}})
+
+
+def test_one_layout_is_one_column():
+    cells = {"dp_shard=2,tp=2": {"Llama": "passed"}, "tp=2,dp_shard=2": {"BERT": "refused"}}
+    lines = support_matrix.table({**RESULTS, "cells": cells}).splitlines()
+    assert lines[0] == "| model | `tp=2,dp_shard=2` |"
+    assert "| BERT | – |" in lines
+
+
+def test_a_part_is_added_to_what_was_recorded():
+    part = {"versions": RESULTS["versions"], "cells": {"tp=2,pp=2": {"BERT": "passed"}, "pp=2": {"Llama": "passed"}}}
+    cells = support_matrix.added(RESULTS, part)["cells"]
+    assert cells["tp=2,pp=2"] == {"Llama": "passed", "BERT": "passed"}
+    assert cells["dp_shard=2"] == cells["pp=2"] == {"Llama": "passed"}
+    with pytest.raises(ValueError, match="--record-support"):
+        support_matrix.added(RESULTS, {**part, "versions": {"torch": "2.14.0"}})
+
+
+def test_scripts_have_their_rows():
+    pytest.importorskip("datasets")
+    from tests.outside.cases import CASES
+
+    assert set(CASES) <= set(support_matrix.TABLES["unchanged script"])

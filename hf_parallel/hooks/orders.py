@@ -1,0 +1,44 @@
+"""The order in which a loader reads its rows: with several data ranks that of one process.
+
+For several processes accelerate gives a shuffling sampler without a generator a seed of its own; in one process the
+sampler draws from the process's random numbers. Here it goes on doing so, from the stream that all ranks share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def as_in_one_process(prepare: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+    """`prepare` the loader and leave the drawing of its order to its sampler."""
+    sampler = _innermost(dataloader)
+    if is_seeded(kwargs) or getattr(sampler, "generator", 0) is not None:
+        return prepare(dataloader, *args, **kwargs)
+    sampler.generator = torch.Generator()  # so that no number is drawn for one
+    try:
+        prepared = prepare(dataloader, *args, **kwargs)
+    finally:
+        sampler.generator = None
+    if getattr(prepared, "synchronized_generator", None) is not None:
+        prepared.synchronized_generator = None
+        prepared.rng_types = [kind for kind in prepared.rng_types or () if kind != "generator"]
+    return prepared
+
+
+def is_seeded(kwargs: dict[str, Any]) -> bool:
+    """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
+    return bool(kwargs.get("use_seedable_sampler", False))
+
+
+def _innermost(dataloader: Any) -> Any:
+    """The sampler that says which rows come next, below those that make and share out batches."""
+    part = dataloader
+    while True:
+        inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
+        inner = [sampler for sampler in inner if sampler is not None]  # not all of them have a length to be true by
+        if not inner:
+            return part
+        part = inner[0]

@@ -1,0 +1,137 @@
+"""Local stand-ins for what the scripts would fetch: tokenizers of 515 entries, tiny models, data sets of odd sizes."""
+
+import json
+import random
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from tokenizers import Tokenizer, pre_tokenizers, processors, trainers
+from tokenizers import decoders as tokenizer_decoders
+from tokenizers import models as tokenizer_models
+from transformers import AutoModelForSequenceClassification, BertForMaskedLM, PreTrainedTokenizerFast
+
+from tests import models
+
+VOCABULARY = 515  # no number of ranks divides it
+SPECIAL = ["<pad>", "<unk>", "<cls>", "</s>", "<mask>", "<|im_start|>", "<|im_end|>"]
+#: What stands around a row: as in BERT, at the end only as in T5, nothing.
+FRAMES = {
+    "pairs": {"single": "<cls> $A </s>", "pair": "<cls> $A </s> $B:1 </s>:1"},
+    "ended": {"single": "$A </s>", "pair": "$A </s> $B:1 </s>:1"},
+    "plain": None,
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": VOCABULARY}
+TOKENS = {"bos_token_id": 2, "eos_token_id": 3, "pad_token_id": 0}
+#: Folder -> the model in it and its tokenizer. `wide` has room for a tokenizer that is padded to a multiple of 8.
+MODELS = {
+    "gpt2": ("gpt2", "plain", {"vocab_size": VOCABULARY, "n_embd": 32, "n_inner": 48, "n_layer": 5}),
+    "llama": ("llama", "ended", {**SMALL, "num_hidden_layers": 5, "tie_word_embeddings": False}),
+    "wide": ("llama", "ended", {**SMALL, "num_hidden_layers": 3, "vocab_size": 520}),
+    "bert": ("bert", "pairs", {**SMALL, "num_hidden_layers": 3}),
+    "t5": (
+        "t5",
+        "ended",
+        {"vocab_size": VOCABULARY, "d_model": 32, "d_ff": 48, "num_layers": 3, "num_decoder_layers": 3},
+    ),
+}
+#: Rows per file. 22 and 11 leave ragged last batches of 8; loops of their own train on full ones, or drop the rest.
+ROWS = {"train": 22, "full": 32, "odd": 33, "validation": 11}
+
+
+def write_all(root: str) -> None:
+    """Every model and data set below a folder."""
+    words = " ".join(topics[name] for name in ("assert", "while", "if", "with")).split()
+    tokenizers = {frame: tokenizer(frame) for frame in FRAMES}
+    for name, (kind, frame, changes) in MODELS.items():
+        model(kind, changes).save_pretrained(f"{root}/{name}")
+        tokenizers[frame].save_pretrained(f"{root}/{name}")
+    AutoModelForSequenceClassification.from_pretrained(f"{root}/llama").save_pretrained(f"{root}/scores")
+    tokenizers["ended"].save_pretrained(f"{root}/scores")
+    draw = random.Random(5)
+    for kind in ("texts", "pairs", "questions", "summaries", "chats"):
+        for split, count in ROWS.items():
+            rows = [ROW[kind](words, draw, index) for index in range(count)]
+            write(Path(root, kind, f"{split}.jsonl"), rows)
+        write(Path(root, kind, "test.jsonl"), rows)
+
+
+def tokenizer(frame: str) -> PreTrainedTokenizerFast:
+    """Byte pairs learned from Python's own help texts."""
+    bare = Tokenizer(tokenizer_models.BPE(unk_token="<unk>"))
+    bare.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bare.decoder = tokenizer_decoders.ByteLevel()
+    learning = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=SPECIAL, show_progress=False)
+    bare.train_from_iterator([topics["assert"], topics["while"], topics["exprlists"]], learning)
+    if FRAMES[frame]:
+        known = [(name, bare.token_to_id(name)) for name in ("<cls>", "</s>")]
+        bare.post_processor = processors.TemplateProcessing(**FRAMES[frame], special_tokens=known)
+    names = {"pad_token": "<pad>", "unk_token": "<unk>", "cls_token": "<cls>", "eos_token": "</s>"}
+    inputs = ["input_ids", "token_type_ids", "attention_mask"] if frame == "pairs" else ["input_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bare, **names, mask_token="<mask>", sep_token="</s>", model_input_names=inputs
+    )
+
+
+def model(kind: str, changes: dict):
+    """A model for the scripts; BERT as it is published, without a head for classes."""
+    special = {} if kind in ("bert", "t5") else TOKENS
+    config = models.CONFIGS[kind](
+        **{**special, "pad_token_id": 0, "eos_token_id": 3, "max_position_embeddings": 64, **changes}
+    )
+    if kind != "bert":
+        torch.manual_seed(models.SEED)
+        return models.auto_class(config).from_config(config)
+    torch.manual_seed(models.SEED)
+    config.num_labels = 2
+    return BertForMaskedLM(config)
+
+
+def some(words: list[str], draw: random.Random, least: int, most: int) -> str:
+    """A piece of text."""
+    start = draw.randrange(len(words) - most)
+    return " ".join(words[start : start + draw.randint(least, most)])
+
+
+def question(words: list[str], draw: random.Random, index: int) -> dict:
+    """An answer somewhere in a text; some texts are longer than a window."""
+    context = some(words, draw, 12, 30)
+    parts = context.split()
+    at = draw.randrange(len(parts) - 2)
+    answer = " ".join(parts[at : at + 2])
+    start = len(" ".join(parts[:at])) + (at > 0)
+    return {
+        "id": str(index),
+        "question": some(words, draw, 2, 3),
+        "context": context,
+        "answer": answer,
+        "answer_start": start,
+    }
+
+
+ROW = {
+    "texts": lambda words, draw, index: {"text": some(words, draw, 12, 30)},
+    "pairs": lambda words, draw, index: {
+        "sentence1": some(words, draw, 2, 6),
+        "sentence2": some(words, draw, 2, 6),
+        "label": index * 7 // 3 % 2,
+        "idx": index,
+    },
+    "questions": question,
+    "summaries": lambda words, draw, index: {
+        "document": some(words, draw, 6, 12),
+        "summary": some(words, draw, 1, 4),
+    },
+    "chats": lambda words, draw, index: {
+        "messages": [
+            {"role": "user", "content": some(words, draw, 2, 5)},
+            {"role": "assistant", "content": some(words, draw, 1, 6)},
+        ]
+    },
+}
+
+
+def write(path: Path, rows: list[dict]) -> None:
+    """One row per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
