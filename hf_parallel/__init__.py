@@ -40,7 +40,7 @@ _HOME = {
 
 # Under `python -m hf_parallel` the runner decides what is touched; argv[0] is "-m" while it is being found.
 if not (sys.argv[:1] == ["-m"] and "hf_parallel" in sys.orig_argv):
-    from hf_parallel.hooks.flag import install_on_import
+    from hf_parallel.hooks.trainer.flag import install_on_import
 
     install_on_import()
 

@@ -96,7 +96,7 @@ def prepare(command: Command) -> None:
         _watch_for_checkpoints()
         return
     from hf_parallel import hooks
-    from hf_parallel.hooks import flag
+    from hf_parallel.hooks.trainer import flag
 
     flag.install_on_import()
     if chosen is not None:

@@ -15,27 +15,28 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.anatomy import (
+from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
+from hf_parallel.axes.data.identical import make_identical
+from hf_parallel.axes.data.local_step import step_on_local_parts
+from hf_parallel.axes.data.zero import shard_data_parallel
+from hf_parallel.axes.pipeline import PipelineEngine, cut_into_stages
+from hf_parallel.axes.pipeline.schedules import choose_schedule
+from hf_parallel.axes.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
+from hf_parallel.axes.tensor.region import SequenceParallelFlag
+from hf_parallel.axes.tensor.sequence_parallel import obstacle, pad_sequences, sequence_parallel
+from hf_parallel.axes.tensor.styles import resolve_styles
+from hf_parallel.axes.tensor.tensor_parallel import tensor_parallel
+from hf_parallel.axes.tensor.vocab_parallel import gather_when_read, vocab_parallel
+from hf_parallel.collectives import OneBatch, watch
+from hf_parallel.config import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES, ParallelConfig, SpecError
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.anatomy import (
     flops_per_token,
     loss_sums_over_tokens,
     reads_item_count,
     transformer_blocks,
 )
-from hf_parallel.collectives import OneBatch, watch
-from hf_parallel.config import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES, ParallelConfig, SpecError
-from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.methods import replace_methods
-from hf_parallel.pipeline import PipelineEngine, cut_into_stages
-from hf_parallel.pipeline.schedules import choose_schedule
-from hf_parallel.pipeline.stages import has_tied_embedding, layer_count, layers_per_stage
-from hf_parallel.rewrite.identical import make_identical
-from hf_parallel.rewrite.region import Switch
-from hf_parallel.rewrite.sequence_parallel import obstacle, pad_sequences, sequence_parallel
-from hf_parallel.rewrite.styles import resolve_styles
-from hf_parallel.rewrite.tensor_parallel import tensor_parallel
-from hf_parallel.rewrite.vocab_parallel import gather_when_read, vocab_parallel
-from hf_parallel.sharding import clip_grad_norm as clip_over_mesh
-from hf_parallel.sharding import shard_data_parallel, step_on_local_parts
+from hf_parallel.model_methods import replace_methods
 from hf_parallel.wrapping import models_inside, save_whole, share_own, tied_inside
 
 
@@ -111,7 +112,7 @@ def parallelize(
     if config.tp_size > 1:
         styles = resolve_styles(model, config.tp_size)
         state.sequence_parallel = _wants_sequence_parallel(model, styles, state)
-        switch = Switch(state.sequence_parallel)
+        switch = SequenceParallelFlag(state.sequence_parallel)
         tensor_parallel(model, mesh["tp"], styles, mesh.device, switch, config.tp_overlap)
         vocab_parallel(model, mesh["tp"], styles, mesh.device, state.sums_over_tokens, config.tp_overlap)
         retie(model)
@@ -120,9 +121,11 @@ def parallelize(
     if config.pp_size > 1:
         check_tied_in_a_v(config, tied)
         check_overlap(config)
-        views, elsewhere = cut_into_stages(model, config, mesh.index("pp"), counts)
+        views, remote_modules = cut_into_stages(model, config, mesh.index("pp"), counts)
         parts = config.tp_size if state.sequence_parallel else 1
-        state.pipeline = PipelineEngine(model, views, mesh, tied, state.sums_over_tokens, counts, elsewhere, parts)
+        state.pipeline = PipelineEngine(
+            model, views, mesh, tied, state.sums_over_tokens, counts, remote_modules, parts
+        )
         state.root = state.pipeline.stages
         roots = [(stage, view.layers) for stage, view in zip(state.pipeline.stages, views, strict=True)]
     if not on_meta:

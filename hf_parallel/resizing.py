@@ -11,14 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.anatomy import text_config
+from hf_parallel.axes.data.late_parameters import add_late_parameters, remove_late_parameters
+from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.pipeline.stand_ins import StandIn
+from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.checkpoint import full_state_dict
-from hf_parallel.collectives import meet
+from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.pipeline.stand_ins import StandIn
-from hf_parallel.rewrite.layers import TensorParallelLayer
-from hf_parallel.rewrite.tensor_parallel import shard_parameter
-from hf_parallel.sharding import abandon_parameters, adopt_parameters, sharded_modules
+from hf_parallel.model.anatomy import text_config
 
 
 def resize_token_embeddings(
@@ -34,7 +35,7 @@ def resize_token_embeddings(
     new_rows = -(-(rows if new_num_tokens is None else new_num_tokens) // step) * step
     if new_rows == rows:
         return embedding
-    meet("resize_token_embeddings")
+    assert_all_ranks("resize_token_embeddings")
     names = _check(model, rows, new_rows)
     whole = _resized(model, names, new_rows, mean_resizing)
     _put(model, names, whole, new_rows)
@@ -114,7 +115,7 @@ def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows
     trained = {name: model.get_parameter(name).requires_grad for name in names}
     for module in sharded_modules(state.root):
         module.reshard()
-    abandon_parameters(state.root, local)
+    remove_late_parameters(state.root, local)
     for name, tensor in whole.items():
         _set(model, name, nn.Parameter(tensor, requires_grad=trained[name]), state.mesh)
     for name, source in names.items():
@@ -126,7 +127,7 @@ def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows
     for end in ends:
         _describe(getattr(end, "real", end), rows)
     if state.mesh.data_size > 1:
-        adopt_parameters(state.root)
+        add_late_parameters(state.root)
 
 
 def _set(model: Any, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:

@@ -11,9 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint import full_state_dict as gather_state
 from hf_parallel.checkpoint.slices import axes_and_dims
-from hf_parallel.collectives import meet
+from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.mesh import stored
-from hf_parallel.packed import StoredOrder
+from hf_parallel.model.packed import StoredOrder
 
 _models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -31,7 +31,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     state: Any = getattr(model, "_hf_parallel", None)
     if state is None:
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in model.state_dict().items()}
-    meet("full_state_dict")
+    assert_all_ranks("full_state_dict")
     whole = gather_state(model, state.mesh)
     own = {stored(parameter).data_ptr() for parameter in (*model.parameters(), *model.buffers())}
     whole = {name: tensor.clone() if tensor.data_ptr() in own else tensor for name, tensor in whole.items()}

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_parallel.axes.data.identical import make_identical
+from hf_parallel.axes.data.zero import shard_data_parallel
 from hf_parallel.checkpoint import current, full_state_dict
-from hf_parallel.collectives import meet
+from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.rewrite.identical import make_identical
-from hf_parallel.sharding import shard_data_parallel
 
 
 def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def save_whole(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> N
 def _save(model: Any, parts: dict[str, Any], mesh: ParallelMesh, method: Callable, *args: Any, **kwargs: Any) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
-    meet("save_pretrained")
+    assert_all_ranks("save_pretrained")
     tensors = full_state_dict(model, mesh)
     with current(mesh) as saving:
         if mesh.rank == 0:

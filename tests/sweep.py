@@ -233,7 +233,7 @@ Numbers = tuple[float, dict[str, torch.Tensor], list[str]]
 
 def step(cls: Any, config: PretrainedConfig, batch: dict[str, torch.Tensor], spec: str | None) -> Numbers:
     """Loss, every gradient in the model's own order, and the layout's notes."""
-    from hf_parallel.packed import stored_order
+    from hf_parallel.model.packed import stored_order
 
     model = build(cls, config).train()
     if spec:

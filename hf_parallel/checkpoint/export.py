@@ -23,13 +23,13 @@ import torch
 from hf_parallel.checkpoint.files import TensorFile
 from hf_parallel.checkpoint.folder import LAYOUT
 from hf_parallel.checkpoint.hub_format import Entry, hub_groups
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor
 from hf_parallel.checkpoint.load import converted, in_folder
 from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.resume import has_optimizer, write_plain
 from hf_parallel.checkpoint.save import shards, write_index
 from hf_parallel.checkpoint.saving import CheckpointError, Saving
 from hf_parallel.checkpoint.slices import Part, read
-from hf_parallel.checkpoint.unread import Unread, unread
 
 ADAPTER = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -216,7 +216,7 @@ def _merged(checkpoint: str, base: str, dtype: torch.dtype | None, stack: contex
 class _Values:
     """Reads, merges and converts the tensors of one group when they are asked for."""
 
-    def __init__(self, group: Any, tensors: dict[str, Unread], kinds: list[torch.dtype]):
+    def __init__(self, group: Any, tensors: dict[str, LazyTensor], kinds: list[torch.dtype]):
         self.group, self.tensors, self.kinds = group, tensors, kinds
 
     def __call__(self) -> Iterator[torch.Tensor]:
@@ -225,8 +225,8 @@ class _Values:
             yield value.to(kind)
 
 
-def _lazy(tensor: Any) -> Unread:
-    return tensor if isinstance(tensor, Unread) else unread(tensor)
+def _lazy(tensor: Any) -> LazyTensor:
+    return tensor if isinstance(tensor, LazyTensor) else lazy_tensor(tensor)
 
 
 def _on_meta(folder: str) -> Any:
@@ -240,7 +240,7 @@ def _on_meta(folder: str) -> Any:
         return kind(config)
 
 
-def _merge(model: Any, tensors: dict[str, Unread], checkpoint: str, stack: contextlib.ExitStack) -> None:
+def _merge(model: Any, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:
     """Replace what an adapter changes by its sum with the base, computed when it is read."""
     with open(os.path.join(checkpoint, ADAPTER), encoding="utf-8") as file:
         config = json.load(file)
@@ -276,7 +276,7 @@ def _targeted(model: Any, path: str, config: dict[str, Any]) -> list[str]:
     return [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
 
 
-def _rank(weight: Unread, a: Any) -> int:
+def _rank(weight: LazyTensor, a: Any) -> int:
     """Of an adapter; that of experts has A and B of all of them side by side."""
     return int(a.shape[0]) // (weight.shape[0] if len(weight.shape) == 3 else 1)
 
@@ -288,7 +288,7 @@ def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _factors(weight: Unread, a: Any, b: Any, module: Any, by_input: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(weight: LazyTensor, a: Any, b: Any, module: Any, by_input: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Two matrices, or two stacks of one per expert, whose product has the weight's shape; fp32.
 
     Args:
@@ -303,7 +303,7 @@ def _factors(weight: Unread, a: Any, b: Any, module: Any, by_input: bool) -> tup
     return (second.mT, first.mT) if by_input else (first, second)
 
 
-def _sum(weight: Unread, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float) -> Unread:
+def _sum(weight: LazyTensor, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]], scaling: float) -> LazyTensor:
     """W + scaling B A in fp32."""
 
     def part(wanted: Part) -> torch.Tensor:
@@ -311,4 +311,4 @@ def _sum(weight: Unread, factors: Callable[[], tuple[torch.Tensor, torch.Tensor]
         add = whole.baddbmm_ if whole.dim() == 3 else whole.addmm_
         return read(add(*factors(), alpha=scaling).to(weight.dtype), wanted)
 
-    return Unread(part, weight.shape, weight.dtype)
+    return LazyTensor(part, weight.shape, weight.dtype)

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from hf_parallel.checkpoint.gather import as_bytes, gathered, part_of
 from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.checkpoint.lazy_tensor import DTYPES
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.saving import Saving
 from hf_parallel.checkpoint.slices import runs
-from hf_parallel.checkpoint.unread import DTYPES
 from hf_parallel.checkpoint.writers import Item, rounds
 
 #: Bytes that a rank writes before it asks whether others could: a save that fails, fails soon.

@@ -18,7 +18,7 @@ from hf_parallel.checkpoint.slices import Part, axes_and_dims, cut_part, place, 
 from hf_parallel.checkpoint.writers import Item
 from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.packed import stored_order
+from hf_parallel.model.packed import stored_order
 
 
 def describe(model: nn.Module, name: str, tensor: Any, stage: int) -> Entry:

@@ -1,7 +1,7 @@
 """What the tensors of a model become in a Hub folder: other names for some models, and other tensors for a few.
 
 transformers converts checkpoints while loading, and back while saving. Its conversion back is given tensors that are
-not read (`unread.py`), and tells by what it makes of them which belong together: those are gathered together, all
+not read (`lazy_tensor.py`), and tells by what it makes of them which belong together: those are gathered together, all
 experts of one layer, or q, k and v, and are then read from what was gathered.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor
 from hf_parallel.checkpoint.slices import Part, read
-from hf_parallel.checkpoint.unread import Unread
-from hf_parallel.packed import StoredOrder
+from hf_parallel.model.packed import StoredOrder
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,9 @@ def hub_groups(model: Any, entries: Iterable[Entry], convert: bool = True) -> li
     return list(groups.values())
 
 
-def _group(members: tuple[Entry, ...], saved: dict[str, Unread], own: dict[str, Unread], gathered: Any) -> Group:
+def _group(
+    members: tuple[Entry, ...], saved: dict[str, LazyTensor], own: dict[str, LazyTensor], gathered: Any
+) -> Group:
     entries = tuple(Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items())
     tensors = list(saved.values())
     if len(members) == len(tensors) == 1 and tensors[0].part is own[members[0].name].part:  # at most renamed
@@ -88,23 +90,23 @@ def _group(members: tuple[Entry, ...], saved: dict[str, Unread], own: dict[str, 
     return Group(members, entries, functools.partial(_convert, tensors, gathered))
 
 
-def _convert(saved: list[Unread], gathered: dict[str, torch.Tensor], found: Any) -> Iterator[torch.Tensor]:
+def _convert(saved: list[LazyTensor], gathered: dict[str, torch.Tensor], found: Any) -> Iterator[torch.Tensor]:
     gathered.update(found)
     for tensor in saved:
         yield tensor.whole()
     gathered.clear()
 
 
-def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> Unread:
+def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
     """A tensor of the model, to be read once it is in `gathered`."""
 
     def part(wanted: Part) -> torch.Tensor:
         return read(gathered[entry.name], wanted)
 
-    return Unread(part, entry.shape, entry.dtype, origins=frozenset([entry.name]))
+    return LazyTensor(part, entry.shape, entry.dtype, origins=frozenset([entry.name]))
 
 
-def _revert(model: Any, own: dict[str, Unread]) -> dict[str, Unread]:
+def _revert(model: Any, own: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

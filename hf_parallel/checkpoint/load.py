@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_parallel.checkpoint.lazy_tensor import lazy_tensor, values
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.mesh import stored
-from hf_parallel.packed import stored_order
+from hf_parallel.model.packed import stored_order
 
 
 def load_weights(model: nn.Module, directory: str) -> None:
@@ -48,7 +48,7 @@ def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") 
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(directory, stem):
         opened = stack.enter_context(RangeFile(os.path.join(directory, file)))
-        tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
+        tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
     return tensors
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from hf_parallel.checkpoint.unread import DTYPES
+from hf_parallel.checkpoint.lazy_tensor import DTYPES
 
 #: Bytes that are read at once where only a part of each row is kept.
 BLOCK = 16 << 20

@@ -27,16 +27,16 @@ from hf_parallel.checkpoint.eight_bit import pack_states, plain_slots
 from hf_parallel.checkpoint.files import TensorFile, write
 from hf_parallel.checkpoint.gather import entries_of
 from hf_parallel.checkpoint.hub_format import Group
+from hf_parallel.checkpoint.lazy_tensor import lazy_tensor, values
 from hf_parallel.checkpoint.names import named, names_in_order, of_stages
 from hf_parallel.checkpoint.optimizer_state import OptimizerState, as_json, from_json, kind_of, read_state
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.save import shards, taken
 from hf_parallel.checkpoint.saving import Saving, current
 from hf_parallel.checkpoint.slices import local_part
-from hf_parallel.checkpoint.unread import unread, values
 from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.packed import stored_order
+from hf_parallel.model.packed import stored_order
 
 FOLDER = "optimizer"
 INDEX = "index.json"
@@ -154,7 +154,7 @@ def _saved(folder: str, stack: contextlib.ExitStack) -> OptimizerState:
     state = OptimizerState(index["optimizer"], numbers=index["numbers"])
     for name in index["files"]:
         opened = stack.enter_context(RangeFile(os.path.join(folder, name)))
-        state.tensors.update({key: unread(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
+        state.tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118
     for number, group in enumerate(index["groups"]):
         state.groups.append(group["options"])
         state.options.update(dict.fromkeys(group["parameters"], group["options"]))

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.packed import StoredOrder
+from hf_parallel.model.packed import StoredOrder
 
 #: Per dimension, the indices that are wanted.
 Part = tuple[torch.Tensor, ...]

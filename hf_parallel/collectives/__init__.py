@@ -1,7 +1,7 @@
 """Differentiable collectives: each names what it does forward and backward. Some that only start. Who is here."""
 
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
-from hf_parallel.collectives.attendance import AloneError, meet, watch
+from hf_parallel.collectives.desync import AloneError, assert_all_ranks, watch
 from hf_parallel.collectives.differentiable import (
     all_reduce,
     begin_gather_sequence,
@@ -27,7 +27,7 @@ __all__ = [
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
-    "meet",
+    "assert_all_ranks",
     "reduce_from_group",
     "reduce_scatter_sequence",
     "split_sequence",

@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
-from hf_parallel.anatomy import attention_heads
+from hf_parallel.axes.pipeline import cut_into_stages
+from hf_parallel.axes.pipeline.stages import has_tied_embedding, layers_per_stage
+from hf_parallel.axes.tensor.styles import styles_and_origins
+from hf_parallel.axes.tensor.tensor_parallel import check_kind
+from hf_parallel.axes.tensor.vocab_parallel import check_vocabulary
 from hf_parallel.config import AXES, ParallelConfig, SpecError
 from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
 from hf_parallel.doctor.sizes import distinct_parameters, slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates
+from hf_parallel.model.anatomy import attention_heads
 from hf_parallel.parallelize import (
     check_overlap,
     check_tied_in_a_v,
@@ -23,11 +28,6 @@ from hf_parallel.parallelize import (
     why_whole_sequences,
     with_schedule,
 )
-from hf_parallel.pipeline import cut_into_stages
-from hf_parallel.pipeline.stages import has_tied_embedding, layers_per_stage
-from hf_parallel.rewrite.styles import styles_and_origins
-from hf_parallel.rewrite.tensor_parallel import check_kind
-from hf_parallel.rewrite.vocab_parallel import check_vocabulary
 
 Origins = dict[str, tuple[str, str]]  # module -> style and where it comes from
 

@@ -95,7 +95,7 @@ def read_checkpoints(opened: str | None = None) -> None:
         opened: one that a resuming Trainer has already begun to read: it is checked.
     """
     from hf_parallel.hooks.patches import patches_without_layout
-    from hf_parallel.hooks.resuming import damages, refuse_damages
+    from hf_parallel.hooks.trainer.resuming import damages, refuse_damages
 
     if not _undo_list:
         if opened is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_parallel.collectives import meet
+from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 
 _ENDED = "decide alike on all ranks when to stop: control.should_training_stop of one rank stops that one alone"
@@ -16,7 +16,7 @@ def attended(call: str) -> Callable:
 
     def make(original: Callable) -> Callable:
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            meet(call)
+            assert_all_ranks(call)
             _begin(self.model)
             return original(self, *args, **kwargs)
 
@@ -29,10 +29,10 @@ def train(original: Callable) -> Callable:
     """All ranks begin, and all end after the same step."""
 
     def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        meet("trainer.train")
+        assert_all_ranks("trainer.train")
         _begin(self.model)
         found = original(self, *args, **kwargs)
-        meet("the end of trainer.train", _ENDED)
+        assert_all_ranks("the end of trainer.train", _ENDED)
         return found
 
     return replacement

@@ -15,7 +15,7 @@ from hf_parallel import hooks
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import Patch, apply_when_imported, undo
-from hf_parallel.hooks.peft_before import make_parallel_below
+from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of

@@ -7,31 +7,18 @@ libraries what would use it.
 
 from __future__ import annotations
 
-from hf_parallel.hooks import (
-    accelerator,
-    checkpoints,
-    data,
-    eight_bit,
-    entries,
-    four_bit,
-    from_pretrained,
-    generating,
-    loading,
-    losses,
-    means,
-    merging,
-    parts,
-    peft,
-    peft_settings,
-    processes,
-    resuming,
-    scaler,
-    states,
-    trainer,
-    trl,
-    without_layout,
-)
+from hf_parallel.hooks import entries
+from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, scaler
+from hf_parallel.hooks.bitsandbytes import eight_bit, four_bit
 from hf_parallel.hooks.patching import Patch
+from hf_parallel.hooks.peft import adapters as peft
+from hf_parallel.hooks.peft import merging
+from hf_parallel.hooks.peft import settings as peft_settings
+from hf_parallel.hooks.trainer import checkpoints, losses, means, plain_resume, resuming
+from hf_parallel.hooks.trainer import training as trainer
+from hf_parallel.hooks.transformers import from_pretrained, loading, parts
+from hf_parallel.hooks.trl import online
+from hf_parallel.hooks.trl import trainers as trl
 
 _MODEL = "transformers.modeling_utils"
 _LOADING = "transformers.core_model_loading"
@@ -94,8 +81,8 @@ def all_patches() -> list[Patch]:
         Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),
         Patch(f"{_ACCELERATOR}.clip_grad_norm_", accelerator.clip_grad_norm_, "norm of one stage or shard only"),
         Patch(f"{_ACCELERATOR}.get_state_dict", accelerator.get_state_dict, "returns shards"),
-        Patch(f"{_ACCELERATOR}.save_state", states.save_state, "writes shards over one another"),
-        Patch(f"{_ACCELERATOR}.load_state", states.load_state, "reads whole weights"),
+        Patch(f"{_ACCELERATOR}.save_state", save_state.save_state, "writes shards over one another"),
+        Patch(f"{_ACCELERATOR}.load_state", save_state.load_state, "reads whole weights"),
         # torch: what scripts do to weights by hand.
         Patch("torch:save", parts.save, "pickles a part of the weights without a word"),
         Patch(f"{_DTENSOR}.__getitem__", parts.get_rows, "what is written to rows of a cut weight is lost"),
@@ -210,25 +197,25 @@ def _generating(kind: str) -> list[Patch]:
     module = f"{_TRL}.{kind.lower()}_trainer"
     trainer = f"{module}:{kind}Trainer"
     return [
-        Patch(f"{module}:set_seed", generating.set_seed, "a seed per process"),
-        Patch(f"{module}:pad", generating.pad, "pads by process"),
-        Patch(f"{module}:shuffle_sequence_dict", generating.shuffle_sequence_dict, "shuffles by process"),
-        Patch(f"{module}:split_tensor_dict", generating.split_tensor_dict, "splits by process"),
+        Patch(f"{module}:set_seed", online.set_seed, "a seed per process"),
+        Patch(f"{module}:pad", online.pad, "pads by process"),
+        Patch(f"{module}:shuffle_sequence_dict", online.shuffle_sequence_dict, "shuffles by process"),
+        Patch(f"{module}:split_tensor_dict", online.split_tensor_dict, "splits by process"),
         Patch(
             f"{trainer}._generate_and_score_completions",
-            generating.generate_and_score,
+            online.generate_and_score,
             "takes rows by process, repeated ones too",
         ),
-        Patch(f"{trainer}._generate", generating.generate, "counts repeated rows"),
-        Patch(f"{trainer}._calculate_rewards", generating.calculate_rewards, "asks on every process"),
-        Patch(f"{trainer}._compute_loss", generating.compute_loss, "mean of means"),
+        Patch(f"{trainer}._generate", online.generate, "counts repeated rows"),
+        Patch(f"{trainer}._calculate_rewards", online.calculate_rewards, "asks on every process"),
+        Patch(f"{trainer}._compute_loss", online.compute_loss, "mean of means"),
     ]
 
 
 def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
     return [
-        Patch(f"{_TRAINER}.train", without_layout.train, "reads what is damaged"),
-        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", without_layout.load_optimizer, "knows optimizer.pt only"),
-        Patch(f"{_ACCELERATOR}.load_state", states.load_state_without_layout, "knows optimizer.bin only"),
+        Patch(f"{_TRAINER}.train", plain_resume.train, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_optimizer_and_scheduler", plain_resume.load_optimizer, "knows optimizer.pt only"),
+        Patch(f"{_ACCELERATOR}.load_state", save_state.load_state_without_layout, "knows optimizer.bin only"),
     ]

@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.trainer import check_arguments
+from hf_parallel.hooks.trainer.training import check_arguments
 
 #: Seconds after which a network file system takes the locks of a lost node away (90 by default in NFS 4).
 LEASE_S = 120.0

@@ -29,12 +29,12 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from hf_parallel.anatomy import backbone_plan, transformer_blocks
+from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, coordinates
+from hf_parallel.model.anatomy import backbone_plan, transformer_blocks
 from hf_parallel.parallelize import parallelize, state_of, with_schedule
-from hf_parallel.pipeline.schedules import micro_batch_count
-from hf_parallel.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
 from hf_parallel.planner.continuation import extend, fullest
 from hf_parallel.planner.fake_world import fake_world, materialise, taken_for_real
 from hf_parallel.planner.observe import Communication, Observed, observe

@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.config import AXES, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
 from hf_parallel.planner.ledger import Ledger, Traffic
-from hf_parallel.sharding import sharded_modules
 
 Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hf_parallel.pipeline.orders import BACKWARD_WEIGHT
+from hf_parallel.axes.pipeline.orders import BACKWARD_WEIGHT
 from hf_parallel.planner.communication import Group, Transfer, groups
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
@@ -100,9 +100,9 @@ def _tensor_of_adapters(
     outputs, first = (3 if again else 2) * layers, any(stage.is_first for stage in stages)  # whose input is frozen
     if layout.sequence_parallel:
         inputs = (4 if again else 2) * layers + any(stage.is_last for stage in stages)
-        regathered = 0 if job.stored < ADAPTER_WIDTH else 2 * layers
+        gathered_again = 0 if job.stored < ADAPTER_WIDTH else 2 * layers
         yield Transfer("tp", "all_gather", stream, inputs * batches, group, "layers' inputs")
-        yield Transfer("tp", "all_gather", product, (2 * layers + regathered) * batches, group, "gradients")
+        yield Transfer("tp", "all_gather", product, (2 * layers + gathered_again) * batches, group, "gradients")
         yield Transfer("tp", "reduce_scatter", product, outputs * batches, group, "layers' outputs")
         yield Transfer("tp", "reduce_scatter", stream, (2 * layers - first) * batches, group, "gradients of inputs")
     else:

@@ -138,7 +138,7 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
     Raises:
         SpecError: the layout has no pipeline, or a PNG is asked for without matplotlib.
     """
-    from hf_parallel.pipeline import picture
+    from hf_parallel.axes.pipeline import picture
     from hf_parallel.planner.timelines import predicted_timeline
 
     if choice.config.pp_size == 1:
@@ -153,7 +153,7 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
 
 
 def _png_timeline(path: Any, timeline: Any, name: str) -> None:
-    from hf_parallel.pipeline.picture import COLOURS as KINDS
+    from hf_parallel.axes.pipeline.picture import COLOURS as KINDS
 
     pyplot = _pyplot(path)
     figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.45 * timeline.ranks))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
+from hf_parallel.axes.pipeline.balance import Cost, Costs, balance
+from hf_parallel.axes.pipeline.timeline import even_split
 from hf_parallel.config import V_SCHEDULES, SpecError
-from hf_parallel.pipeline.balance import Cost, Costs, balance
-from hf_parallel.pipeline.timeline import even_split
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import Block, ModelShape, distinct
 

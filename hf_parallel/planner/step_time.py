@@ -10,8 +10,8 @@ import itertools
 import math
 from dataclasses import dataclass
 
-from hf_parallel.pipeline.orders import BACKWARD, FORWARD, Action, Order, order, peak_live
-from hf_parallel.pipeline.timeline import simulate
+from hf_parallel.axes.pipeline.orders import BACKWARD, FORWARD, Action, Order, order, peak_live
+from hf_parallel.axes.pipeline.timeline import simulate
 from hf_parallel.planner.communication import groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout

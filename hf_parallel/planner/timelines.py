@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_parallel.pipeline.timeline import Timeline, simulate
+from hf_parallel.axes.pipeline.timeline import Timeline, simulate
 from hf_parallel.planner.predict import Prediction
 from hf_parallel.planner.stage_times import stage_times
 from hf_parallel.planner.stages import make_stages

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel import parallelize
-from hf_parallel.hooks.scaler import MeshGradScaler
+from hf_parallel.hooks.accelerate.scaler import MeshGradScaler
 from tests import models
 from tests.distributed import run, run_alone
 from tests.training import axes, spec_id

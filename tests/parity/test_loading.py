@@ -43,7 +43,7 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    from hf_parallel.packed import packed_order
+    from hf_parallel.model.packed import packed_order
 
     for number, (key, parameter) in enumerate(list(model.named_parameters())):
         owner, _, name = key.rpartition(".")

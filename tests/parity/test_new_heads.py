@@ -17,7 +17,7 @@ CLASSES = 5
 
 def in_order(model: torch.nn.Module) -> torch.nn.Module:
     """Pretend that some weights are packed: MLPs as [gate | up] would be, and the rows of a head reversed."""
-    from hf_parallel.packed import StoredOrder, packed_order
+    from hf_parallel.model.packed import StoredOrder, packed_order
 
     for name, module in model.named_modules():
         if name.endswith("gate_proj"):
@@ -37,7 +37,7 @@ def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwar
         return {"weights": whole, "sizes": info["mismatched_keys"], "next": torch.rand(2)}
     from hf_parallel import hooks
     from hf_parallel.checkpoint import full_state_dict
-    from hf_parallel.hooks import from_pretrained
+    from hf_parallel.hooks.transformers import from_pretrained
 
     hooks.activate(spec, source="test")
     if packed:

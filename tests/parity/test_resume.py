@@ -12,7 +12,7 @@ from transformers import TrainerCallback, default_data_collator
 
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.hooks import flag
+from hf_parallel.hooks.trainer import flag
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import (

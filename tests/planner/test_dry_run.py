@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks.planned_adapters import four_bit, lora
+from hf_parallel.hooks.peft.planned_adapters import four_bit, lora
 from hf_parallel.planner.dry_run import dry_run
 from tests import models
 from tests.distributed import run, run_alone

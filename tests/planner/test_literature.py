@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_parallel.pipeline.orders import order
+from hf_parallel.axes.pipeline.orders import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
 from hf_parallel.planner.communication import groups, ring_factor
 from hf_parallel.planner.layout import Job, make_job

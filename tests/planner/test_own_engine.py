@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_parallel.config import ParallelConfig
-from hf_parallel.hooks.planned_adapters import lora
+from hf_parallel.hooks.peft.planned_adapters import lora
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.choices import Goal
 from hf_parallel.planner.communication import groups

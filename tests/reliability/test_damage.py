@@ -29,7 +29,7 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "missing": delete}
 def resumed_from_damage(initial: str, out: str, copies: str) -> tuple[dict, dict]:
     """For each damage to the second of two checkpoints: what a resume from it says, and what `True` takes instead."""
     from hf_parallel import checkpoint, hooks
-    from hf_parallel.hooks import resuming
+    from hf_parallel.hooks.trainer import resuming
 
     hooks.activate(SPEC, source="test")
     _, trainer = train(initial, out, axes(SPEC)["data_ranks"], max_steps=2, save_steps=1)

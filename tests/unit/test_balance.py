@@ -8,10 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 
-from hf_parallel.anatomy import backbone_plan
+from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, block_costs, explain
+from hf_parallel.axes.pipeline.stages import backbone_of
 from hf_parallel.config import SpecError
-from hf_parallel.pipeline.balance import Cost, Costs, balance, block_costs, explain
-from hf_parallel.pipeline.stages import backbone_of
+from hf_parallel.model.anatomy import backbone_plan
 from tests.models import DECODER
 
 LLAMA_8B = {

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hf_parallel import cli
+from hf_parallel.axes.tensor import tensor_parallel
 from hf_parallel.config import ParallelConfig
 from hf_parallel.doctor import build_on_meta, examine
 from hf_parallel.doctor.sizes import CUTS
 from hf_parallel.mesh import coordinates
-from hf_parallel.rewrite import tensor_parallel
 from tests import models
 from tests.distributed import RankFailure, run
 

@@ -14,7 +14,7 @@ import pytest
 
 from hf_parallel import hooks
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.hooks import flag
+from hf_parallel.hooks.trainer import flag
 from tests.distributed import run_alone
 
 ROOT = Path(__file__).parents[2]

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hf_parallel.rewrite import log_probs
-from hf_parallel.rewrite.log_probs import Scaling
+from hf_parallel.axes.tensor import log_probs
+from hf_parallel.axes.tensor.log_probs import Scaling
 from tests.distributed import run
 
 TOKENS, HIDDEN, VOCABULARY = 11, 8, 13

@@ -21,11 +21,12 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from hf_parallel.axes.tensor import deferred_wgrad as late_gradients
+from hf_parallel.axes.tensor import gather_recompute, overlap
+from hf_parallel.axes.tensor.deferred_wgrad import column_linear, enter_columns
+from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.collectives.asynchronous import Started
-from hf_parallel.rewrite import late_gradients, overlap, regather
-from hf_parallel.rewrite.late_gradients import column_linear, enter_columns
-from hf_parallel.rewrite.overlap import row_linear
 from tests.counting import CountCollectives
 from tests.distributed import run
 
@@ -67,9 +68,9 @@ class Block(nn.Module):
         return row_linear(inner, local(self.down), self.group, self.sequence_parallel)
 
     def plain(self, x: torch.Tensor) -> torch.Tensor:
-        entered = (regather.gather if self.sequence_parallel else copy_to_group)(x, self.group)
-        up = regather.linear(entered, local(self.up), local(self.bias))
-        inner = up * regather.linear(entered, local(self.gate), None)
+        entered = (gather_recompute.gather if self.sequence_parallel else copy_to_group)(x, self.group)
+        up = gather_recompute.linear(entered, local(self.up), local(self.bias))
+        inner = up * gather_recompute.linear(entered, local(self.gate), None)
         leave = reduce_scatter_sequence if self.sequence_parallel else reduce_from_group
         return leave(F.linear(inner, local(self.down)), self.group)
 
@@ -285,7 +286,7 @@ def test_order_with_sequence_parallelism():
     up_and_gate = ["product"] * 2
     assert forward == ["gather", "wait", *up_and_gate, "product", "scatter", "product", "scatter", "wait", "wait"]
     down = ["gather", "gather", "wait", "product", "wait", "product", "product"]
-    gather_again, its_wait = "gather", "wait"  # regather.py
+    gather_again, its_wait = "gather", "wait"  # gather_recompute.py
     assert backward == [*down, gather_again, *up_and_gate, "scatter", its_wait, *up_and_gate, "wait"]
     assert (plain.count("gather"), plain.count("scatter")) == (3, 2)  # one more each: the row's come in halves
     assert overlapped == elements
@@ -366,7 +367,7 @@ def kept_elements() -> list[int]:
 
 
 def test_keeps_no_more_than_before():
-    """Of the gathered input its part, as in regather.py."""
+    """Of the gathered input its part, as in gather_recompute.py."""
     plain, overlapped = run(kept_elements, 2)[0]
     assert overlapped == plain
 

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.rewrite.region import Region, Switch
-from hf_parallel.rewrite.sequence_parallel import _padded_mask
+from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.sequence_parallel import _padded_mask
 from tests.distributed import RankFailure, run
 
 
@@ -19,7 +19,7 @@ class Attention(nn.Module):
 
 def enter(*args: torch.Tensor, **kwargs: torch.Tensor) -> None:
     owner = Attention()
-    Region(owner, dist.group.WORLD, Switch(False), at_owner=True).enter_owner(owner, args, kwargs)
+    Region(owner, dist.group.WORLD, SequenceParallelFlag(False), at_owner=True).enter_owner(owner, args, kwargs)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -40,7 +40,7 @@ def test_the_gradient_of_what_heads_read_besides_is_summed():
     def gradients():
         owner, hidden = Attention(), torch.ones(1, 2, 4)
         shared, added = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
-        region = Region(owner, dist.group.WORLD, Switch(False), at_owner=True)
+        region = Region(owner, dist.group.WORLD, SequenceParallelFlag(False), at_owner=True)
         _, given = region.enter_owner(owner, (hidden,), {"rel_embeddings": shared, "residual": added})
         (given["rel_embeddings"] * (dist.get_rank() + 1) + given["residual"]).sum().backward()
         return shared.grad, added.grad

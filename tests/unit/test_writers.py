@@ -10,7 +10,7 @@ from hf_parallel.checkpoint.gather import part_of
 from hf_parallel.checkpoint.hub_format import Entry, Group
 from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import coordinates
-from hf_parallel.packed import packed_order
+from hf_parallel.model.packed import packed_order
 from tests.training import axes
 
 SPECS = [

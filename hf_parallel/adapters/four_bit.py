@@ -1,0 +1,175 @@
+"""Frozen linears in 4 bits (Dettmers et al., 2023, QLoRA): one packed parameter per layer, cut over tp, then sharded.
+
+    weight [out, in]  ->  codes of 4 bits, row after row: out · in / 2 bytes
+                          the largest value of each block of 64 weights, in fp32: out · in / 16 bytes
+
+Blocks run along rows, so a part of whole rows, or of columns in whole blocks, has the codes that the whole weight has
+there: each rank packs its own part. To FSDP2 the bytes are a parameter like any other. A product unpacks the weight
+for as long as it takes, and once more in the backward: bitsandbytes does both.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.axes.tensor.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local, rows_on
+from hf_parallel.collectives import copy_weight_to_group
+from hf_parallel.config import SpecError
+
+BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a weight was packed. `source` stands on the meta device for what this rank has of the weight in full."""
+
+    source: torch.Tensor
+    quant_type: str  # nf4 or fp4
+    double: bool  # the largest values were rounded to 8 bits
+    compute_dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in] of this rank's part."""
+        return (self.source._local_tensor if isinstance(self.source, DTensor) else self.source).shape
+
+    @property
+    def nbytes(self) -> int:
+        """Of the packed part."""
+        return self.shape.numel() // 2 + self.shape.numel() // BLOCK * 4
+
+    def opened(self, packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Codes and bitsandbytes' description of them."""
+        from bitsandbytes import functional
+
+        codes, largest = packed.split([self.shape.numel() // 2, self.nbytes - self.shape.numel() // 2])
+        state = functional.QuantState(
+            absmax=largest.view(torch.float32),
+            shape=self.shape,
+            code=functional.get_4bit_type(self.quant_type, device=packed.device),
+            blocksize=BLOCK,
+            quant_type=self.quant_type,
+            dtype=self.source.dtype,
+        )
+        return codes.unsqueeze(1), state
+
+
+class _Product(torch.autograd.Function):
+    """x […, in] -> […, out]; only the packed weight is kept for the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+        from bitsandbytes import matmul_4bit
+
+        ctx.save_for_backward(packed)
+        ctx.packing = packing
+        codes, state = packing.opened(packed)
+        return matmul_4bit(x, codes, state)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        from bitsandbytes.functional import dequantize_4bit
+
+        (packed,) = ctx.saved_tensors
+        return gradient @ dequantize_4bit(*ctx.packing.opened(packed)).to(gradient.dtype), None, None
+
+
+class FourBit(nn.Module):
+    """Mixin for a linear whose weight is packed."""
+
+    packing: Packing
+    weight: Any
+    bias: Any
+    region: Any
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """x […, in] times the weight of this rank, in `compute_dtype` whatever x has, as bitsandbytes does."""
+        return _Product.apply(x.to(self.packing.compute_dtype), local(self.weight), self.packing).to(x.dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _plus(self.product(input), self.bias)
+
+
+class FourBitColumn(FourBit):
+    """In front of ColumnParallel."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _plus(self.product(self.region.enter(input)), local(self.bias))
+
+
+class FourBitRow(FourBit):
+    """In front of RowParallel."""
+
+    adapted: Any
+    leave: Any
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = self.product(input)
+        return output if self.adapted else self.leave(output)
+
+
+class FourBitShared(FourBit):
+    """In front of SharedHeads."""
+
+    rows: torch.Tensor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = self.product(self.region.enter(input))
+        bias = None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
+        return _plus(output, bias)[..., rows_on(self, input.device)]
+
+
+class FourBitPartial(FourBit):
+    """In front of PartialGradient."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _plus(
+            self.product(input), None if self.bias is None else copy_weight_to_group(self.bias, self.region.group)
+        )
+
+
+def _plus(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return output if bias is None else output + bias.to(output.dtype)
+
+
+_MIXINS: dict[type, type] = {ColumnParallel: FourBitColumn, RowParallel: FourBitRow, SharedHeads: FourBitShared}
+_MIXINS |= {PartialGradient: FourBitPartial, nn.Linear: FourBit}
+
+
+def pack_linear(name: str, module: Any, quant_type: str, double: bool, compute_dtype: torch.dtype) -> None:
+    """Let a linear that is split already, and on the meta device, expect and use a packed weight.
+
+    Raises:
+        SpecError: a row, or this rank's part of it, is not whole blocks; or its products are overlapped.
+    """
+    packing = Packing(module.weight.detach(), quant_type, double, compute_dtype)
+    for what, width in (("rows", module.in_features), ("this rank's parts of rows", packing.shape[1])):
+        if width % BLOCK:
+            raise SpecError(
+                f"load_in_4bit: {what} of {name} hold {width} weights, not whole blocks of {BLOCK}; "
+                f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"] works'
+            )
+    region = getattr(module, "region", None)
+    if region is not None and region.overlap:
+        raise SpecError("tp_overlap=true: products with weights of 4 bits are not overlapped; false works")
+    if isinstance(module, ColumnParallel):
+        del module.region.columns[module]
+    mixin = next(mixin for kind, mixin in _MIXINS.items() if isinstance(module, kind))
+    module._parameters["weight"] = nn.Parameter(
+        torch.empty(packing.nbytes, dtype=torch.uint8, device="meta"), requires_grad=False
+    )
+    kind: Any = type(module)
+    module.packing, module.__class__ = packing, _in_front(mixin, kind)
+
+
+@functools.cache
+def _in_front(mixin: Any, cls: Any) -> type:
+    return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})

@@ -1,0 +1,1 @@
+"""The axes of parallelism: one axis, one module."""

@@ -1,0 +1,150 @@
+"""How many layers each pipeline stage gets, so that the slowest stage is as fast as it can be.
+
+Every stage waits for the slowest one, and the last has the head on top of its layers. Costs are forward FLOPs per
+token as in Narayanan et al., 2021 (Megatron-LM, appendix): 2 per weight of each matrix that a token meets, plus
+attention's two products. A backward costs twice that everywhere, so the ratios hold for a training step. They are
+counted from the modules, each layer for itself, on any device: do it before anything is cut, over pp or tp.
+
+Under schedules with several stages per rank balance the stages: ranks whose stages are equally fast are so too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from hf_parallel.config import SpecError
+from hf_parallel.model.anatomy import Backbone, text_config
+
+#: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
+#: this, and attention over more would make the head look cheap.
+_LONGEST_ASSUMED = 4096
+_LOSS_FLOPS = 5  # of cross-entropy, per logit: cast, maximum, difference, exponential, sum
+
+
+@dataclass(frozen=True)
+class Cost:
+    """`flops`: of a forward, per token. `memory`: bytes of the parameters."""
+
+    flops: float = 0
+    memory: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.memory + other.memory)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What runs `before` the layers (embedding), the layers, and what runs `after` them (norm, head, loss)."""
+
+    before: Cost
+    layers: tuple[Cost, ...]
+    after: Cost
+
+    def of_stage(self, first: int, last: int) -> Cost:
+        """Cost of a stage that holds the layers `first` to `last` - 1 and what belongs to the ends."""
+        total = sum(self.layers[first:last], self.before if first == 0 else Cost())
+        return total + self.after if last == len(self.layers) else total
+
+
+def block_costs(
+    model: Any, backbone: Any, plan: Backbone, sequence_length: int | None = None, recomputes: bool = False
+) -> Costs:
+    """Count a whole model, on any device.
+
+    Args:
+        backbone: the part of `model` that `plan` names the parts of.
+        sequence_length: tokens per row; default: the longest the model reads, at most 4096.
+        recomputes: with full activation checkpointing a layer runs its forward twice, the head once.
+    """
+    config: Any = text_config(model)
+    length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
+    passes = 4 / 3 if recomputes else 1  # a forward and a backward are three, with another forward they are four
+    layers = [_layer_cost(layer, config, length, passes) for layer in backbone.get_submodule(plan.layers)]
+    outside = [child for child in model.children() if backbone not in child.modules()]
+    ends = [[getattr(backbone, name, None) for name in names] for names in (plan.before, plan.after)]
+    before, after = (sum((_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
+    loss = Cost(_LOSS_FLOPS * len(getattr(model.get_output_embeddings(), "weight", ())))
+    return Costs(before, tuple(layers), sum(map(_weights_cost, outside), after + loss))
+
+
+def _layer_cost(layer: nn.Module, config: Any, length: float, passes: float) -> Cost:
+    attention = (_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal"))
+    weights = _weights_cost(layer, _active_share(layer, config))
+    return Cost((weights.flops + sum(attention)) * passes, weights.memory)
+
+
+def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
+    """Two FLOPs per weight of each matrix; an embedding is a lookup, and a token meets a share of the experts."""
+    flops: float = 0
+    for name, part in module.named_modules():
+        share = active_share if "experts" in name.split(".") else 1
+        if not isinstance(part, nn.Embedding):
+            flops += sum(2 * share * p.numel() for p in part.parameters(recurse=False) if p.ndim > 1)
+    return Cost(flops, sum(p.numel() * p.element_size() for p in module.parameters()))
+
+
+def _active_share(layer: nn.Module, config: Any) -> float:
+    """Which part of a layer's experts works for one token; the modules know best, layers may differ."""
+    found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
+    for part in layer.modules():
+        found |= {key: vars(part)[key] for key in found if isinstance(vars(part).get(key), int)}
+    chosen, experts = found["top_k"], found["num_experts"]
+    return min(1, chosen / experts) if chosen and experts else 1
+
+
+def _attention_flops(attention: Any, config: Any, length: float) -> float:
+    """Scores and their product with the values, per token, over the keys that a causal mask shows on average."""
+    heads = getattr(attention, "num_heads", None) or config.num_attention_heads
+    width = getattr(attention, "head_dim", None) or config.hidden_size // heads
+    widths = getattr(attention, "qk_head_dim", width) + getattr(attention, "v_head_dim", width)
+    window = min(getattr(attention, "sliding_window", None) or length, length)
+    return 2 * heads * widths * window * (1 - window / (2 * length))
+
+
+def balance(costs: Costs, stages: int) -> tuple[int, ...]:
+    """Layers per stage, each at least one: the slowest stage is as fast as any split allows (dynamic programming).
+
+    Among equally fast splits the one whose memory is most even wins (in whole layers: only these can move), then the
+    one with more layers on early stages. Fewer layers than stages are a SpecError.
+    """
+    layers = len(costs.layers)
+    if not 1 <= stages <= layers:
+        raise SpecError(f"{stages} stages: the model has {layers} layers, a stage needs one; {layers} stages work")
+    stage = functools.cache(costs.of_stage)
+    slowest, _ = _best_split(layers, stages, lambda first, last: stage(first, last).flops, max)
+    unit = sum(cost.memory for cost in costs.layers) / layers or 1
+
+    def unevenness(first: int, last: int) -> float:  # the sum over stages is fixed, so squares measure the spread
+        cost = stage(first, last)
+        return round(cost.memory / unit) ** 2 if cost.flops <= slowest * (1 + 1e-9) else math.inf
+
+    return _best_split(layers, stages, unevenness, lambda one, others: one + others)[1]
+
+
+def _best_split(
+    layers: int, stages: int, cost: Callable[[int, int], float], combine: Callable[[float, float], float]
+) -> tuple[float, tuple[int, ...]]:
+    """The smallest combined cost of contiguous stages and their counts; of equals, the largest early counts."""
+
+    @functools.cache
+    def rest(first: int, left: int) -> tuple[float, tuple[int, ...]]:
+        if left == 1:
+            return cost(first, layers), (layers - first,)
+        ends = range(layers - left + 1, first, -1)  # many layers first: `min` keeps the first of equals
+        tails = ((last, *rest(last, left - 1)) for last in ends)
+        options = ((combine(cost(first, last), value), (last - first, *counts)) for last, value, counts in tails)
+        return min(options, key=lambda option: option[0])
+
+    return rest(0, stages)
+
+
+def explain(costs: Costs, counts: tuple[int, ...]) -> str:
+    """One line for the layout report: `layers per stage 9, 9, 9, 5 (the head costs 3.8 layers)`."""
+    head = costs.after.flops * len(costs.layers) / (sum(cost.flops for cost in costs.layers) or 1)
+    return f"layers per stage {', '.join(map(str, counts))} (the head costs {head:.1f} layers)"

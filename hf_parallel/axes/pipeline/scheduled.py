@@ -1,0 +1,75 @@
+"""One step under one of torch's schedules: all forward and backward passes of all micro-batches."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.axes.pipeline.batches import fresh_gradients
+from hf_parallel.axes.pipeline.outputs import detached_node
+from hf_parallel.axes.pipeline.schedules import build_schedule
+from hf_parallel.axes.pipeline.stages import StageView
+
+Run = Callable[[StageView, torch.Tensor | None, int], Any]
+
+
+def scheduled(engine: Any, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
+    """The loss of a batch; the gradients are known by then, its backward hands them over.
+
+    Args:
+        count: of micro-batches.
+        tokens: of one of them.
+        run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
+    """
+    schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
+    scale = None if engine.scale_loss is None else engine.scale_loss(torch.ones((), device=engine.mesh.device))
+    losses: list[torch.Tensor] = []
+    with _autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
+
+        def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
+            with autocast():
+                output = run(view, hidden, i)
+            return output if scale is None or view.index != engine.last_index else output * scale
+
+        try:
+            for view, stage in zip(engine.views, engine.stages, strict=True):
+                stage.work = functools.partial(work, view)
+            schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
+        finally:
+            for stage in engine.stages:
+                stage.work = None
+    loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
+    loss = loss.to(engine.mesh.device) / (1 if scale is None else scale)
+    dist.broadcast(loss, group=engine.group, group_src=engine.last_rank)
+    return detached_node([loss], lambda gradients: engine.accumulate(fresh, _over(gradients[0], scale)))[0]
+
+
+def _schedule_for(engine: Any, micro_batches: int, tokens: torch.Tensor) -> Any:
+    boundary = engine.boundary(tokens, "meta").requires_grad_()
+    key = (micro_batches, *boundary.shape, boundary.dtype)
+    if key not in engine.schedules:
+        modules: dict[int, nn.Module] = {v.index: s for v, s in zip(engine.views, engine.stages, strict=True)}
+        engine.schedules[key] = build_schedule(
+            modules, engine.config, engine.group, engine.mesh.device, micro_batches, boundary, engine.recorder
+        )
+    return engine.schedules[key]
+
+
+@contextlib.contextmanager
+def _autocast_per_stage(engine: Any) -> Iterator[Callable[[], Any]]:
+    """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
+    kind = engine.mesh.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False):
+        # Without the cache: cast copies of gathered weights must not outlive the micro-batch.
+        yield lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+
+
+def _over(gradient: torch.Tensor | None, scale: torch.Tensor | None) -> torch.Tensor | None:
+    return gradient if gradient is None or scale is None else gradient / scale

@@ -1,0 +1,149 @@
+"""Names of schedules -> torch's schedules, with the number of micro-batches they need.
+
+name                      stages per rank   bubble, share of a step of m micro-batches on p ranks
+gpipe, 1f1b               1                 (p - 1) / (m + p - 1); 1f1b keeps at most p micro-batches alive
+interleaved_1f1b          v, in a loop      (p - 1) / (v m + p - 1)               (Narayanan et al., 2021)
+looped_bfs                v, in a loop      the same, all forwards first          (Lamy-Poirier, 2022)
+interleaved_zero_bubble   v, in a loop      weight gradients fill most of it      (Qi et al., 2023)
+zbv_zero_bubble           2, in a V         the same, memory of 1f1b              (Qi et al., 2024)
+dualpipe_v                2, in a V         forward beside backward               (DeepSeek-V3; Sea AI Lab's cut)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, schedules
+
+from hf_parallel.axes.pipeline import timeline
+from hf_parallel.axes.pipeline.recorder import Recorder
+from hf_parallel.config import (
+    LOOPED_SCHEDULES,
+    SCHEDULES,
+    SINGLE_SCHEDULES,
+    V_SCHEDULES,
+    ParallelConfig,
+    SpecError,
+)
+
+_SCHEDULES: dict[str, type] = {
+    "1f1b": schedules.Schedule1F1B,
+    "gpipe": schedules.ScheduleGPipe,
+    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
+    "looped_bfs": schedules.ScheduleLoopedBFS,
+    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
+    "dualpipe_v": schedules.ScheduleDualPipeV,
+}
+
+
+def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
+    """pipeline_schedule=auto: the smallest simulated bubble among those that hold no more activations than 1F1B does.
+
+    Raises:
+        SpecError: none can run `pipeline_microbatches`.
+    """
+    allowed = [name for name in SCHEDULES if not (tied and config.data_parallel_size > 1 and name in V_SCHEDULES)]
+    allowed = [name for name in allowed if not config.recomputes_in_parts(name)]
+    count = config.pipeline_microbatches or 4 * config.pp_size
+    return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)
+
+
+def predicted_bubble(config: ParallelConfig, layers: tuple[int, ...], micro_batches: int) -> float:
+    """The idle share of a step, simulated for layers of equal cost."""
+    actions = timeline.order(config.pipeline_schedule, config.pp_size, config.stages_per_rank, micro_batches)
+    return timeline.simulate(actions, *timeline.layer_costs(layers)).bubble
+
+
+def micro_batch_count(rows: int, config: ParallelConfig) -> int:
+    """How many micro-batches a batch of `rows` is cut into.
+
+    By default the largest divisor of `rows` up to 4 x ranks that the schedule takes: a bubble of at most (p - 1) / 4p
+    of the step, and micro-batches no smaller than that needs.
+
+    Raises:
+        SpecError: the batch cannot feed every stage, or `pipeline_microbatches` does not divide it.
+    """
+    ranks, asked = config.pp_size, config.pipeline_microbatches
+    counts = [n for n in range(ranks, rows + 1) if rows % n == 0 and takes(config, n)]
+    if not counts:
+        fewest = next(n for n in range(ranks, 4 * ranks + 1) if takes(config, n))
+        raise SpecError(
+            f"a batch of {rows} rows per data rank cannot feed pp_size={ranks} with "
+            f"pipeline_schedule={config.pipeline_schedule}; {fewest} rows work"
+        )
+    if asked is None:
+        return max((n for n in counts if n <= 4 * ranks), default=counts[0])
+    if asked not in counts:
+        works = " or ".join(map(str, counts))
+        raise SpecError(
+            f"pipeline_microbatches={asked} does not cut a batch of {rows} rows for "
+            f"pipeline_schedule={config.pipeline_schedule}; {works} works"
+        )
+    return asked
+
+
+def can_be_cut(rows: int, config: ParallelConfig) -> bool:
+    """Can the schedule run a batch of this many rows? Others run whole: exact, only less overlapped."""
+    try:
+        return micro_batch_count(rows, config) > 0
+    except SpecError:
+        return False
+
+
+def takes(config: ParallelConfig, micro_batches: int) -> bool:
+    """Can the schedule run this many micro-batches?"""
+    if config.pipeline_schedule == "dualpipe_v":
+        return micro_batches >= config.pipeline_stages
+    if config.pipeline_schedule in LOOPED_SCHEDULES:  # they go in rounds of equal size
+        return micro_batches % max(1, micro_batches // config.pp_size) == 0
+    return micro_batches >= config.pp_size
+
+
+class _Stage(PipelineStage):
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """torch 2.11 tries all connections first; in a V one is to this rank itself, which gloo does not have."""
+        found = super()._get_init_p2p_neighbors_ops()
+        return [op for op in found if op.group_peer != self.group_rank]
+
+
+def build_schedule(
+    modules: dict[int, nn.Module],
+    config: ParallelConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    micro_batches: int,
+    boundary: torch.Tensor,
+    recorder: Recorder,
+) -> Any:
+    """One torch schedule for one shape of batch; cheap to build.
+
+    Args:
+        modules: this rank's stages by index, each called as module(hidden, micro_batch=index).
+        boundary: meta tensor [rows of a micro-batch, seq, hidden] of what travels between stages. Fixing it here keeps
+            torch from running a shape-inference pass, which fails on new shapes and can drop gradients.
+    """
+    count = config.pipeline_stages
+    stages = [
+        _Stage(
+            module,
+            index,
+            count,
+            device,
+            group=group,
+            input_args=torch.empty(1, dtype=torch.long, device="meta") if index == 0 else boundary,
+            output_args=torch.empty((), device="meta") if index == count - 1 else boundary,
+        )
+        for index, module in modules.items()
+    ]
+    for stage in stages:
+        recorder.watch(stage)
+    single = config.pipeline_schedule in SINGLE_SCHEDULES
+    schedule = _SCHEDULES[config.pipeline_schedule]
+    # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
+    return schedule(
+        stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
+    )

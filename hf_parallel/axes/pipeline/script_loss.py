@@ -1,0 +1,280 @@
+"""A script's own loss in a schedule: what it calls, how its batch may be cut, and one micro-batch of it at a time.
+
+In its first step the loss runs on whole batches (`unscheduled.py`), which shows the calls it makes. Then its outputs
+are disturbed at random and the loss is computed of them once whole and once from parts: if a way of cutting gives the
+same number, the schedule may cut so. Cut are examples, not rows: a batch of [chosen; rejected] has two rows for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.axes.pipeline.batches import Batch, count_targets, row_count, split_examples, tokens_of
+from hf_parallel.axes.pipeline.scheduled import scheduled
+from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
+from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
+from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, describe, free
+
+_OTHERWISE = (
+    "hf_parallel: the loss called its models otherwise than in its first step; in a pipeline every step must call the "
+    "same ones in the same order, with the same arguments"
+)
+
+Loss = Callable[[Batch], torch.Tensor]
+Quietly = Callable[[], contextlib.AbstractContextManager]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A way to cut a batch into micro-batches: rows per example, and whether the loss is a mean over examples."""
+
+    rows: int
+    mean: bool
+
+
+CUTS = (Cut(1, False), Cut(1, True), Cut(2, False), Cut(2, True))
+
+
+@dataclass
+class Plan:
+    """What is known of a script's loss after its first step."""
+
+    calls: list[Call]
+    cut: Cut
+    logs: bool = False  # does it log, too?
+
+    @property
+    def main(self) -> int:
+        """Which call has a gradient."""
+        return next(i for i, call in enumerate(self.calls) if call.grad)
+
+    def is_repeated(self, call: Call) -> bool:
+        """Is this the call with gradient once more, without? Then its activations arrive anyway."""
+        main = self.calls[self.main]
+        return not main.has_tensors and call.alike(dataclasses.replace(main, grad=call.grad))
+
+
+# ---- the first step -------------------------------------------------------------------------------------------------
+
+
+def find_plan(
+    engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
+) -> Plan | None:
+    """How the loss may be scheduled, or None if it needs whole batches. Collective over all ranks.
+
+    Args:
+        made: the calls of `loss_of(batch)`, as `served` returns them.
+        quietly: a context in which what the script does besides is undone.
+        counts: give the model the count of the whole batch where the script gives it none.
+    """
+    suits = sum(call.grad for call in (one.call for one in made)) == 1 and not any(
+        one.call.has_tensors and not one.call.grad for one in made
+    )
+    verdicts = torch.zeros(len(CUTS), device=engine.mesh.device)
+    if not engine.last:
+        verdicts.fill_(1)
+    elif suits:
+        with quietly(), engine.mesh.fork_random_state(), counted(engine, batch, counts):
+            Session(engine).run(lambda: verdicts.copy_(_verdicts(engine, batch, made, loss_of)))
+    dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
+    cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
+    calls: list[Any] = [[one.call for one in made]]
+    dist.broadcast_object_list(calls, group=engine.group, group_src=engine.last_rank)
+    return None if cut is None else Plan(calls[0], cut)
+
+
+class Prepared(Session):
+    """Every call has its answer ready: an output, or a function of who is called with what."""
+
+    def __init__(self, engine: Any, answers: list[Any]) -> None:
+        super().__init__(engine)
+        self.answers = list(answers)
+
+    def answer(self, engine: Any, kwargs: Batch) -> Any:
+        if not self.answers:
+            raise RuntimeError(_OTHERWISE)
+        ready = self.answers.pop(0)
+        return ready(engine, kwargs) if callable(ready) else ready
+
+    def check_end(self) -> None:
+        """Raise if the script made fewer calls than before."""
+        if self.answers:
+            raise RuntimeError(_OTHERWISE)
+
+
+def _verdicts(engine: Any, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
+    """For each of `CUTS`: is the loss of disturbed outputs what it makes of parts of them?"""
+    generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
+    disturbed = _disturbed_batch(engine, batch, generator)
+    outputs = [_disturbed(one.output, generator) for one in made]
+    with torch.no_grad():
+        whole = Prepared(engine, outputs).run(lambda: loss_of(dict(disturbed))).float()
+        return torch.tensor([_holds(cut, whole, engine, disturbed, outputs, loss_of) for cut in CUTS]).float()
+
+
+def _holds(cut: Cut, whole: torch.Tensor, engine: Any, batch: Batch, outputs: list[Any], loss_of: Loss) -> bool:
+    rows = row_count(batch)
+    if rows % cut.rows or not can_be_cut(rows // cut.rows, engine.config):
+        return False
+    count = micro_batch_count(rows // cut.rows, engine.config)
+    picked = [_picked(output, count, cut.rows, rows) for output in outputs]
+    total = torch.zeros_like(whole)
+    for i, part in enumerate(split_examples(batch, count, cut.rows, rows)):
+        session = Prepared(engine, [parts[i] for parts in picked])
+        try:
+            total += session.run(functools.partial(loss_of, part)).float() / (count if cut.mean else 1)
+        except (RuntimeError, ValueError, IndexError):  # the script cannot compute a loss of such a part
+            return False
+    # The noise sets other ways of cutting apart by far more than bf16 rounds.
+    exact = all(output["last_hidden_state"].dtype == torch.float32 for output in outputs)
+    telling = bool(whole.isfinite()) and bool(whole)  # a loss of zero, as of no targets, is the sum of any parts
+    return telling and torch.allclose(total, whole, rtol=1e-4 if exact else 2e-2)
+
+
+def _disturbed(output: Any, generator: torch.Generator) -> Any:
+    """So that a policy differs from its reference, and one example from the next, as they will later."""
+    hidden = output["last_hidden_state"].detach()
+    noise = torch.randn(hidden.shape, generator=generator).to(hidden)
+    return _with_hidden(output, hidden + noise * hidden.float().std().to(hidden.dtype))
+
+
+def _disturbed_batch(engine: Any, batch: Batch, generator: torch.Generator) -> Batch:
+    """The second half of each row loses tokens, another number in each: a mean over tokens is none over examples."""
+    padding = getattr(engine.model.config, "pad_token_id", None)
+    changed = dict(batch)
+    for key, value in batch.items():
+        if not torch.is_tensor(value) or value.dim() != 2 or value.is_floating_point():
+            continue
+        fill = _emptied(key, value, padding)
+        if fill is not None:
+            keep = torch.randint((value.shape[1] + 1) // 2, value.shape[1] + 1, value.shape[:1], generator=generator)
+            beyond = torch.arange(value.shape[1]) >= keep[:, None]
+            changed[key] = value.masked_fill(beyond.to(value.device), fill)
+    return changed
+
+
+def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
+    """What stands where there is no token: in labels, masks, tokens."""
+    if key.endswith("labels"):
+        return -100
+    if value.dtype == torch.bool or ("mask" in key and value.max() <= 1 and value.min() >= 0):
+        return 0
+    return padding if key.endswith("input_ids") else None
+
+
+@contextlib.contextmanager
+def counted(engine: Any, batch: Batch, wanted: bool) -> Iterator[None]:
+    """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
+    if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
+        engine.items = count_targets(batch)
+        if engine.mesh.data_size > 1:
+            dist.all_reduce(engine.items, group=engine.mesh.data_group)
+            engine.items = engine.items / engine.mesh.data_size
+    try:
+        yield
+    finally:
+        engine.items = None
+
+
+# ---- the other steps ------------------------------------------------------------------------------------------------
+
+
+def takes(plan: Plan, batch: Batch, config: Any) -> bool:
+    """Can the schedule cut this batch?"""
+    rows = row_count(batch)
+    return rows % plan.cut.rows == 0 and can_be_cut(rows // plan.cut.rows, config)
+
+
+def run_plan(
+    engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
+) -> torch.Tensor:
+    """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then."""
+    rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
+    count = micro_batch_count(rows // cut.rows, engine.config)
+    parts = split_examples(batch, count, cut.rows, rows)
+    beside = [_beside(engine, plan, call, batch, count) for call in plan.calls]
+    with counted(engine, batch, counts):
+        calls = _main_calls(engine, plan, parts, beside, loss_of, quietly)
+
+        def run(view: Any, hidden: Any, i: int) -> Any:
+            if view.index != engine.last_index:
+                with engine.as_described(calls[i]):
+                    return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
+            session = Prepared(engine, _answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden))
+            with session.active():
+                loss = engine.enter(view, functools.partial(session.answer, engine), lambda: loss_of(dict(parts[i])))
+            session.check_end()
+            return loss / count if cut.mean else loss
+
+        return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
+
+
+def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> list[Any]:
+    """The outputs of a call without gradient, by micro-batch: the whole batch runs before the schedule starts."""
+    if call.grad or plan.is_repeated(call):
+        return [None] * count
+    session, other = Serving(engine, batch), engine.mesh.pipelines[call.model]()
+    if engine.last:
+        with session.active():
+            output = session.within(other, lambda: session.forward(call, batch))
+    else:
+        output = session.forward(call, batch)
+    if other is not engine:
+        free(other)
+    return _picked(output, count, plan.cut.rows, row_count(batch)) if engine.last else [None] * count
+
+
+def _main_calls(
+    engine: Any, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
+) -> list[Call]:
+    """The call with gradient, for each micro-batch. Tensors that the script makes for it the last stage tells."""
+    main = plan.calls[plan.main]
+    if not main.has_tensors:
+        return [main] * len(parts)
+    told: list[Any] = [[]]
+    if engine.last:
+        for i, part in enumerate(parts):
+            answers = _answers(engine, plan, part, [outputs[i] for outputs in beside], None)
+            answers[plan.main] = functools.partial(_leave_with_call, part)
+            with quietly():
+                told[0].append(Prepared(engine, answers).run(functools.partial(loss_of, dict(part))))
+    dist.broadcast_object_list(told, group=engine.group, group_src=engine.last_rank)
+    return told[0]
+
+
+def _leave_with_call(part: Batch, engine: Any, kwargs: Batch) -> Any:
+    raise LeaveAtExit(describe(engine, kwargs, part))
+
+
+def _answers(engine: Any, plan: Plan, part: Batch, outputs: list[Any], hidden: torch.Tensor | None) -> list[Any]:
+    """What each call of the loss of one micro-batch gets, on the last stage."""
+
+    def answer(expected: Call, output: Any, caller: Any, kwargs: Batch) -> Any:
+        if not describe(caller, kwargs, part).alike(expected):
+            raise RuntimeError(_OTHERWISE)
+        if output is not None:
+            return output
+        return engine.run_backbone(hidden if expected.grad or hidden is None else hidden.detach(), kwargs)
+
+    return [functools.partial(answer, call, output) for call, output in zip(plan.calls, outputs, strict=True)]
+
+
+def _picked(output: Any, count: int, rows_each: int, rows: int) -> list[Any]:
+    """The output of a call for each micro-batch."""
+    parts = split_examples({"hidden": output["last_hidden_state"]}, count, rows_each, rows)
+    return [_with_hidden(output, part["hidden"]) for part in parts]
+
+
+def _with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+    changed = copy.copy(output)
+    changed["last_hidden_state"] = hidden
+    return changed

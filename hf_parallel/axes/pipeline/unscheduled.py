@@ -1,0 +1,302 @@
+"""All rows of a batch through the stages, whatever is then done with the outputs: GPipe's order, by hand.
+
+The last stage runs the script (a model's forward, or a whole loss with several models and calls); whenever that calls
+a backbone it tells the other stages, which run their layers micro-batch by micro-batch. The result appears on every
+rank as one autograd node, whose backward sends gradients back through the stages, call by call.
+
+    last stage    script: model(batch) ──tell──┐  layers, head …  reference(batch) ──tell──┐  layers, head, loss
+    the others    wait ────────────────────────┴─ layers ────────────────────────────────── ┴─ layers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves, tree_map
+
+from hf_parallel.axes.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
+from hf_parallel.axes.pipeline.outputs import detached_node, share
+
+
+@dataclass(frozen=True)
+class FromBatch:
+    """Stands for an entry of the batch, which every stage has."""
+
+    key: str
+
+
+@dataclass
+class Call:
+    """One call of a backbone, as the last stage describes it to the others."""
+
+    model: int  # the how manyth pipelined model of the mesh
+    kwargs: dict[str, Any]
+    grad: bool
+    autocast: torch.dtype | None
+    adapters: Any  # which of them are on, if the model has any
+
+    def alike(self, other: Call) -> bool:
+        """The same call but for the values of tensors that are not in the batch?"""
+        own, theirs = (self.model, self.grad, self.adapters), (other.model, other.grad, other.adapters)
+        return own == theirs and _without_tensors(self.kwargs) == _without_tensors(other.kwargs)
+
+    @property
+    def has_tensors(self) -> bool:
+        """Did the script make tensors of its own for it?"""
+        return any(torch.is_tensor(value) for value in tree_leaves(self.kwargs))
+
+    def arguments(self, batch: Batch, device: torch.device) -> Batch:
+        """The arguments on a stage that has this batch."""
+
+        def resolve(value: Any) -> Any:
+            if isinstance(value, FromBatch):
+                return batch[value.key]
+            return value.to(device) if torch.is_tensor(value) else value
+
+        return tree_map(resolve, self.kwargs)
+
+
+def _without_tensors(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return tree_map(lambda value: torch.Tensor if torch.is_tensor(value) else value, kwargs)
+
+
+@dataclass
+class Pass:
+    """One micro-batch through the layers of one stage: what came in and what went out, for the backward."""
+
+    hidden: torch.Tensor | None
+    output: torch.Tensor | None = None
+    handed_on: torch.Tensor | None = None  # on the last stage: the output as the head and the script's loss see it
+
+
+@dataclass
+class Made:
+    """A call that was made: its passes, and on the last stage what it returned."""
+
+    engine: Any
+    call: Call
+    passes: list[dict[int, Pass]] = field(default_factory=list)
+    output: Any = None
+
+
+class Session:
+    """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
+
+    def __init__(self, engine: Any) -> None:
+        self.engine = engine
+
+    def run(self, script: Callable[[], Any]) -> Any:
+        """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
+        with self.active():
+            return self.within(self.engine, script)
+
+    @contextlib.contextmanager
+    def active(self) -> Any:
+        """In here models know that a script runs on this stage alone."""
+        mesh = self.engine.mesh
+        former, mesh.session = mesh.session, self
+        try:
+            yield
+        finally:
+            mesh.session = former
+
+    def within(self, engine: Any, call: Callable[[], Any]) -> Any:
+        """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
+        view, handler = engine.views[-1], functools.partial(self.answer, engine)
+        return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
+
+    def answer(self, engine: Any, kwargs: Batch) -> Any:
+        """The output of the backbone for one call."""
+        raise NotImplementedError
+
+
+class Serving(Session):
+    """Every call runs through all stages at once; see the module's docstring."""
+
+    def __init__(self, engine: Any, batch: Batch) -> None:
+        super().__init__(engine)
+        self.batch, self.made = batch, list[Made]()
+
+    def drive(self, script: Callable[[], Any]) -> Any:
+        """On the last stage: run the script, then let the others go."""
+        result = self.run(script)
+        self._tell(None)
+        return result
+
+    def serve(self) -> Any:
+        """On the other stages: run layers until the script has ended."""
+        told: list[Any] = [None]
+        while True:
+            dist.broadcast_object_list(told, group=self.engine.group, group_src=self.engine.last_rank)
+            if told[0] is None:
+                return None
+            self.forward(told[0], self.batch)
+
+    def answer(self, engine: Any, kwargs: Batch) -> Any:
+        call = describe(engine, kwargs, self.batch)
+        if call.grad and engine is not self.engine:
+            raise NotImplementedError("hf_parallel: a loss in a pipeline trains one model; freeze the other")
+        self._tell(call)
+        return self.forward(call, self.batch)
+
+    def _tell(self, call: Call | None) -> None:
+        dist.broadcast_object_list([call], group=self.engine.group, group_src=self.engine.last_rank)
+
+    def forward(self, call: Call, batch: Batch) -> Any:
+        """All micro-batches of a call through this rank's stages; the output on the last stage."""
+        engine = self.engine.mesh.pipelines[call.model]()
+        made = Made(engine, call)
+        self.made.append(made)
+        kwargs = call.arguments(batch, engine.mesh.device)
+        parts = split_rows(kwargs, min(tokens_of(kwargs).shape[0], 2 * engine.config.pp_size))
+        with torch.set_grad_enabled(call.grad), engine.as_described(call):
+            outputs = [_forward_pass(made, part) for part in parts]
+        if engine.last:
+            made.output = outputs[0]
+            handed_on = [passes[engine.last_index].handed_on for passes in made.passes]
+            made.output["last_hidden_state"] = torch.cat(cast(list[torch.Tensor], handed_on))
+        return made.output
+
+    def backward(self, parameters: list, tensors: list[torch.Tensor], gradients: list) -> None:
+        """Send the gradients of the results, known to every rank, back through the stages."""
+        engine = self.engine
+        passes = [done for made in self.made if made.call.grad for done in made.passes]
+        with fresh_gradients(parameters) as fresh:
+            for stage in engine.stages:
+                _reduce_in(stage, False)
+            if engine.last:
+                pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
+                torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            for i, done in enumerate(passes):
+                for view, stage in reversed(list(zip(engine.views, engine.stages, strict=True))):
+                    _reduce_in(stage, i == len(passes) - 1)
+                    _backward_pass(engine, view.index, done[view.index])
+        engine.accumulate(fresh, None)
+
+
+def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, list[Made]]:
+    """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
+    grad = torch.is_grad_enabled()
+    parameters = engine.trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
+    session = Serving(engine, batch)
+    result = session.drive(script) if engine.last else session.serve()
+    rebuilt, tensors = share(result, engine.group, engine.last_rank, engine.mesh.device)
+    values = [tensor.detach() for tensor in tensors]
+    for other in {id(made.engine): made.engine for made in session.made}.values():
+        if other is not engine:
+            free(other)
+    if grad:
+        values = detached_node(values, lambda gradients: session.backward(parameters, tensors, gradients))
+    else:
+        free(engine)
+    return rebuilt(values), session.made
+
+
+def free(engine: Any) -> None:
+    """Without a backward pass nothing else frees gathered weights, and `parameters()` would show plain tensors.
+
+    After all that was asked, not after each pass through a stage: data ranks with fewer rows make fewer passes.
+    """
+    for module in engine.stages.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def describe(engine: Any, kwargs: Batch, batch: Batch) -> Call:
+    """A call of `engine`'s backbone in a form that other stages understand."""
+    entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
+
+    def name(value: Any) -> Any:
+        return entries.get(id(value), value.detach().cpu()) if torch.is_tensor(value) else value
+
+    kwargs = {key: value for key, value in kwargs.items() if key != "num_items_in_batch"}  # passed on for the loss
+    grad = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
+    kind = engine.mesh.device.type
+    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    adapters = None if engine.adapters is None else engine.adapters.read()
+    return Call(engine.number, tree_map(name, kwargs), grad, autocast, adapters)
+
+
+# ---- one micro-batch ------------------------------------------------------------------------------------------------
+
+
+def _forward_pass(made: Made, part: Batch) -> Any:
+    """One micro-batch through this rank's stages in turn; returns what leaves the last layer of the model, if here."""
+    engine, passes = made.engine, dict[int, Pass]()
+    made.passes.append(passes)
+    output = None
+    for view, stage in zip(engine.views, engine.stages, strict=True):
+        passes[view.index] = done = Pass(None if view.index == 0 else _receive(engine, view.index, part))
+        if view.index == engine.last_index:
+            output = engine.run_backbone(done.hidden, part)
+            done.output = cast(torch.Tensor, output["last_hidden_state"])
+            # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
+            done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
+        else:
+            done.output = engine.through(stage, functools.partial(_layers, engine, view, part), done.hidden)
+            _send(engine, done.output.detach(), view.index + 1)
+    return output
+
+
+def _layers(engine: Any, view: Any, part: Batch, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+    return engine.layers(view, hidden, part)
+
+
+def _receive(engine: Any, index: int, batch: Batch) -> torch.Tensor:
+    """What stage `index` works on, from the stage before it."""
+    source = engine.config.rank_of_stage(index - 1)
+    if source == engine.group.rank():
+        hidden = engine.take_over()
+    else:
+        hidden = engine.boundary(tokens_of(batch), engine.mesh.device)
+        dist.recv(hidden, group=engine.group, group_src=source)
+    return hidden.requires_grad_(torch.is_grad_enabled())
+
+
+def _send(engine: Any, tensor: torch.Tensor, index: int) -> None:
+    """Hand a stage's output, or its input's gradient, to stage `index`."""
+    target = engine.config.rank_of_stage(index)
+    if target == engine.group.rank():
+        engine.handed_over = tensor
+    else:
+        dist.send(tensor.contiguous(), group=engine.group, group_dst=target)
+
+
+def _backward_pass(engine: Any, index: int, done: Pass) -> None:
+    assert done.output is not None
+    if done.handed_on is not None:
+        gradient = done.handed_on.grad
+    else:
+        gradient = _receive_gradient(engine, index, done.output)
+    if done.output.requires_grad and gradient is not None:
+        torch.autograd.backward(done.output, gradient)
+    if done.hidden is not None:
+        hidden = done.hidden
+        _send(engine, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
+
+
+def _receive_gradient(engine: Any, index: int, output: torch.Tensor) -> torch.Tensor:
+    source = engine.config.rank_of_stage(index + 1)
+    if source == engine.group.rank():
+        return engine.take_over()
+    gradient = torch.empty_like(output, memory_format=torch.contiguous_format)
+    dist.recv(gradient, group=engine.group, group_src=source)
+    return gradient
+
+
+def _reduce_in(stage: Any, last: bool) -> None:
+    """FSDP2 reduces a stage's gradients, and frees its weights, after the last micro-batch only.
+
+    So the number of collectives does not depend on the number of rows, which data ranks may differ in.
+    """
+    if isinstance(stage, FSDPModule):
+        stage.set_requires_gradient_sync(last)
+        stage.set_reshard_after_backward(last)
+        stage.set_is_last_backward(last)

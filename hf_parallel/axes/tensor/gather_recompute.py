@@ -1,0 +1,130 @@
+"""Column-parallel layers that keep this rank's part of a gathered input and gather it again in the backward.
+
+Autograd would keep the whole input for the weights' gradients: 2 s b h bytes per region that tp does not divide.
+Korthikanti et al. (2022, section 4.2.2) keep the part instead, at the price of one more all-gather per region, which
+runs while the input's gradient is computed:
+
+    forward     part [b, s / n, h] -> all-gather -> whole [b, s, h] -> q, k, v            kept: part
+    backward    part -> all-gather -> whole -> gradients of the weights of v, k, q        dropped after the last
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
+
+from hf_parallel.collectives import begin_gather_sequence, gather_sequence
+
+
+def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[b, s / n, h] -> [b, s, h], or [tokens / n, h] -> [tokens, h]: a tensor that `linear` can gather again."""
+    return remember(gather_sequence(part, group), part, group)
+
+
+def remember(whole: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Note on `whole` that it was gathered from `part`."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        # On the tensor itself: it lives as long, and a checkpoint inside the region passes the same object again.
+        whole._gathered_from = Origin(part.detach(), group, whole._version)
+    return whole
+
+
+def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` of local tensors that keeps only the part of an input from `gather`."""
+    origin = origin_of(input, weight)
+    return F.linear(input, weight, bias) if origin is None else _Linear.apply(input, weight, bias, origin)
+
+
+def origin_of(input: torch.Tensor, weight: torch.Tensor) -> Origin | None:
+    """What a linear may keep in place of its input, if there is such a thing."""
+    origin = getattr(input, "_gathered_from", None)
+    # An input changed in place is not what would be gathered; for a frozen weight nothing would be kept anyway.
+    if origin is None or origin.version != input._version or not (torch.is_grad_enabled() and weight.requires_grad):
+        return None
+    return origin
+
+
+class _Linear(torch.autograd.Function):
+    """whole […, in], weight [out / n, in], bias [out / n] -> […, out / n]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin
+    ) -> torch.Tensor:
+        output = F.linear(whole, weight, bias)
+        part, ctx.gathered_again = origin.read_by(ctx, output.dtype)
+        # Saved as autograd's own linear saves it: FSDP2 frees and refills the memory behind an unsharded weight.
+        ctx.save_for_backward(part, weight if ctx.needs_input_grad[0] else None)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        part, weight = ctx.saved_tensors
+        ctx.gathered_again.begin(ctx, part)
+        # In the forward's dtype, whatever the caller's context; autograd casts to the dtype of each input.
+        with _no_autocast(gradient.device.type):
+            of_whole = None if weight is None else gradient @ weight.to(gradient.dtype)
+            rows = gradient.flatten(0, -2)
+            of_weight = rows.t() @ ctx.gathered_again.take(ctx)
+            of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
+        return of_whole, of_weight, of_bias, None
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+class Origin:
+    """What a gathered tensor was gathered from; dies with that tensor."""
+
+    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup, version: int) -> None:
+        self.part, self.group, self.version = part, group, version
+        self._kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = {}
+
+    def read_by(self, reader: Any, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
+        """The part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
+        if dtype not in self._kept:
+            self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group)
+        part, gathered_again = self._kept[dtype]
+        reader.passes = 0
+        gathered_again.readers.add(reader)
+        return part, gathered_again
+
+
+class GatheredAgain:
+    """One input in the backward: gathered when the first linear asks, dropped when the last one has read it.
+
+    It holds no part between forward and backward: under checkpointing there is none until it is recomputed. Whether to
+    gather depends on the order of the backward only, which is the same on all ranks; when to drop, on who still lives.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group, self.passes = group, 0
+        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._wait: Callable[[], torch.Tensor] | None = None
+        self._whole: torch.Tensor | None = None
+
+    def begin(self, reader: Any, part: torch.Tensor) -> None:
+        """Start to gather, unless another reader has in this pass over the graph."""
+        if reader.passes == self.passes:
+            self.passes += 1
+            self._wait = begin_gather_sequence(part, self.group)
+
+    def take(self, reader: Any) -> torch.Tensor:
+        """The whole input as [rows, h], after `begin`."""
+        if self._wait is not None:
+            self._whole, self._wait = self._wait().flatten(0, -2), None
+        whole, reader.passes = self._whole, self.passes
+        assert whole is not None
+        if all(other.passes == self.passes for other in self.readers):
+            self._whole = None
+        return whole

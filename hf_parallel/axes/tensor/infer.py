@@ -1,0 +1,203 @@
+"""Tensor-parallel styles for models that publish none, from the structure of their layers.
+
+A layer consists of parts, its attention and its MLP. In each part some linears read the residual stream (their input
+is as wide as it) and one writes to it (its output is): readers are cut by columns, the writer by rows. Where both
+sides are as wide, the one registered last writes. A wrong guess cannot pass unseen: the writer would get an input of
+the wrong width and stop the first forward.
+
+What the structure cannot show is how one weight holds several, [q | k | v] or head by head: `PACKED` says it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from hf_parallel.config import SpecError
+from hf_parallel.model.anatomy import is_norm, owns_parameters, stacks, text_config
+
+Styles = dict[str, str]
+
+#: How one weight holds several, as read in the forward of these classes.
+PACKED = {
+    "Phi3Attention.qkv_proj": "packed_qkv",
+    "Phi3MLP.gate_up_proj": "packed_halves",
+    "GlmMLP.gate_up_proj": "packed_halves",
+    "Glm4MLP.gate_up_proj": "packed_halves",
+    "GPT2Attention.c_attn": "packed_qkv",
+    "ModernBertAttention.Wqkv": "packed_qkv",
+    "ModernBertMLP.Wi": "packed_halves",
+    "ModernBertDecoderMLP.Wi": "packed_halves",
+    "MptAttention.Wqkv": "packed_qkv",
+    "GPTBigCodeAttention.c_attn": "packed_qkv",
+    "Phi4MultimodalAttention.qkv_proj": "packed_qkv",
+    "Phi4MultimodalMLP.gate_up_proj": "packed_halves",
+    "Glm4vTextMLP.gate_up_proj": "packed_halves",
+    "GlmOcrTextMLP.gate_up_proj": "packed_halves",
+    "GPTNeoXAttention.query_key_value": "colwise",  # head by head: [q k v][q k v]…
+    "BloomAttention.query_key_value": "colwise",
+    "DisentangledSelfAttention.in_proj": "colwise",
+    "PersimmonAttention.query_key_value": "colwise",
+    "FalconAttention.query_key_value": "falcon_qkv",
+    "FalconFlashAttention2.query_key_value": "falcon_qkv",
+}
+#: What works on all heads or columns at once in a way of its own, as read in the forward of these classes.
+UNSPLITTABLE = {
+    "BigBirdAttention": "changes its class with the length of the rows",
+    "BigBirdPegasusEncoderAttention": "changes its class with the length of the rows",
+    "LongformerSelfAttention": "cuts rows into windows of its own",
+    "LEDEncoderSelfAttention": "cuts rows into windows of its own",
+    "PegasusXGlobalLocalAttention": "has tokens of its own beside the rows'",
+    "NystromformerSelfAttention": "convolves over heads",
+    "YosoSelfAttention": "does not leave padding out",
+    "ProphetNetNgramSelfAttention": "attends to several streams with biases per head",
+    "DiffLlamaAttention": "pairs heads",
+    "TrOCRAttention": "gives what its heads compute the width of its input",
+    "NeoMMEAttention": "adds embeddings to its values",
+    "CanineSelfAttention": "reads two inputs",
+    "DogeAttention": "makes its mask from all heads",
+    "Gemma3nTextMLP": "is sparse by the mean of all its columns",
+    "ChameleonForConditionalGeneration": "writes into its logits",
+    "EncoderDecoderModel": "is two models in one",
+    "VisionEncoderDecoderModel": "is two models in one",
+    "SpeechEncoderDecoderModel": "is two models in one",
+}
+#: Linears whose subclass or kin computes the same function.
+LINEARS = (nn.Linear, Conv1D)
+#: Parameters that an attention keeps for its heads, one after the other.
+OF_HEADS = ("sinks", "q_bias", "v_bias")
+_LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+_LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
+
+
+def infer_styles(model: Any) -> Styles:
+    """Styles of all layers of the text part, by full module name.
+
+    Raises:
+        SpecError: an attention whose linears cannot be told apart; no attention at all.
+    """
+    styles: Styles = {}
+    hidden = getattr(text_config(model), "hidden_size", None)
+    if not isinstance(hidden, int):
+        raise SpecError(f"the config of {type(model).__name__} has no one hidden_size")
+    for layer_name, layer in named_layers(model):
+        own: Styles = {}
+        for name, part in _parts(layer):
+            own.update({f"{layer_name}.{name}{key}": style for key, style in _infer_part(part, hidden).items()})
+        entered = {name.rpartition(".")[0] for name, style in own.items() if style != "rowwise"}
+        if len(entered) != list(own.values()).count("rowwise"):
+            raise SpecError(f"the linears of {type(layer).__name__} cannot be told apart")
+        styles.update(own)
+    if not styles:
+        raise SpecError(f"{type(model).__name__} has no layers of attention and MLP that could be split")
+    return styles
+
+
+def packed_style(owner: nn.Module, name: str) -> str | None:
+    """The style of a weight that holds several, None if it is not known to."""
+    known = PACKED.get(f"{type(owner).__name__}.{name}")
+    # StarCoder's kin: with a key for every query the weight goes head by head.
+    return "colwise" if known and getattr(owner, "multi_query", None) is False else known
+
+
+def latent_attention(model: Any) -> Styles:
+    """Multi-latent attention (DeepSeek-V2, section 2.1): what expands the latents is cut by heads."""
+    styles: Styles = {}
+    for layer_name, layer in named_layers(model):
+        for name, module in layer.named_modules():
+            names = {key for key, child in module.named_children() if isinstance(child, nn.Linear)}
+            if "kv_b_proj" in names and names <= set(_LATENT) | _LATENT_WHOLE:
+                styles.update({f"{layer_name}.{name}.{key}": _LATENT[key] for key in names & set(_LATENT)})
+    return styles
+
+
+def by_heads(model: Any) -> Styles:
+    """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases."""
+    styles: Styles = {}
+    for layer_name, layer in named_layers(model):
+        for name, module in layer.named_modules():
+            if name.endswith("relative_attention_bias") and isinstance(module, nn.Embedding):
+                styles[f"{layer_name}.{name}"] = "embedding_heads"
+            for key in OF_HEADS:
+                if isinstance(getattr(module, key, None), nn.Parameter):
+                    styles[f"{layer_name}.{name}.{key}"] = "heads"
+    return styles
+
+
+def named_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Every layer of every stack of the text part, by full name."""
+    names = {id(module): name for name, module in model.named_modules()}
+    for stack in stacks(model):
+        for layer in stack.layers:
+            yield names[id(layer)], layer
+
+
+def is_attention(module: nn.Module) -> bool:
+    """Does the module count heads? Attentions of all libraries do."""
+    return any("head" in key and isinstance(value, int) for key, value in vars(module).items())
+
+
+def linear_sizes(module: Any) -> tuple[int, int]:
+    """Input and output width; a Conv1D keeps its weight the other way round."""
+    return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+
+
+def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in layer.named_children():
+        if isinstance(child, nn.ModuleList):  # T5's layers are a list of their parts
+            yield from ((f"{name}.{i}", part) for i, part in enumerate(child))
+        else:
+            yield name, child
+
+
+def _infer_part(part: nn.Module, hidden: int) -> Styles:
+    """Styles by name relative to the part (with its dot): empty if it is no MLP, an error if an attention is odd."""
+    linears = {name: module for name, module in part.named_modules() if isinstance(module, LINEARS)}
+    attention = any(is_attention(module) for module in part.modules())
+    roles = _roles({name: linear_sizes(module) for name, module in linears.items()}, hidden)
+    if not attention and (roles is None or not _is_mlp(part)):
+        return {}
+    if roles is None:
+        raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
+    readers = [name for name, role in roles.items() if role == "colwise"]
+    if len({name.rpartition(".")[0] for name in readers}) > 1:  # an attention and an MLP of its own, say
+        raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
+    for name in readers:
+        owner = part.get_submodule(name.rpartition(".")[0])
+        known = packed_style(owner, name.rpartition(".")[2])
+        if known is None and _looks_packed(attention, readers, roles, linears):
+            raise SpecError(f"how {type(owner).__name__}.{name} holds several projections is not known")
+        roles[name] = known or "colwise"
+    return {f".{name}" if name else "": role for name, role in roles.items()}
+
+
+def _roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
+    """colwise for readers, rowwise for the writer; None if that leaves something unexplained."""
+    if len(sizes) == 1:  # BERT and OPT: the two halves of the MLP are parts of their own
+        ((name, (wide_in, wide_out)),) = sizes.items()
+        if wide_in == wide_out:
+            return None
+        return {name: "colwise"} if wide_in == hidden else {name: "rowwise"} if wide_out == hidden else None
+    squares = [name for name, (wide_in, wide_out) in sizes.items() if wide_in == wide_out == hidden]
+    writers = [name for name, (wide_in, wide_out) in sizes.items() if wide_out == hidden != wide_in] or squares[-1:]
+    if len(writers) != 1 or any(wide_in != hidden for name, (wide_in, _) in sizes.items() if name not in writers):
+        return None
+    return {name: "rowwise" if name in writers else "colwise" for name in sizes}
+
+
+def _is_mlp(part: nn.Module) -> bool:
+    """Only linears and norms hold parameters, so nothing mixes tokens."""
+    owners = [module for module in part.modules() if owns_parameters(module)]
+    return all(isinstance(module, LINEARS) or is_norm(module) for module in owners)
+
+
+def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, Any]) -> bool:
+    if attention:
+        return len(readers) < 3
+    writer = next((name for name, role in roles.items() if role == "rowwise"), None)
+    return writer is not None and any(
+        linear_sizes(linears[name])[1] == 2 * linear_sizes(linears[writer])[0] for name in readers
+    )

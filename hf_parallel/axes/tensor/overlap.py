@@ -1,0 +1,167 @@
+"""Leave a region in halves: one is communicated while the other is computed (Wang et al., ASPLOS 2023).
+
+    pass        while this runs for one half         this is computed for the other
+    forward     reduce-scatter (or all-reduce)       x Wᵀ
+    backward    all-gather (or nothing)              gradient of x
+
+The bytes are those of the plain path, in twice as many collectives. Sums over `in` and over ranks may be rounded in
+another order; the weight's gradient is one product of the whole, so not even that. What is gained on the way in:
+deferred_wgrad.py.
+
+On CUDA, collectives run on their own stream, and a product that fills the device delays a collective launched after
+it: with CUDA_DEVICE_MAX_CONNECTIONS=1 kernels start in the order of their calls. torch's fused products over symmetric
+memory (`torch.ops.symm_mem`) cut finer, one piece per rank, but need NVLink and sum in another order than NCCL.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+
+
+def row_linear(
+    x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
+) -> torch.Tensor:
+    """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
+    x = as_autocast(x)
+    kept: list[Any] = []
+    # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
+    x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)
+    # A view of the weight: `is_wanted` cannot ask about leaves.
+    return _RowLinear.apply(x, weight.view_as(weight), kept, group, sequence_parallel)
+
+
+class _Keep(torch.autograd.Function):
+    """Identity for x; saves what the gradients need, each only if the other's gradient is wanted.
+
+    A node of its own, because a Function saves after its forward has run: a checkpoint recomputes up to the last
+    tensor that is saved, and would repeat the collectives of a row whose output nobody reads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, weight_wanted: bool, kept: list[Any]) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x if weight_wanted else None, weight if ctx.needs_input_grad[0] else None)
+        kept.append(ctx)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+        return gradient, None, None, None
+
+
+class _RowLinear(torch.autograd.Function):
+    """F.linear and g, or F.linear and the reduce-scatter along the sequence."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any], group: dist.ProcessGroup, by_parts: bool
+    ) -> torch.Tensor:
+        ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
+        return (_scattered_product if by_parts else _reduced_product)(x, as_autocast(weight), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        x, weight = ctx.kept[0].saved_tensors
+        weight = weight.to(gradient.dtype) if weight is not None and is_wanted(ctx, 0) else None
+        x = x if is_wanted(ctx, 1) else None
+        if ctx.by_parts:
+            gradient, grad_x = _gathered_product(gradient, weight, ctx.group, x is not None)
+        else:
+            grad_x = None if weight is None else gradient @ weight
+        # The sum of two halves would be rounded to the weight's type in between.
+        return grad_x, None if x is None else weight_gradient(x, gradient), None, None, None
+
+
+def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, in / n] -> […, out]. No view: models add their residual in place, which autograd allows to no view."""
+    output, started = x.new_empty(*x.shape[:-1], weight.shape[0]), []
+    rows, sums = x.flatten(0, -2), output.flatten(0, -2)
+    for half in _halves(rows.shape[0]):
+        torch.mm(rows[half], weight.t(), out=sums[half])
+        started.append(start_all_reduce(sums[half], group))
+    for reduce in started:
+        reduce.wait()
+    return output
+
+
+def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s, in / n] -> […, s / n, out]. A half is half of every rank's part, so each rank gets half of its own."""
+    parts, started = parts_of_sequence(x, group), []
+    for half in _halves(parts.shape[2]):
+        # Ordered by ranks before the product, the product is ready to be sent; F.linear keeps the order.
+        rows = parts[:, :, half].transpose(0, 1).contiguous()
+        started.append(start_reduce_scatter(rows @ weight.t(), group))
+    own = [scatter.wait() for scatter in started]
+    return torch.cat([half.view(*x.shape[:-2], *half.shape[1:]) for half in own], dim=-2)
+
+
+def _gathered_product(
+    own: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup, whole_wanted: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """[…, s / n, out] -> if wanted the whole […, s, out] and, given W [out, in / n], its product with W."""
+    before, (length, features) = own.shape[:-2], own.shape[-2:]
+    pieces = own.reshape(math.prod(before), length, features)
+    started = [start_all_gather(pieces[:, half], group) for half in _halves(length)]
+    products = []
+    for gather in started:
+        gathered = gather.wait()
+        if weight is not None:
+            products.append(gathered @ weight)
+    whole = join_parts([gather.result for gather in started], before) if whole_wanted else own
+    return whole, join_parts(products, before) if products else None
+
+
+def _halves(tokens: int) -> list[slice]:
+    """Two of nearly the same length, or one if there are no two tokens."""
+    middle = (tokens + 1) // 2
+    return [slice(0, middle), slice(middle, tokens)] if tokens > 1 else [slice(0, tokens)]
+
+
+def parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s, h] -> [b, n, s / n, h]: one part for each rank."""
+    (length, features), size = tensor.shape[-2:], group.size()
+    if length % size:
+        raise ValueError(f"{length} tokens cannot be cut into {size} equal parts")
+    return tensor.reshape(math.prod(tensor.shape[:-2]), size, length // size, features)
+
+
+def join_parts(pieces: list[torch.Tensor], before: Sequence[int]) -> torch.Tensor:
+    """Pieces [n, b, t, h] of every rank's part, in order -> […, s, h]."""
+    whole = torch.cat([piece.transpose(0, 1) for piece in pieces], dim=2)
+    return whole.reshape(*before, whole.shape[1] * whole.shape[2], whole.shape[3])
+
+
+def is_wanted(ctx: Any, index: int) -> bool:
+    """Does this pass over the graph ask for the gradient of a Function's tensor number `index`?
+
+    Zero-bubble schedules ask for gradients of inputs and of weights in two passes; `needs_input_grad` is true in both.
+    """
+    node = ctx.next_functions[index][0]
+    return node is not None and torch._C._will_engine_execute_node(node)
+
+
+def weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """x […, in], gradient […, out] -> [out, in]."""
+    return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """What autocast does to an argument of F.linear.
+
+    Weights are saved before and cast again in the backward: the copy would be kept beside a weight that lives anyway.
+    """
+    device = tensor.device.type
+    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(device))

@@ -1,0 +1,151 @@
+"""A region of tensor parallelism: entered once by a tensor all ranks use, left once by the sum of what each computed.
+
+style                            weight placement   forward of the layer
+colwise, packed_*                Shard(0)           y_local = x W_localᵀ
+rowwise                          Shard(1)           y = leave(x_local W_localᵀ) + b
+enter, leave                     f, g of Megatron-LM; under sequence parallelism all-gather and reduce-scatter
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from itertools import zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from hf_parallel.axes.tensor import gather_recompute
+from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
+from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
+from hf_parallel.axes.tensor.heads import PER_HEAD
+from hf_parallel.axes.tensor.overlap import row_linear
+from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
+
+#: Styles of layers that read the residual stream.
+READERS = {
+    "colwise",
+    "colwise_shared_heads",
+    "packed_qkv",
+    "packed_halves",
+    "falcon_qkv",
+    "shared_qkv",
+    "shared_groups",
+}
+#: Inputs beside the first that the heads of all ranks read: whole on every rank.
+_READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")
+#: Inputs whose gradient is whole, being added after the sum, or of this rank's heads (`heads.py`).
+_NOT_READ = ("residual", *PER_HEAD)
+
+
+class SequenceParallelFlag:
+    """Is sequence parallelism on? Shared by all of a model, which turns it off while it generates."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+
+class Region:
+    """The layers between one `enter` and one `leave`: an attention, an MLP, or a single layer.
+
+    Attentions and MLPs of their own are entered as a whole (`at_owner`): what an attention computes beside its
+    linears (shapes, latents) then sees the whole sequence. Where the linears sit in the layer itself each enters by
+    itself, and the same input only once.
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        group: dist.ProcessGroup,
+        switch: SequenceParallelFlag,
+        at_owner: bool = False,
+        overlap: bool = False,
+    ) -> None:
+        self.owner, self.group, self.switch, self.at_owner = owner, group, switch, at_owner
+        self.overlap = overlap
+        #: The local weights [out, in] of the layers whose gradients may come late, by layer.
+        self.columns: dict[nn.Module, Callable[[], torch.Tensor]] = {}
+        self._late: dict[nn.Module, LateWeight] = {}
+        self.heads = (0, 0)  # of the whole model: query, key/value
+        self._names = list(inspect.signature(owner.forward).parameters)
+        self._first = self._names[0] if self._names else ""
+        self.scope = OwnRandomNumbers(owner, group)
+        self._input: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Do inputs come, and outputs go, as parts of the sequence?"""
+        return self.switch.on
+
+    def enter_owner(self, owner: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Forward pre-hook of the owner: its first input enters, and what a cross-attention reads besides."""
+        self._begin_scope()
+        named = zip_longest(self._names[: len(args)], args, fillvalue="")
+        entered = tuple(self._enter_named(name, value) for name, value in named)
+        return entered, {name: self._enter_named(name, value) for name, value in kwargs.items()}
+
+    def _enter_named(self, name: str, value: Any) -> Any:
+        if name == self._first:
+            return self._open(value)
+        if name in _READ_BESIDES:
+            return value if value is None else copy_to_group(value, self.group)
+        tensors = value if isinstance(value, tuple) else (value,)
+        if name not in _NOT_READ and any(torch.is_tensor(tensor) and tensor.requires_grad for tensor in tensors):
+            # Whether ranks' gradients are parts or copies is not known; a guess would be wrong without a word.
+            raise NotImplementedError(
+                f"hf_parallel: how {type(self.owner).__name__} uses {name}, which has a gradient, is not known; "
+                "tp_size=1 works"
+            )
+        return value
+
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor for use by all ranks; one that has entered stays as it is."""
+        if self.at_owner or tensor is self._entered:
+            return tensor
+        if tensor is not self._input:
+            self._begin_scope()
+            self._input, self._entered = tensor, self._open(tensor)
+        assert self._entered is not None
+        return self._entered
+
+    def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""
+        entered = self.enter(x)
+        late = self._late.pop(layer, None)
+        if late is None:
+            return gather_recompute.linear(entered, self.columns[layer](), bias)
+        return column_linear(entered, late, bias)
+
+    def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Multiply x […, in / tp] by the weight and leave."""
+        if not self.overlap:
+            return self.leave(F.linear(x, weight))
+        self.scope.end()
+        return row_linear(x, weight, self.group, self.sequence_parallel)
+
+    def leave(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, whole or this rank's part of the sequence."""
+        self.scope.end()
+        return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(tensor, self.group)
+
+    def close(self, *args: Any) -> None:
+        """Forget the input, whose memory would else live until the next one. Also a forward hook."""
+        self.scope.end()
+        self._input = self._entered = None
+        self._late = {}
+
+    def _open(self, tensor: torch.Tensor) -> torch.Tensor:
+        if self.overlap:
+            weights = [weight() for weight in self.columns.values()]
+            entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
+            self._late = dict(zip(self.columns, late, strict=True))
+            return entered
+        return (gather_recompute.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
+
+    def _begin_scope(self) -> None:
+        if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
+            self.scope.begin()

@@ -1,0 +1,189 @@
+"""Megatron's sequence parallelism (Korthikanti et al., 2022): between regions each rank holds 1/tp of the sequence.
+
+    embedding -> split -> | norm -> gather | attention | reduce-scatter + residual -> … -> norm | -> join -> head
+                            s / tp             s             s / tp                        s / tp       s
+
+Norms and the residual stream live on parts; regions (`region.py`) gather on entry and reduce-scatter on exit, which
+moves the same bytes as the all-reduces they replace. A batch whose length tp does not divide is padded on the right
+before the backbone, with tokens that nobody attends to, and cut back after it: head and loss never see them.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
+from hf_parallel.axes.tensor.infer import named_layers
+from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
+from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
+from hf_parallel.collectives import join_sequence, split_sequence
+from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
+
+
+def obstacle(model: Any, styles: dict[str, str]) -> str | None:
+    """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
+    part = text_part(model)
+    for stack in stacks(model):
+        reader, owner = reader_of(part, stack), part.get_submodule(stack.name.rpartition(".")[0])
+        if reader is None or "input_ids" not in inspect.signature(reader.forward).parameters:
+            return f"what {type(owner).__name__} reads are no tokens, so rows cannot be padded"
+        if any("deepstack" in name for name in inspect.signature(owner.forward).parameters):  # Qwen3-VL's
+            return f"{type(owner).__name__} adds what it sees between its layers"
+        if getattr(owner, "conv", None) is not None:  # DeBERTa's
+            return f"{type(owner).__name__} has a convolution between its layers"
+    layers = list(named_layers(model))
+    if not layers:
+        return "its layers are not known"
+    for name, layer in layers:
+        inside = {key: style for key, style in styles.items() if key.startswith(f"{name}.")}
+        if owns_parameters(layer):
+            return f"{name} has parameters of its own"
+        entered = {key.rpartition(".")[0] for key, style in inside.items() if style in READERS}
+        left = [key for key, style in inside.items() if style == "rowwise"]
+        if not entered or len(entered) != len(left):
+            return f"{name} is not made of parts that are entered and left as a whole"
+        reason = _unsplit(name, layer, set(inside), entered)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
+    """Weights that work on the residual stream must treat each token by itself, as norms do."""
+    for key, module in layer.named_modules(prefix=name):
+        in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
+        if owns_parameters(module) and key not in split and not in_region and not is_norm(module):
+            return f"{key} is not split"
+    return None
+
+
+def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag) -> None:
+    """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
+    group = mesh.get_group()
+    for stack in stacks(model):
+        for part in (*stack.layers, *([] if stack.norm is None else [stack.norm])):
+            region = Region(part, group, switch)
+            for module in unsplit(part):
+                partial_gradient(module, mesh, device, region)
+        for layer in stack.layers:
+            scope = OwnRandomNumbers(layer, group)
+            layer.register_forward_pre_hook(scope.begin)
+            layer.register_forward_hook(scope.end, always_call=True)
+        stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
+        (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
+
+
+def _split_input(
+    group: dist.ProcessGroup, switch: SequenceParallelFlag, layer: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    if not switch.on:
+        return args, kwargs
+    if args:
+        return (split_sequence(args[0], group), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": split_sequence(kwargs["hidden_states"], group)}
+
+
+def _join_output(
+    group: dist.ProcessGroup, switch: SequenceParallelFlag, module: nn.Module, args: Any, output: Any
+) -> Any:
+    if not switch.on:
+        return output
+    if isinstance(output, tuple):
+        return (join_sequence(output[0], group), *output[1:])
+    return join_sequence(output, group)
+
+
+# ---- lengths that tp does not divide ----------------------------------------------------------------------------
+
+
+def pad_sequences(model: Any, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
+    """Pad to a multiple of tp around the forward of whatever reads tokens: before the pipeline is attached.
+
+    Args:
+        caches: whether the model may keep a key/value cache. Calls with one (generation) run with whole sequences:
+            their steps are one token long. Under a pipeline there is none.
+    """
+    for reader in token_readers(model):
+        bidirectional = any(getattr(module, "is_causal", True) is False for module in reader.modules())
+        reader.forward = _padded_forward(reader, multiple, switch, caches, bidirectional)
+
+
+def _padded_forward(
+    reader: Any, multiple: int, switch: SequenceParallelFlag, caches: bool, bidirectional: bool
+) -> Any:
+    forward = reader.forward
+    names = list(inspect.signature(forward).parameters)
+
+    @functools.wraps(forward)
+    def padded(*args: Any, **kwargs: Any) -> Any:
+        args = args[1:] if args and args[0] is reader else args  # accelerate rebinds what it wraps
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
+        if caches and (cached or batch.get("past_key_values") is not None):
+            return _whole_sequences(switch, forward, batch)
+        tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
+        if tokens is None or tokens.shape[1] % multiple == 0:
+            return forward(**batch)
+        shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
+        return _cut(forward(**_padded_batch(batch, shape, extra, bidirectional)), shape[1], extra)
+
+    return padded
+
+
+def _whole_sequences(switch: SequenceParallelFlag, forward: Any, batch: dict[str, Any]) -> Any:
+    switch.on = False
+    try:
+        return forward(**batch)
+    finally:
+        switch.on = True
+
+
+def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, Any]:
+    """What has one entry per token gets `extra` more; encoder outputs beside it keep their own length."""
+    padded = dict(batch)
+    for key, value in batch.items():
+        if key == "attention_mask" and (isinstance(value, dict) or (torch.is_tensor(value) and value.dim() > 2)):
+            masks = value if isinstance(value, dict) else {key: value}
+            filled = {name: _padded_mask(mask, shape[1], extra) for name, mask in masks.items()}
+            padded[key] = filled if isinstance(value, dict) else filled[key]
+            continue
+        if not torch.is_tensor(value) or key.startswith("encoder_"):
+            continue
+        if key == "position_ids":  # [s], [b, s] or one of these per rotary section
+            padded[key] = F.pad(value, (0, extra))
+        elif value.dim() >= 2 and value.shape[:2] == shape:
+            padded[key] = F.pad(value, [*([0, 0] * (value.dim() - 2)), 0, extra])
+    if bidirectional and batch.get("attention_mask") is None:  # nobody may look at the padding
+        device = next(value.device for value in batch.values() if torch.is_tensor(value))
+        padded["attention_mask"] = F.pad(torch.ones(shape, dtype=torch.long, device=device), (0, extra))
+    return padded
+
+
+def _padded_mask(mask: Any, length: int, extra: int) -> Any:
+    """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
+    if mask is None:
+        return None
+    if not torch.is_tensor(mask) or mask.shape[-2:] != (length, length):
+        raise ValueError(
+            f"hf_parallel: rows of {length} tokens need padding, which this attention_mask cannot get; pad the rows, "
+            "or use sequence_parallel=false"
+        )
+    closed, open = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (0, 1)
+    return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
+
+
+def _cut(outputs: Any, length: int, extra: int) -> Any:
+    hidden = outputs[0]
+    if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
+        if isinstance(outputs, tuple):
+            return (hidden[:, :length], *outputs[1:])
+        outputs[next(iter(outputs))] = hidden[:, :length]
+    return outputs

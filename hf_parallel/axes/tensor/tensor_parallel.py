@@ -1,0 +1,252 @@
+"""Tensor parallelism (Shoeybi et al., 2019): parameters stored as DTensors, computed as local tensors.
+
+A split layer keeps its class for `isinstance` and its parameter names: its class becomes a subclass that computes on
+the local shard. The layers of one attention or one MLP form a region (`region.py`): its input enters once, whatever
+the number of layers that read it, so there is one collective forward and one backward per region and direction.
+
+    style                            weight placement   forward of the layer, x having entered the region
+    colwise, falcon_qkv              Shard(0)           y_local = x W_localᵀ
+    packed_qkv, packed_halves        Shard(0), in the order of packed.py: as colwise
+    rowwise                          Shard(1)           y = leave(x_local W_localᵀ) + b
+    colwise_shared_heads, shared_*   plain              y_local = x f(w)[rows of this rank's heads]ᵀ
+    replicated_with_grad_allreduce   plain              y = layer(x) with weight f(w), whose gradient is a part
+    embedding_heads, heads           plain, Shard(0)    one number per head: this rank's
+    colwise_gather_output            Shard(0)           head and embedding over the vocabulary: vocab_parallel.py
+    embedding_rowwise                Shard(0)
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from transformers.pytorch_utils import Conv1D
+
+from hf_parallel.axes.tensor.heads import use_local_heads
+from hf_parallel.axes.tensor.infer import LINEARS, OF_HEADS, linear_sizes, named_layers
+from hf_parallel.axes.tensor.layers import (
+    ColumnParallel,
+    HeadsEmbedding,
+    LocalHeads,
+    RowParallel,
+    SharedHeads,
+    SplitNorm,
+    become,
+    partial_gradient,
+    unsplit,
+)
+from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
+from hf_parallel.config import SpecError
+from hf_parallel.model.anatomy import attention_heads, is_norm
+from hf_parallel.model.packed import packed_order
+
+
+def tensor_parallel(
+    model: Any,
+    mesh: DeviceMesh,
+    styles: dict[str, str],
+    device: torch.device,
+    switch: SequenceParallelFlag,
+    overlap: bool = False,
+) -> None:
+    """Split the modules named in `styles` over the one-axis `mesh`, in place.
+
+    Works on meta tensors (then nothing is allocated) and on values (then each rank keeps its slice; the values must be
+    the same on all ranks). No communication.
+    """
+    regions = _regions(model, mesh, styles, switch, overlap)
+    for name, style in styles.items():
+        if style in _STYLES:  # the vocabulary's are elsewhere: vocab_parallel.py
+            _split(model, name, style, mesh, device, regions[name.rpartition(".")[0]])
+    for region in regions.values():
+        if region.at_owner:
+            region.owner.register_forward_pre_hook(region.enter_owner, with_kwargs=True)
+            _whole_weights_inside(region, mesh, device)
+        region.owner.register_forward_hook(region.close, always_call=True)
+    model.register_forward_pre_hook(functools.partial(_refuse_partial_outputs, switch), with_kwargs=True)
+
+
+def _regions(
+    model: Any, mesh: DeviceMesh, styles: dict[str, str], switch: SequenceParallelFlag, overlap: bool
+) -> dict[str, Region]:
+    """A region for each module that holds split layers, by its name."""
+    regions = {}
+    layers = {name for name, _ in named_layers(model)}
+    for name in {name.rpartition(".")[0]: None for name, style in styles.items() if style in _STYLES}:
+        owner = model.get_submodule(name)
+        at_owner = name not in layers and _reads_stream(styles, name)
+        regions[name] = Region(owner, mesh.get_group(), switch, at_owner, overlap)
+        regions[name].heads = attention_heads(model) or (0, 0)
+        if at_owner:
+            use_local_heads(model, owner, mesh)
+    return regions
+
+
+def _split(model: Any, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    module = region.owner if style == "heads" else model.get_submodule(name)
+    check_kind(name, module, style, mesh.size())
+    _STYLES[style][1](module, mesh, device, region)
+
+
+def check_kind(name: str, module: nn.Module, style: str, tp_size: int) -> None:
+    """Refuse a subclass of what the style is for, which may compute something else."""
+    expected = _STYLES[style][0] if style in _STYLES else ()
+    plain = type(module) in expected or type(module).__name__ in _SAME_AS_LINEAR
+    if nn.Linear in expected and not plain:
+        raise SpecError(
+            f"tp_size={tp_size}: {name} is a {type(module).__name__}, but style {style} is for Linear; tp_size=1 works"
+        )
+
+
+def _reads_stream(styles: dict[str, str], owner: str) -> bool:
+    """Does the owner hold readers of the residual stream? BERT's writers sit in modules of their own."""
+    return any(name.rpartition(".")[0] == owner and style in READERS for name, style in styles.items())
+
+
+def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device) -> None:
+    """Weights that no style names but that work inside the region see some heads only: their gradients are parts."""
+    for module in unsplit(region.owner):
+        if is_norm(module) and torch.is_tensor(getattr(module, "weight", None)):
+            become(module, SplitNorm, region)
+        else:
+            partial_gradient(module, mesh, device, region)
+
+
+def _refuse_partial_outputs(switch: SequenceParallelFlag, model: Any, args: tuple, kwargs: dict) -> None:
+    """What each rank would have only a part of must not look whole."""
+    wanted = {
+        key for key in ("output_attentions", "output_hidden_states") if kwargs.get(key, getattr(model.config, key))
+    }
+    if "output_attentions" in wanted:
+        raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
+    if wanted and switch.on:
+        raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
+
+
+def shard_parameter(
+    module: Any, name: str, mesh: DeviceMesh, dim: int, device: torch.device, segments: list[int] | None = None
+) -> None:
+    """Turn a parameter into a DTensor cut along `dim`; nothing if the module has none of that name.
+
+    Args:
+        segments: sizes along `dim` of what a packed weight holds; it is then kept in another order (`packed.py`).
+    """
+    parameter = module._parameters.get(name)
+    if parameter is None:
+        return
+    value = parameter.detach() if parameter.is_meta else parameter.detach().to(device)
+    if segments is not None:
+        order = packed_order(segments, mesh.size(), dim)
+        module.stored_orders = {**getattr(module, "stored_orders", {}), name: order}
+        value = value if value.is_meta else order.to_stored(value)
+    # No source rank: all ranks hold the same values, so each cuts its own slice.
+    shard = distribute_tensor(value, mesh, [Shard(dim)], src_data_rank=None)
+    module._parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
+
+
+def _column(
+    module: Any, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
+) -> None:
+    shard_parameter(module, "weight", mesh, 1 if isinstance(module, Conv1D) else 0, device, segments)
+    shard_parameter(module, "bias", mesh, 0, device, segments)
+    become(module, ColumnParallel, region)
+
+
+def _row(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    shard_parameter(module, "weight", mesh, 0 if isinstance(module, Conv1D) else 1, device)
+    become(module, RowParallel, region)
+
+
+def _packed_halves(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    half = linear_sizes(module)[1] // 2
+    _column(module, mesh, device, region, [half, half])
+
+
+def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    """[q | k | v]: all query heads, then all keys', then all values'."""
+    heads, kv_heads = region.heads
+    width = linear_sizes(module)[1] // (heads + 2 * kv_heads)
+    _column(module, mesh, device, region, [heads * width, kv_heads * width, kv_heads * width])
+
+
+def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    width, whole = region.owner.head_dim, linear_sizes(module)[1]
+    norms = [module for module in region.owner.modules() if is_norm(module)]
+    if whole > width and any(p.numel() == whole for norm in norms for p in norm.parameters()):
+        raise SpecError(
+            f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
+            f"tp_size={region.heads[1]} works"
+        )
+    first = _shared_head(region) * width
+    _become_shared(module, region, torch.arange(first, first + width))
+
+
+def _shared_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    """[q | k | v] with fewer keys than ranks: this rank's queries and the one key and value they share."""
+    heads, kv_heads = region.heads
+    keys = heads + _shared_head(region)
+    _become_shared(module, region, _rows_of(module, region, [*_own_queries(region), keys, keys + kv_heads]))
+
+
+def _shared_groups(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    """Falcon's groups [q … q k v] with fewer groups than ranks, or its one group [q | k | v]."""
+    heads, kv_heads = region.heads
+    group, per_group = _shared_head(region), heads // kv_heads
+    queries = [query + 2 * group for query in _own_queries(region)]
+    key = group * (per_group + 2) + per_group
+    _become_shared(module, region, _rows_of(module, region, [*queries, key, key + 1]))
+
+
+def _own_queries(region: Region) -> range:
+    count = region.heads[0] // region.group.size()
+    return range(count * region.group.rank(), count * (region.group.rank() + 1))
+
+
+def _shared_head(region: Region) -> int:
+    return region.group.rank() * region.heads[1] // region.group.size()
+
+
+def _rows_of(module: Any, region: Region, heads: list[int]) -> torch.Tensor:
+    """Rows of a packed weight that hold these heads, counted as the weight holds them."""
+    width = linear_sizes(module)[1] // (region.heads[0] + 2 * region.heads[1])
+    return (torch.tensor(heads).unsqueeze(1) * width + torch.arange(width)).flatten()
+
+
+def _become_shared(module: Any, region: Region, rows: torch.Tensor) -> None:
+    become(module, SharedHeads, region)
+    module.rows = rows
+    # All query heads of a rank share its one key/value head.
+    region.owner.num_key_value_groups = region.heads[0] // region.group.size()
+
+
+def _heads_embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    become(module, HeadsEmbedding, region)
+
+
+def _heads(owner: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    if not isinstance(owner, LocalHeads):
+        for name in OF_HEADS:
+            shard_parameter(owner, name, mesh, 0, device)
+        become(owner, LocalHeads, region)
+
+
+#: Subclasses of Linear, and its kin, that compute what it does.
+_SAME_AS_LINEAR = {"FalconLinear"}
+_STYLES: dict[str, tuple[tuple[type, ...], Callable[..., None]]] = {
+    "colwise": (LINEARS, _column),
+    "rowwise": (LINEARS, _row),
+    "packed_halves": (LINEARS, _packed_halves),
+    "packed_qkv": (LINEARS, _packed_qkv),
+    "falcon_qkv": (LINEARS, _column),
+    "colwise_shared_heads": (LINEARS, _shared_heads),
+    "shared_qkv": ((nn.Linear,), _shared_qkv),
+    "shared_groups": ((nn.Linear,), _shared_groups),
+    "embedding_heads": ((nn.Embedding,), _heads_embedding),
+    "heads": ((nn.Module,), _heads),
+    "replicated_with_grad_allreduce": ((nn.Module,), partial_gradient),
+}

@@ -1,0 +1,250 @@
+"""The vocabulary over tp ranks: embedding, head and cross-entropy on 1/tp of it (Shoeybi et al., 2019, section 3).
+
+Rank r holds rows r * ceil(V / tp) …, so any vocabulary can be cut; the last ranks may hold fewer. The head returns a
+DTensor that is cut along the vocabulary: the loss works on the parts, and whole logits come into being only when the
+script reads them from the model's output.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, become, local
+from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
+from hf_parallel.collectives import all_reduce, reduce_from_group
+from hf_parallel.config import SpecError
+
+
+def vocab_parallel(
+    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool, overlap: bool = False
+) -> None:
+    """Split embedding and head, in place; with `own_loss` the model's causal loss works on parts of the logits.
+
+    Raises:
+        SpecError: an embedding or head of a kind that cannot be cut by rows.
+    """
+    for name, style in styles.items():
+        if style not in ("embedding_rowwise", "colwise_gather_output"):
+            continue
+        module = model.get_submodule(name)
+        check_vocabulary(name, module, style, mesh.size())
+        region = Region(
+            module, mesh.get_group(), SequenceParallelFlag(False), overlap=overlap
+        )  # whole sequences on both sides
+        if style == "embedding_rowwise":
+            _embedding(module, mesh, device, region)
+        else:
+            _head(module, mesh, device, region, own_loss)
+    if own_loss and "colwise_gather_output" in styles.values():
+        model.loss_function = functools.partial(causal_loss, model.loss_function)
+
+
+def gather_when_read(model: Any) -> None:
+    """Let whoever reads the split logits of an output get whole ones. Call it after `fully_shard`.
+
+    FSDP2's own hook reads all of an output in every step: it must run before this one, or it has the logits gathered.
+    """
+    model.register_forward_hook(_gather_when_read)
+    # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+
+class VocabParallel(TensorParallelLayer):
+    """ids […] -> […, hidden]: each rank looks up the rows it holds, the others count as zero."""
+
+    num_embeddings: Any
+    padding_idx: Any
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.adapted:  # with the rows that `locate` gave, and the padding
+            return F.embedding(input, local(self.weight), self.padding_idx)
+        rows, inside, padding = self.locate(input)
+        output = F.embedding(rows, local(self.weight), padding)
+        return reduce_from_group(output * inside.unsqueeze(-1), self.region.group)
+
+    def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """The rows here of these ids, which of the ids are here, and the row here that gets no gradient."""
+        check_range(ids, self.num_embeddings, "index out of range in self")
+        held = local(self.weight).shape[0]
+        first = first_row(self.num_embeddings, self.region.group)
+        inside = (ids >= first) & (ids < first + held)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < held:
+            padding = None  # it lives on another rank
+        return (ids - first).clamp(0, held - 1), inside, padding
+
+
+class VocabParallelHead(ColumnParallel):
+    """x […, hidden] -> logits […, V] as a DTensor cut along V, or whole where `whole` is set."""
+
+    out_features: Any
+    mesh: Any
+    whole: Any = False
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(input)
+        return logits if self.adapted else self.leave(logits)
+
+    def leave(self, logits: torch.Tensor) -> torch.Tensor:
+        self.region.close()
+        shape = torch.Size((*logits.shape[:-1], self.out_features))
+        stride = torch.empty(shape, device="meta").stride()
+        cut = DTensor.from_local(
+            logits, self.mesh, [Shard(len(shape) - 1)], run_check=False, shape=shape, stride=stride
+        )
+        return cut.full_tensor() if self.whole else cut
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Sum of -log softmax(logits)[target] over the targets, from parts of the logits; nothing whole is ever built."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
+    ) -> torch.Tensor:
+        x = logits.float()
+        x = x - all_reduce(x.amax(-1), group, dist.ReduceOp.MAX).unsqueeze(-1)
+        inside = (target >= first) & (target < first + x.shape[-1])
+        column = (target - first).clamp(0, x.shape[-1] - 1).unsqueeze(-1)
+        own = torch.where(inside, x.gather(-1, column).squeeze(-1), 0.0)
+        exponentials = x.exp_()
+        total, at_target = all_reduce(torch.stack([exponentials.sum(-1), own]), group)
+        counts = target != ignore_index
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, inside, counts)
+        ctx.dtype = logits.dtype
+        return ((total.log() - at_target) * counts).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        softmax, column, inside, counts = ctx.saved_tensors
+        grad = softmax.scatter_add(-1, column, -inside.to(softmax.dtype).unsqueeze(-1))
+        grad.mul_((gradient * counts).unsqueeze(-1))
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def causal_loss(
+    whole_loss: Any,
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' causal loss: labels are shifted by one; sum / `num_items_in_batch`, or the mean without it."""
+    if not isinstance(logits, DTensor):
+        return whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    group = logits.device_mesh.get_group()
+    target = shift_labels.to(logits.device)
+    first = first_row(logits.shape[-1], group)
+    check_range(target, logits.shape[-1], "target out of bounds", ignore_index)
+    loss = _CrossEntropy.apply(logits.to_local(), target, first, group, ignore_index)
+    items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return loss / (items.to(loss.device) if torch.is_tensor(items) else items)
+
+
+def first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
+    """The first row of this rank: all ranks before it hold ceil(V / n)."""
+    return min(vocabulary, group.rank() * -(-vocabulary // group.size()))
+
+
+def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) -> None:
+    """Stop at ids that no rank holds, as one process does; a GPU asserts it in its own time.
+
+    Raises:
+        IndexError: on a CPU, an id is neither in [0, size) nor `ignored`.
+    """
+    fits = (((ids >= 0) & (ids < size)) | (ids == ignored)).all()
+    try:
+        torch._assert_async(fits, problem)
+    except RuntimeError:
+        low, high = (int(bound) for bound in ids.masked_fill(ids == ignored, 0).aminmax())
+        raise IndexError(f"{problem}: from {low} to {high}, of {size} in the vocabulary") from None
+
+
+class GatheredWhenRead:
+    """Mixin for a model's output: a tensor cut over ranks is made whole when it is read, by all ranks alike."""
+
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return tuple(self.values())[key]
+        value: Any = dict.__getitem__(self, key)  # type: ignore[index]
+        return self._whole(key, value) if isinstance(value, DTensor) else value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if dict.__contains__(self, key) else default  # type: ignore[operator]
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return self._whole(name, value) if isinstance(value, DTensor) else value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """RemoteModules a plain output."""
+        return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
+
+    def _whole(self, key: str, value: DTensor) -> torch.Tensor:
+        whole = value.full_tensor()
+        self[key] = whole  # type: ignore[index]
+        return whole
+
+    def items(self) -> Any:
+        return [(key, self[key]) for key in self.keys()]  # type: ignore[attr-defined]
+
+    def values(self) -> Any:
+        return [self[key] for key in self.keys()]  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _gathering_class(cls: type) -> type:
+    return type(cls.__name__, (GatheredWhenRead, cls), {"__module__": cls.__module__})
+
+
+def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, dict) and isinstance(output.get("logits"), DTensor):
+        output.__class__ = _gathering_class(type(output))
+
+
+def check_vocabulary(name: str, module: Any, style: str, tp_size: int) -> None:
+    """Refuse an embedding or head of a kind that cannot be cut by rows."""
+    is_head = style == "colwise_gather_output"
+    if type(module) is not nn.Linear if is_head else not isinstance(module, nn.Embedding):
+        kind = "a Linear" if is_head else "an Embedding"
+        raise SpecError(f"tp_size={tp_size}: {name} is a {type(module).__name__}, not {kind}; tp_size=1 works")
+    if not is_head and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+        raise SpecError(f"{name} with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
+
+
+def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+    shard_parameter(module, "weight", mesh, 0, device)
+    if type(module) is nn.Embedding:
+        become(module, VocabParallel, region)
+    else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
+        split, kind = cast(Any, module), cast(Any, type(module))
+        split.__class__, split.region = _lookup_behind(kind), region
+
+
+@functools.cache
+def _lookup_behind(cls: Any) -> type:
+    return type(cls.__name__, (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
+
+
+def _head(module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
+    shard_parameter(module, "weight", mesh, 0, device)
+    shard_parameter(module, "bias", mesh, 0, device)
+    become(module, VocabParallelHead, region)
+    head: Any = module
+    head.mesh, head.whole = mesh, not own_loss

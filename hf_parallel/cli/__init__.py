@@ -1,0 +1,259 @@
+"""`hf-parallel launch`: accelerate's launcher with the runner filled in. `hf-parallel doctor`: what a spec would do.
+
+    hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
+    hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
+    hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
+    hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
+
+`launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
+too. `doctor` and `plan` (`cli_plan.py`) start none and read a config only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from hf_parallel.cli import export as cli_export
+from hf_parallel.cli import plan as cli_plan
+from hf_parallel.config import AUTO, ParallelConfig, SpecError
+
+_OPTION = "--parallel"
+#: Other ways to distribute that accelerate knows; each would wrap the model a second time.
+_EXCLUSIVE = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config", "tpu")
+_EXCLUSIVE_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; 2 for a command line or spec that cannot work."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
+        return launch(arguments[1:])
+    parser = _top_parser()
+    args = parser.parse_args(arguments)
+    if args.command == "doctor":
+        return doctor(args)
+    if args.command == "plan":
+        return cli_plan.plan(args)
+    if args.command == "export":
+        return cli_export.export(args)
+    parser.print_help(sys.stderr)
+    return 2
+
+
+def launch(argv: list[str]) -> int:
+    """Start the processes and wait for them; returns the exit code of the rank that failed first, or 0."""
+    parser = _launch_parser()
+    args = parser.parse_args(argv)
+    try:
+        spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
+        defaults = _accelerate_defaults(args)
+        _settle_processes(args, defaults)
+        if spec is not None:
+            _refuse_other_ways(args, defaults)
+            if spec[0] != AUTO:
+                ParallelConfig.parse(spec[0]).resolve(args.num_processes)
+        _settle_machine(args, defaults)
+        _fill_in_the_runner(args)
+    except SpecError as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    return _start(args)
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """Print what a spec would do to a model; 2 if something stops it."""
+    try:
+        spec = choose_spec(args.parallel, f"doctor's {_OPTION}")
+        if spec is None:
+            raise SpecError(f"doctor needs a spec; {_OPTION} tp=2 works")
+        config = ParallelConfig.parse(spec[0])
+        from hf_parallel.doctor import build_on_meta, examine, render
+
+        report = examine(build_on_meta(args.model), config, args.nproc)
+    except SpecError as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
+    return 2 if report.problems else 0
+
+
+def choose_spec(option: str | None, option_name: str = "the runner's --parallel") -> tuple[str, str] | None:
+    """The spec and where it comes from: the command line, else HF_PARALLEL, else None.
+
+    Raises:
+        SpecError: both are given and mean different layouts.
+    """
+    environment = os.environ.get("HF_PARALLEL") or None
+    if option and environment and _meaning(option) != _meaning(environment):
+        raise SpecError(f"{option_name} is {option} but HF_PARALLEL is {environment}; drop one of them")
+    if option:
+        return option, option_name
+    return (environment, "HF_PARALLEL") if environment else None
+
+
+def _meaning(spec: str) -> ParallelConfig | str:
+    return spec if spec == AUTO else ParallelConfig.parse(spec)
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-parallel", description="Unchanged Trainer scripts, every parallelism.")
+    parser.add_argument("--version", action="version", version=_version())
+    commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
+    commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
+    _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
+    cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
+    cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
+    return parser
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Which module is split how, and what stops it; without processes, without weights."
+    parser.add_argument("model", metavar="MODEL", help="folder with a config.json, that file, or a Hub id")
+    parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, or a YAML file")
+    parser.add_argument("--nproc", type=int, metavar="N", help="number of processes, which a size of -1 needs")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def _version() -> str:
+    from hf_parallel import __version__
+
+    return f"hf-parallel {__version__}"
+
+
+def _launch_parser() -> argparse.ArgumentParser:
+    from accelerate.commands.launch import launch_command_parser
+
+    parser: argparse.ArgumentParser = launch_command_parser()
+    parser.prog = "hf-parallel launch"
+    parser.description = "accelerate's launcher with `-m hf_parallel` filled in; starts N processes without GPUs too."
+    parser.formatter_class = argparse.HelpFormatter  # accelerate's hides what it does not find in sys.argv
+    parser.add_argument_group("hf_parallel").add_argument(
+        _OPTION,
+        metavar="SPEC",
+        default=None,
+        help="How to spread the training: key=value,… such as tp=2,pp=2, or a YAML file. Goes before the script.",
+    )
+    return parser
+
+
+def _accelerate_defaults(args: argparse.Namespace) -> Any:
+    """The accelerate config file that `accelerate launch` would read, or None."""
+    from accelerate.commands.config import config_args
+
+    if args.config_file is None and not os.path.isfile(config_args.default_config_file):
+        return None
+    try:
+        return config_args.load_config_from_file(args.config_file)
+    except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them
+        name = args.config_file or config_args.default_config_file
+        raise SpecError(f"--config_file {name}: {_one_line(error)}") from error
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _settle_processes(args: argparse.Namespace, defaults: Any) -> None:
+    """Fix the number of machines and, over all of them, of processes: the option, the config file, the GPUs here."""
+    args.num_machines = args.num_machines or getattr(defaults, "num_machines", None) or 1
+    configured = getattr(defaults, "num_processes", None) or -1
+    if args.num_processes is None:
+        args.num_processes = configured if configured > 0 else max(1, _accelerators()) * args.num_machines
+    if args.num_processes < 1 or args.num_processes % args.num_machines:
+        works = max(1, args.num_processes // args.num_machines) * args.num_machines
+        raise SpecError(
+            f"--num_processes {args.num_processes} is over all machines and does not divide into "
+            f"--num_machines {args.num_machines}; --num_processes {works} works"
+        )
+
+
+def _accelerators() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _refuse_other_ways(args: argparse.Namespace, defaults: Any) -> None:
+    options = [f"--{name}" for name in _EXCLUSIVE if getattr(args, name)]
+    kind = getattr(getattr(defaults, "distributed_type", None), "value", "NO")
+    if kind in _EXCLUSIVE_TYPES:
+        options.append(f"distributed_type: {kind} in the config file")
+    if getattr(defaults, "parallelism_config", None):
+        options.append("parallelism_config in the config file")
+    if options:
+        raise SpecError(f"{options[0]}: not together with a spec; drop it, dp_shard=-1 shards like FSDP")
+
+
+def _settle_machine(args: argparse.Namespace, defaults: Any) -> None:
+    """Choose accelerate's launcher for N processes and fill in what it would otherwise warn about or guess wrong."""
+    if args.no_python:
+        raise SpecError("--no_python: the runner runs Python scripts; drop it")
+    cpu_asked = args.cpu or bool(getattr(defaults, "use_cpu", False))
+    other_way = any(getattr(args, name) for name in _EXCLUSIVE)
+    other_way = other_way or getattr(getattr(defaults, "distributed_type", None), "value", "NO") in _EXCLUSIVE_TYPES
+    if args.num_processes > 1 and not other_way:
+        if cpu_asked:
+            os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="")
+        args.cpu, args.multi_gpu = False, True  # accelerate starts one process with --cpu, N with --multi_gpu
+    threads_given = args.num_cpu_threads_per_process is not None or os.environ.get("OMP_NUM_THREADS")
+    if (cpu_asked or not _accelerators()) and not threads_given:
+        args.num_cpu_threads_per_process = 1  # N processes with all cores each slow one another down
+    if args.num_machines > 1:
+        _check_rendezvous(args, defaults)
+    elif args.main_process_port is None and getattr(defaults, "main_process_port", None) is None:
+        args.main_process_port = 0  # a free one: two launches on one machine do not meet
+    if defaults is None:
+        args.mixed_precision = args.mixed_precision or "no"
+        args.dynamo_backend = args.dynamo_backend or "no"
+
+
+def _check_rendezvous(args: argparse.Namespace, defaults: Any) -> None:
+    for name, works in (("machine_rank", "0"), ("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
+        if getattr(args, name) is None and getattr(defaults, name, None) is None:
+            raise SpecError(f"--num_machines {args.num_machines} needs --{name} as well, for example {works}")
+
+
+def _fill_in_the_runner(args: argparse.Namespace) -> None:
+    """`train.py …` -> `-m hf_parallel --parallel SPEC train.py …` (HF_PARALLEL reaches the ranks by itself)."""
+    option = [_OPTION, args.parallel] if args.parallel else []
+    module = ["-m"] if args.module else []
+    args.training_script_args = [*option, *module, args.training_script, *args.training_script_args]
+    args.training_script, args.module = "hf_parallel", True
+
+
+def _start(args: argparse.Namespace) -> int:
+    from accelerate.commands import launch as accelerate_launch
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    if not args.debug:  # its lines about signals and exit codes bury what the failing rank wrote
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    try:
+        accelerate_launch.launch_command(args)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        return _report_end(rank, failure.exitcode)
+    except subprocess.CalledProcessError as error:
+        return _report_end(0, error.returncode)
+    return 0
+
+
+def _report_end(rank: int, code: int) -> int:
+    """Name the rank that ended first; it has written its own report unless a signal killed it."""
+    if code < 0:
+        print(f"hf_parallel: rank {rank} was killed by {signal.Signals(-code).name}; all ranks ended", file=sys.stderr)
+        return 128 - code
+    if code != 2:  # 2: the one line of a refusal is enough
+        print(f"hf_parallel: rank {rank} ended with exit code {code}; all ranks ended", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

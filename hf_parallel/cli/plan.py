@@ -1,0 +1,260 @@
+"""`hf-parallel plan`: the best layouts for a model, a cluster and a batch; and the timeline of one pipeline.
+
+hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --seq 8192 --global-batch 512
+hf-parallel plan ./folder --detect --global-batch 64 --json
+hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from typing import Any
+
+from hf_parallel.config import ParallelConfig, SpecError
+
+_SHAPE_KEYS = {"hidden", "layers"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `plan`."""
+    parser.description = (
+        "Rank the layouts of a model on a cluster by predicted step time, with memory and reasons. Without MODEL: "
+        "draw which rank of a pipeline runs what when, for equal layers whose backward takes twice their forward."
+    )
+    parser.add_argument("model", metavar="MODEL", nargs="?", help="folder with a config.json, that file, or a Hub id")
+    where = parser.add_argument_group("cluster")
+    where.add_argument("--gpus", type=int, metavar="N", help="how many in all")
+    where.add_argument("--gpu", metavar="NAME", help="of the catalogue, such as h100-80gb or a100-80gb")
+    where.add_argument("--gpus-per-node", type=int, metavar="N", help="default: 8")
+    where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
+    where.add_argument("--cluster", metavar="FILE.yaml", help="a cluster of your own: see docs/dry_run.md")
+    where.add_argument("--detect", action="store_true", help="this machine")
+    where.add_argument("--memory", type=float, metavar="GIB", help="of each GPU, instead of all of it")
+    what = parser.add_argument_group("training")
+    what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per row (4096)")
+    what.add_argument("--global-batch", type=int, metavar="N", help="rows per step over all ranks (4 per GPU)")
+    what.add_argument("--rows", type=int, metavar="N", help="per_device_train_batch_size, if it is fixed")
+    precisions = (
+        "bf16 or fp32: of weights and products; mixed or fp16: fp32 weights under Trainer's bf16=True, fp16=True"
+    )
+    what.add_argument("--precision", default="bf16", metavar="NAME", help=precisions)
+    what.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, adamw_8bit, sgd, sgd_momentum")
+    what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
+    out = parser.add_argument_group("output")
+    out.add_argument("--parallel", metavar="SPEC", help="a layout you expect: why is it not the first?")
+    out.add_argument(
+        "--include-unsupported", action="store_true", help="rank what this version does not run, too, marked as such"
+    )
+    out.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (10)")
+    out.add_argument("--json", action="store_true", help="the same as JSON")
+    out.add_argument("--specs", metavar="FOLDER", help="write each layout as a YAML file that --parallel takes")
+    out.add_argument("--picture", metavar="FILE", help="memory of each layout as stacked bars, .svg or .png")
+    out.add_argument("--timeline", metavar="FILE", help="the step of the best pipeline, .svg or .png")
+    out.add_argument("--explain", action="store_true", help="each formula of the first layout with its numbers")
+    out.add_argument("--verify", action="store_true", help="dry-run the first layout with the real code")
+    out.add_argument("--dollars", type=float, metavar="D", help="per GPU and hour, for the cost of 1e9 tokens")
+    only = parser.add_argument_group("a timeline without MODEL")
+    only.add_argument("--micro-batches", type=int, metavar="N", help="default: pipeline_microbatches, or 4 x pp")
+    only.add_argument("--layers", type=int, metavar="N", help="of the model; default: one for each stage")
+
+
+def plan(args: argparse.Namespace) -> int:
+    """Print the plan; 1 if nothing fits, 2 for a command line that cannot work."""
+    try:
+        if args.model is None:
+            print(_timeline_alone(args))
+            return 0
+        return _plan_model(args)
+    except (SpecError, OSError) as error:
+        print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+
+
+# ---- a model -----------------------------------------------------------------------------------------------------
+
+
+def _plan_model(args: argparse.Namespace) -> int:
+    from hf_parallel.hooks.auto import accepted
+    from hf_parallel.planner.report import show, write_specs
+    from hf_parallel.planner.search import search
+
+    model, cluster = read_model(args.model), _cluster(args)
+    found = search(
+        model=model,
+        cluster=cluster,
+        seq=_positive("--seq", args.seq),
+        global_batch=_positive("--global-batch", args.global_batch or 4 * cluster.gpus),
+        precision=args.precision,
+        optimizer=args.optimizer,
+        lora=args.lora,
+        rows=args.rows,
+        memory_gib=args.memory,
+        top=_positive("--top", args.top),
+        accept=None if isinstance(model, dict) else accepted(model),
+        expected=args.parallel,
+        include_unsupported=args.include_unsupported,
+        adapt=_adapters(args),
+    )
+    if args.json:
+        print(json.dumps(found.to_dict(), indent=2))
+    elif found.choices:
+        show(found, args.dollars)
+    if found.best is None:
+        print("\n".join([f"hf_parallel: nothing fits: {found.advice}", *found.beyond]), file=sys.stderr)
+        return 1
+    if args.specs:
+        write_specs(args.specs, found)
+    _draw(args, found)
+    if args.explain:
+        print(found.best.prediction.explain())
+    if args.verify:
+        _verify(args, found, model)
+    return 0
+
+
+def read_model(source: str) -> Any:
+    """An HF config from a folder, a config.json or a Hub id; or the numbers of a JSON file without model_type.
+
+    Raises:
+        SpecError: there is no such model.
+    """
+    if os.path.isfile(source):
+        with open(source, encoding="utf-8") as file:
+            try:
+                values = json.load(file)
+            except ValueError as error:
+                raise SpecError(f"{source}: not JSON ({error})") from error
+        if isinstance(values, dict) and "model_type" not in values and values.keys() & _SHAPE_KEYS:
+            return values
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and not os.path.exists(source):
+            raise SpecError(
+                f"{source}: no file or folder here, nor to be had from the Hub (wrong name, no access, or offline); "
+                "a folder with a config.json works, or a JSON file such as "
+                '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
+            ) from error
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SpecError(f"{source}: {first}") from error
+
+
+def _adapters(args: argparse.Namespace) -> Any:
+    """What puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
+    if not args.lora:
+        return None
+    from importlib.util import find_spec
+
+    if find_spec("peft") is None:
+        if args.verify:
+            raise SpecError("--lora --verify: runs peft's own code; pip install peft works")
+        return None
+    from hf_parallel.hooks.peft.planned_adapters import lora
+
+    return lora(args.lora)
+
+
+def _cluster(args: argparse.Namespace) -> Any:
+    from hf_parallel.planner.clusters import read_cluster
+    from hf_parallel.planner.detect import detect
+    from hf_parallel.planner.hardware import find_link, make_cluster
+
+    given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
+    if len(given) != 1:
+        said = " and ".join(given) or "none of --gpu, --cluster, --detect"
+        raise SpecError(f"plan needs one description of the machines, not {said}; --gpus 8 --gpu h100-80gb works")
+    if args.detect:
+        return detect(args.gpus, args.gpus_per_node, args.network)
+    if args.cluster:
+        cluster = read_cluster(args.cluster, args.gpus)
+        return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
+    if args.gpus is None:
+        raise SpecError("--gpu needs --gpus as well: how many in all; --gpus 8 works")
+    return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
+
+
+def _positive(option: str, number: int) -> int:
+    if number < 1:
+        raise SpecError(f"{option} {number}: is one at least; {option} 8 works")
+    return number
+
+
+def _draw(args: argparse.Namespace, found: Any) -> None:
+    from hf_parallel.planner.pictures import write_memory, write_timeline
+
+    if args.picture:
+        write_memory(args.picture, found)
+    if args.timeline:
+        piped = [choice for choice in found.choices if choice.config.pp_size > 1 and not choice.not_built]
+        if not piped:
+            raise SpecError(f"--timeline {args.timeline}: none of the layouts has a pipeline to draw")
+        print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)
+
+
+def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
+    """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
+    from hf_parallel.planner.dry_run import dry_run
+    from hf_parallel.planner.report import show_verified
+
+    if isinstance(model, dict):
+        raise SpecError("--verify runs the model's own code: MODEL must be one of Transformers, not only its numbers")
+    choice = found.best
+    config = choice.config
+    block = config.dp_shard_size * config.tp_size
+    ranks = sorted({0, (config.pp_size - 1) * block})
+    calls = min(choice.accumulation, 2)  # the third holds what the second does
+    runs = [
+        dry_run(
+            model,
+            config,
+            rank=rank,
+            rows=choice.rows,
+            seq=args.seq,
+            accumulation=calls,
+            optimizer=args.optimizer,
+            precision=choice.prediction.job.precision,
+            adapt=_adapters(args),
+        )
+        for rank in ranks
+    ]
+    show_verified(choice, runs)
+
+
+# ---- a timeline alone --------------------------------------------------------------------------------------------
+
+
+def _timeline_alone(args: argparse.Namespace) -> str:
+    from hf_parallel.axes.pipeline import picture, timeline
+
+    if args.timeline is None or args.parallel is None:
+        raise SpecError("plan needs a MODEL, or --timeline FILE.svg and --parallel SPEC to draw a pipeline")
+    config = ParallelConfig.parse(args.parallel)
+    name, ranks = config.pipeline_schedule, config.pp_size
+    if ranks < 2:
+        raise SpecError(f"pp_size={ranks}: a timeline shows a pipeline of two ranks or more; pp=4 works")
+    asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
+    actions = timeline.order(name, ranks, config.stages_per_rank, 4 * ranks if asked is None else asked)
+    drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers)))
+    picture.write(args.timeline, drawn, name, predicted=drawn.bubble)
+    live = ", ".join(map(str, timeline.peak_live(actions)))
+    return f"{args.timeline}: {name}, bubble {drawn.bubble:.1%}; activations held at most, per rank: {live} forwards"
+
+
+def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
+    from hf_parallel.axes.pipeline.timeline import even_split
+
+    stages = config.pipeline_stages
+    split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
+    if len(split) != stages or min(split) < 1:
+        raise SpecError(
+            f"{sum(split)} layers in {len(split)} parts do not fill {stages} stages; --layers {stages} works"
+        )
+    if layers not in (None, sum(split)):
+        raise SpecError(f"--layers {layers}: pipeline_split adds to {sum(split)}; --layers {sum(split)} works")
+    return split

@@ -1,0 +1,297 @@
+"""Is every rank here? Asked before what all of them do together: a training, an evaluation, a save.
+
+A script that saves under `if is_main_process:` would wait for the others until the process group's time-out. Ranks
+sign in in the store; one that waits asks those that are missing, and a thread of theirs answers for them:
+
+    rank 0   waits in model.save_pretrained, asks rank 1
+    rank 1   stands in a collective of the next step, where nothing has moved for seconds; its thread says so
+    rank 0   raises: nobody will come
+
+A rank that does anything else (it evaluates, tokenizes, downloads) is waited for, as by any collective.
+
+Calls of every step (a forward, `gather`, `reduce`) are not asked about. Their threads notice when all ranks stand
+still, at different places and without using the processor: they wait for each other, and the run ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+import uuid
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
+PATIENCE_S, SPEAK_S = 3.0, 15.0
+#: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
+LOOK_S, STILL_S = 1.0, 3.0
+#: Seconds for which all ranks stand still, using less than this share of a processor, until they are told apart.
+DEADLOCK_S, IDLE = 15.0, 0.01
+_ROOM = "hf_parallel/desync"
+_LEFT = "has ended"
+_OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
+#: Code in which a process waits for others, when it does not move.
+_WAITING = (
+    *(os.path.join(_OWN, place) for place in ("collectives", "axes", "hooks/trainer/stopping.py")),
+    *(os.path.join(_TORCH, place) for place in ("distributed", "autograd")),
+)
+#: Code that is not the user's.
+_LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+
+
+class AloneError(RuntimeError):
+    """A call that all ranks have to make was made by some of them."""
+
+
+class DesyncDetector:
+    """This process's place in the list, and the thread that answers for it."""
+
+    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+        self.store = store
+        self.rank, self.world_size = rank, world_size
+        self.number, self.left = 0, False
+        self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+        self.process, self.watched = os.getpid(), threading.get_ident()
+        self.closed = threading.Event()
+        self.rest = _Rest(self.watched)
+        self.thread = threading.Thread(target=self._answer, name="hf_parallel/desync", daemon=True)
+        self.thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """This process comes to no further call."""
+        if os.getpid() != self.process or self.closed.is_set():
+            return
+        self.closed.set()
+        self.thread.join(LOOK_S)
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._leave()
+            if self.keeps_store:
+                self._let_go()
+
+    def _leave(self) -> None:
+        if not self.left:
+            self.left = True
+            self.store.set(f"still/{self.rank}", _LEFT)
+            self._reply([self.number, 0], _LEFT)
+            self.store.add("left", 1)
+
+    def _let_go(self) -> None:
+        """The store ends with this process: first the others stop asking it, of which torch would tell at length."""
+        self.store.set("closing", "")
+        end = time.monotonic() + 2 * LOOK_S
+        while self.store.add("left", 0) < self.world_size and time.monotonic() < end:
+            time.sleep(0.02)
+
+    # ---- a rank that is here ---------------------------------------------------------------------------------------
+
+    def assert_all_ranks(self, call: str, advice: str | None) -> None:
+        """Return when all ranks are in this call; `advice` is for one that is alone.
+
+        Raises:
+            AloneError: some of them will not come, or are in another call.
+        """
+        self.number += 1
+        room = dist.PrefixStore(str(self.number), self.store)
+        first = room.compare_set("call", "", call).decode()
+        if first != call:
+            room.set("other", call)
+            raise AloneError(_different(call, first))
+        room.set(str(self.rank), "")
+        if room.add("count", 1) == self.world_size:
+            room.set("all", "")
+            self._forget(self.number - 1)
+        start, pause = time.monotonic(), 0.0005
+        while not room.check(["all"]):
+            if time.monotonic() - start > PATIENCE_S:
+                self._wait_for_missing(call, room, advice)
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        room.delete_key(str(self.rank))
+
+    def _forget(self, number: int) -> None:
+        """What is left of a call that all ranks have gone on from."""
+        for key in ("call", "count", "all"):
+            self.store.delete_key(f"{number}/{key}")
+
+    def _wait_for_missing(self, call: str, room: Any, advice: str | None) -> None:
+        question, said, end = 0, False, time.monotonic() + SPEAK_S
+        while not room.check(["all"]):
+            missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
+            answers = {rank: self._ask(rank, [self.number, question]) for rank in missing}
+            if missing and all(answers.values()):
+                if question == 1 and not room.check(["all"]):
+                    raise AloneError(_alone(call, self.rank, answers, advice))
+                question = 1  # once more, for they were not asked at one time
+            if room.check(["other"]):
+                raise AloneError(_different(call, room.get("other").decode()))
+            if missing and not said and time.monotonic() > end:
+                said, waits = True, f"hf_parallel: {call} on rank {self.rank} waits for {_ranks(missing)}"
+                print(waits, file=sys.stderr, flush=True)
+            time.sleep(0.2)
+
+    def _ask(self, rank: int, question: list[int]) -> str | None:
+        """Where a rank stands still, or that it has ended; None if it may still come."""
+        self.store.set(f"asked/{rank}", json.dumps(question))
+        if not self.store.check([f"answer/{rank}"]):
+            return None
+        answered, found = json.loads(self.store.get(f"answer/{rank}"))
+        return found if answered >= question or found == _LEFT else None
+
+    # ---- a rank that is not ----------------------------------------------------------------------------------------
+
+    def _answer(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store may go first
+            while not self.closed.wait(LOOK_S):
+                if self.store.check(["closing"]):
+                    return self._leave()
+                if self.store.check([f"asked/{self.rank}"]):
+                    question = json.loads(self.store.get(f"asked/{self.rank}"))
+                    self.store.delete_key(f"asked/{self.rank}")
+                    self._reply(question, self._stuck())
+                self._look_for_deadlock()
+
+    def _reply(self, question: list[int], found: str | None) -> None:
+        self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
+
+    def _stuck(self) -> str | None:
+        """Where the watched thread waits for other ranks without moving; None if it moves or does something else."""
+        before = sys._current_frames().get(self.watched)
+        place = before and before.f_lasti
+        if before is None or self.closed.wait(STILL_S):
+            return None
+        now = sys._current_frames().get(self.watched)
+        if now is not before or now.f_lasti != place or not _waits_for_others(now):
+            return None
+        return f"is at {_script_line(now)}"
+
+    # ---- all ranks ----------------------------------------------------------------------------------------------
+
+    def _look_for_deadlock(self) -> None:
+        """Say where this rank stands still; end it when all do, and nobody can go on."""
+        own, place = f"still/{self.rank}", self.rest.place()
+        if place is None:
+            if self.rest.told:
+                self.store.delete_key(own)
+            self.rest.told = False
+            return
+        if not self.rest.told:
+            self.store.set(own, place)
+            self.rest.told = True
+        if self._all_still() and not self.closed.wait(STILL_S) and self.rest.place() == place and self._all_still():
+            places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
+            if len(set(places)) > 1:  # at one place a long transfer may go on
+                self._end(places)
+
+    def _all_still(self) -> bool:
+        return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
+
+    def _end(self, places: list[str]) -> None:
+        """The main thread cannot be woken out of a collective."""
+        speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
+        if self.rank == speaker:
+            print(_deadlock(places), file=sys.stderr, flush=True)
+        else:
+            time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+
+class _Rest:
+    """Since when a thread has been waiting for other ranks, without a move and with the whole process idle."""
+
+    def __init__(self, thread: int) -> None:
+        self.thread, self.told = thread, False
+        self._seen: Any = None
+        self._since, self._used = time.monotonic(), time.process_time()
+
+    def place(self) -> str | None:
+        """Where it has stood still for long; None if it has not. Asked about once a second."""
+        frame = sys._current_frames().get(self.thread)
+        seen = frame and (id(frame), frame.f_lasti)
+        now, used = time.monotonic(), time.process_time()
+        busy = used - self._used > IDLE * max(now - self._since, LOOK_S)
+        if frame is None or seen != self._seen or busy or not _waits_for_others(frame):
+            self._seen, self._since, self._used = seen, now, used
+            return None
+        return f"is at {_script_line(frame)}" if now - self._since > DEADLOCK_S else None
+
+
+def _waits_for_others(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_WAITING)
+
+
+def _script_line(frame: FrameType) -> str:
+    """The innermost line of the user's own code."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+        outer = outer.f_back
+    found = outer or frame
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
+
+
+def _deadlock(places: list[str]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, place in enumerate(places):
+        ranks.setdefault(place, []).append(rank)
+    where = "; ".join(f"{_ranks(of_place)} {place}" for place, of_place in ranks.items())
+    return (
+        f"hf_parallel: all ranks wait for each other: {where}. Every rank holds a part of the model and takes part in "
+        "each of these calls: make them on all ranks, in the same order"
+    )
+
+
+def _alone(call: str, rank: int, answers: dict[int, Any], advice: str | None) -> str:
+    rank_, where = next(iter(answers.items()))
+    others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
+    return (
+        f"hf_parallel: {call} was called on rank {rank}, but rank {rank_} {where}{others}. Every rank holds a part of "
+        f"the model and takes part: " + (advice or f"call {call} on all ranks, without `if is_main_process`")
+    )
+
+
+def _different(call: str, other: str) -> str:
+    return (
+        f"hf_parallel: this rank calls {call}, another one {other}: all ranks take part in both, one after the other"
+    )
+
+
+def _ranks(numbers: list[int]) -> str:
+    shown = " ".join(map(str, numbers[:8])) + (" …" if len(numbers) > 8 else "")
+    return f"rank{'s' if len(numbers) > 1 else ''} {shown}"
+
+
+_detector: DesyncDetector | None = None
+
+
+def watch() -> None:
+    """Let this process answer, from now on. Collective; does nothing the second time."""
+    global _detector
+    if _detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
+        return
+    name = [uuid.uuid4().hex]  # a store may hold what an earlier start of the same run has left
+    dist.broadcast_object_list(name, src=0)
+    store = dist.PrefixStore(f"{_ROOM}/{name[0]}", dist.distributed_c10d._get_default_store())
+    _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
+
+
+def assert_all_ranks(call: str, advice: str | None = None) -> None:
+    """Return when all ranks are in this call, by the name that a script gives it.
+
+    Raises:
+        AloneError: some of them will not come; it ends with `advice`, by default to call it on all ranks.
+    """
+    if _detector is not None:
+        _detector.assert_all_ranks(call, advice)

@@ -1,0 +1,1 @@
+"""Accelerator: loops of the script's own, data, states."""

@@ -1,0 +1,242 @@
+"""Accelerate: unchanged loops with `prepare`, `accumulate`, `backward`, `clip_grad_norm_`, `gather_for_metrics`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_parallel.axes.data.gradients import clip_grad_norm
+from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.pipeline.batches import count_targets
+from hf_parallel.checkpoint import full_state_dict
+from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.bitsandbytes import eight_bit
+from hf_parallel.hooks.peft.before import make_parallel_below
+from hf_parallel.hooks.peft.settings import check_optimizer
+from hf_parallel.hooks.trainer import means
+from hf_parallel.parallelize import parallelize
+
+
+def prepare(original: Callable) -> Callable:
+    """Make models parallel and point optimizers that were made before at their new parameters."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_fp16(self.mixed_precision)
+        for model in (arg for arg in args if isinstance(arg, nn.Module)):
+            if runtime.parallel_state(model) is None:
+                make_parallel(model)
+            normalise_over_data_ranks(model)
+            _offer_no_sync(model)
+            _scale_in_pipeline(model, self.scaler)
+        for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
+            check_optimizer(optimizer)
+            eight_bit.check(optimizer)
+            follow_parameters(optimizer)
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+#: Parameters from before a model became parallel -> (model, name); kept alive only by those who still hold them.
+_former: Any = WeakIdKeyDictionary()
+
+
+def make_parallel(model: nn.Module) -> None:
+    """`parallelize` on the active mesh, remembering which parameters its new ones replace."""
+    before = list(model.named_parameters())
+    make = functools.partial(parallelize, mesh=runtime.mesh())
+    if hasattr(model, "peft_config"):
+        make_parallel_below(model, make)
+    else:
+        make(model)
+    runtime.equalise_random_state("tp")
+    reference = weakref.ref(model)
+    for name, parameter in before:
+        _former[parameter] = (reference, name)
+
+
+def follow_parameters(optimizer: Any) -> None:
+    """Replace parameters of a model that has become parallel by its new ones; those of other stages are left out."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    replaced = False
+    for group in inner.param_groups:
+        kept = []
+        for parameter in group["params"]:
+            current = parameter
+            if parameter in _former:
+                reference, name = _former[parameter]
+                current, replaced = dict(reference().named_parameters()).get(name), True
+            if current is not None:
+                kept.append(current)
+        group["params"] = kept
+    if replaced and inner.state:
+        raise SpecError("the optimizer took steps before prepare(); prepare model and optimizer first")
+
+
+def _check_fp16(mixed_precision: str | None) -> None:
+    if mixed_precision == "fp16" and runtime.mesh().device.type == "cpu":
+        raise SpecError("fp16: accelerate scales losses on accelerators only, not on CPUs; bf16 works")
+
+
+def _scale_in_pipeline(model: nn.Module, scaler: Any) -> None:
+    """A schedule runs its backward passes before the script scales the loss."""
+    state = runtime.parallel_state(model)
+    if scaler is not None and state is not None and state.pipeline is not None:
+        state.pipeline.scale_loss = scaler.scale
+
+
+def normalise_over_data_ranks(model: nn.Module) -> None:
+    """A model's mean over targets is that over all data ranks', not the mean of means, which differ when counts do.
+
+    Causal models are given the count of all ranks, as Trainer would; of other heads each mean is weighted (`means`).
+    In loops in training only; in Trainer always, except where the script weights by the count itself.
+    """
+    state = runtime.parallel_state(model)
+    for part in state.parts if state is not None else ():
+        normalise_over_data_ranks(part)
+    if state is None or state.mesh.data_size == 1 or state.counts_tokens:
+        return
+    state.counts_tokens = True
+
+    def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+        forward = means.enter(_share(module, kwargs))
+        if kwargs.get("num_items_in_batch") is not None:
+            forward.counted = state.reads_item_count
+        elif forward.share is not None and state.sums_over_tokens and kwargs.get("labels") is not None:
+            means.note(forward)
+            if state.pipeline is None or state.pipeline.items is None:  # else the whole batch is counted already
+                items = count_targets(kwargs)
+                dist.all_reduce(items, group=state.mesh.data_group)
+                items = items * ((forward.share or 1.0) / state.mesh.data_size)
+                return args, {**kwargs, "num_items_in_batch": items}
+        return None
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        forward = means.leave()
+        loss = output.get("loss") if isinstance(output, dict) else None
+        if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
+            return
+        if not forward.counted:
+            _say_once(state, _UNKNOWN.format(type(model).__name__))
+        elif forward.filled and means.scope() is None:
+            _say_once(state, _IN_LOOPS)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)
+
+
+_UNKNOWN = (
+    "what the loss of {} is a mean over is not known: it is averaged over data ranks, "
+    "which is that of one process where they have as many targets"
+)
+_IN_LOOPS = (
+    "the model's loss is the mean over the targets of all data ranks; a loop that weights by counts of its own "
+    "passes num_items_in_batch to the model"
+)
+
+
+def _say_once(state: Any, message: str) -> None:
+    if message not in state.said:
+        state.said.add(message)
+        report.say_here(state.mesh, message)
+
+
+def _share(module: nn.Module, kwargs: dict) -> float | None:
+    """What the loss of this call will be multiplied by; None if its means stay those of this rank's rows."""
+    scope = means.scope()
+    if scope is None:
+        return 1.0 if module.training and torch.is_grad_enabled() else None
+    passed_on = kwargs.get("num_items_in_batch") is not None
+    return None if scope.weighs_itself and not passed_on else scope.share
+
+
+def prepare_model(original: Callable) -> Callable:
+    """Autocast and compilation only: placement and reduction belong to the parallel model."""
+
+    def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        if runtime.parallel_state(model) is None:
+            return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        return original(self, model, device_placement=False, evaluation_mode=True)
+
+    return replacement
+
+
+def no_sync(original: Callable) -> Callable:
+    """Hold gradient reduction back until the last micro-step."""
+
+    @contextlib.contextmanager
+    def replacement(self: Any, model: nn.Module) -> Iterator[None]:
+        with defer_reduction(model):
+            yield
+
+    return replacement
+
+
+@contextlib.contextmanager
+def defer_reduction(model: nn.Module) -> Iterator[None]:
+    """Accumulate unreduced gradients inside the block. A pipeline reduces in each of its schedules instead."""
+    state = runtime.parallel_state(model)
+    roots = [] if state is None or state.pipeline else list(sharded_modules(state.root))[:1]
+    for root in roots:
+        root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.set_requires_gradient_sync(True)
+
+
+def _offer_no_sync(model: nn.Module) -> None:
+    """Scripts for several processes call it on what `prepare` returns, as DDP has it."""
+    if runtime.parallel_state(model) is not None and not hasattr(model, "no_sync"):
+        vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
+
+
+def check_trigger(original: Callable) -> Callable:
+    """Any rank may have set it, those that share a model with another one too: all of them stop, or none."""
+
+    def replacement(self: Any) -> bool:
+        if self.flag_tensor is None:
+            self.flag_tensor = torch.tensor(0, device=self.device)
+        dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
+        return original(self)
+
+    return replacement
+
+
+def clip_grad_norm_(original: Callable) -> Callable:
+    """The norm over all stages and shards of the model."""
+
+    def replacement(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        states = [state for state in map(runtime.parallel_state, self._models) if state is not None]
+        if not states:
+            return original(self, parameters, max_norm, norm_type)
+        self.unscale_gradients()
+        copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
+        return clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
+
+    return replacement
+
+
+def get_state_dict(original: Callable) -> Callable:
+    """Whole tensors on rank 0, nothing elsewhere."""
+
+    def replacement(self: Any, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        if runtime.parallel_state(model) is None:
+            return original(self, model, unwrap)
+        assert_all_ranks("accelerator.get_state_dict")
+        return full_state_dict(model, runtime.mesh())
+
+    return replacement

@@ -1,0 +1,251 @@
+"""Who is a process? For everything that counts data, a *data rank*: the ranks of one model see the same batches.
+
+`num_processes` and `process_index` are a pair, the number of data ranks and this one's: scripts and libraries shard,
+seed and cut by them. The main process, the last one and names of files go by global rank: each is one of all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate import orders
+from hf_parallel.hooks.accelerate.places import Place, follow
+from hf_parallel.hooks.accelerate.random_stream import RandomStream
+from hf_parallel.hooks.trainer.rows import count
+
+
+def prepare_data_loader(original: Callable) -> Callable:
+    """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
+
+    def replacement(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+        mesh = runtime.mesh()
+        if kwargs.get("even_batches") is False and mesh.data_size > 1:
+            raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
+        prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
+        # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
+        return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
+
+    return replacement
+
+
+def _by_data_rank(prepared: Any, shared: bool) -> Any:
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    if isinstance(prepared, DataLoaderDispatcher):
+        _dispatch_by_data_rank(prepared)
+    else:
+        follow(prepared, Place(prepared, RandomStream.here() if shared else None))
+    return prepared
+
+
+def skip_first_batches(original: Callable) -> Callable:
+    """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
+
+    from transformers.trainer_utils import has_length
+
+    def replacement(dataloader: Any, num_batches: int = 0) -> Any:
+        rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
+        for name in ("_drop_last", "_non_blocking"):
+            if hasattr(dataloader, name):
+                setattr(rest, name, getattr(dataloader, name))
+        if place is None:
+            return _by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
+        _describe(_skipping_sampler(rest))
+        follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
+        return rest
+
+    return replacement
+
+
+def _skipping_sampler(dataloader: Any) -> Any:
+    from accelerate.data_loader import SkipBatchSampler
+
+    samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
+    return next((sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)), None)
+
+
+def _describe(sampler: Any) -> None:
+    """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
+    if sampler is None:
+        return
+    inner: Any = sampler.batch_sampler
+    for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
+        if hasattr(inner, name):
+            setattr(sampler, name, getattr(inner, name))
+
+    def set_epoch(epoch: int) -> None:
+        part = inner
+        while part is not None:
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+            part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
+
+    sampler.set_epoch = set_epoch
+
+
+def _dispatch_by_data_rank(dataloader: Any) -> None:
+    """Rank 0 reads for everybody; each rank then takes the slice of its data rank."""
+    mesh = runtime.mesh()
+    reads = mesh.rank == 0
+    # The dispatcher asks its state who reads (process 0) and how many batches make a step.
+    dataloader.state = types.SimpleNamespace(
+        num_processes=mesh.data_size,
+        process_index=0 if reads else mesh.data_rank or -1,
+        device=mesh.device,
+    )
+    inner = dataloader.slice_fn
+
+    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+        if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
+            wanted = slice(0, -wanted.start)
+        return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
+
+    dataloader.slice_fn = slice_fn
+    base = dataloader.base_dataloader
+    collate = base.collate_fn
+
+    def collated(examples: list) -> Any:
+        batch = collate(examples)
+        if len(examples) < (base.batch_size or 0) and (count(batch) or 0) > len(examples):
+            refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
+        return batch
+
+    base.collate_fn = collated
+
+
+def refuse_cut_examples(dataloader: Any) -> None:
+    """The last batch of a stream is shared out row by row: examples of several rows would be torn apart.
+
+    Raises:
+        SpecError: this may happen to `dataloader`.
+    """
+    from accelerate.data_loader import DataLoaderDispatcher
+
+    ranks = runtime.mesh().data_size
+    if ranks > 1 and isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last:
+        raise SpecError(
+            f"an IterableDataset whose examples have several rows, with {ranks} data ranks: the last batch would be "
+            "shared out by rows; dataloader_drop_last=True works, and so does a data set with a length"
+        )
+
+
+def length_grouped_sampler(original: Any) -> Callable:
+    """Rows of like length for each batch of all data ranks together."""
+
+    def replacement(batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
+
+    return replacement
+
+
+def gather(original: Callable) -> Callable:
+    """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
+    from accelerate.state import GradientState
+    from accelerate.utils.operations import recursively_apply
+
+    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
+        mesh, state = runtime.mesh(), GradientState()
+        tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
+        if runtime.is_absent():
+            tensor = tensor[:0]
+        sizes = [tensor.shape[0]] * mesh.data_size
+        if is_ragged(state):
+            sizes = _sizes(tensor)
+        padded = tensor
+        if tensor.shape[0] < max(sizes):
+            padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
+        gathered = [torch.empty_like(padded) for _ in range(mesh.data_size)]
+        dist.all_gather(gathered, padded, group=mesh.data_group)
+        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+
+    return lambda tensor: recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+
+def _sizes(tensor: torch.Tensor) -> list[int]:
+    mesh = runtime.mesh()
+    own = torch.tensor([tensor.shape[0]], device=tensor.device)
+    sizes = [torch.empty_like(own) for _ in range(mesh.data_size)]
+    dist.all_gather(sizes, own, group=mesh.data_group)
+    return [int(size) for size in sizes]
+
+
+def gather_for_metrics(original: Callable) -> Callable:
+    """A number per data rank is no row: none of them is a repeat to be dropped."""
+
+    def replacement(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+        if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
+            return self.gather(input_data)
+        return original(self, input_data, use_gather_object)
+
+    return replacement
+
+
+def gather_object(original: Callable) -> Callable:
+    """The lists of all data ranks, joined in their order."""
+
+    def replacement(object: Any) -> list:
+        mesh = runtime.mesh()
+        gathered: list[Any] = [None] * mesh.data_size
+        dist.all_gather_object(gathered, object, group=mesh.data_group)
+        return [item for part in gathered for item in part]
+
+    return replacement
+
+
+def reduce(original: Callable) -> Callable:
+    """Sum, mean or maximum over data ranks."""
+    from accelerate.utils.operations import recursively_apply
+
+    def replacement(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        mesh = runtime.mesh()
+
+        def reduce_one(value: torch.Tensor, reduction: str = reduction, scale: float = scale) -> torch.Tensor:
+            value = value.clone()
+            operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+            dist.all_reduce(value, operation, group=mesh.data_group)
+            return value / mesh.data_size if reduction == "mean" else value
+
+        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+    return replacement
+
+
+@contextlib.contextmanager
+def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+    """In here the object itself has these, before those of its class."""
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(owner, name)
+
+
+def is_ragged(gradient_state: Any) -> bool:
+    """Is this a last batch that data ranks have unequal shares of? All of them say the same."""
+    return gradient_state.end_of_dataloader and gradient_state.remainder > 0 and runtime.mesh().data_size > 1
+
+
+def real_rows(gradient_state: Any, rows: int) -> int:
+    """How many rows of this rank's batch are not repeated to fill a ragged last batch.
+
+    Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
+    """
+    if not is_ragged(gradient_state):
+        return rows
+    return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))
+
+
+def share_of_rows(gradient_state: Any, rows: int) -> float:
+    """How much this rank's mean over its real rows weighs in the data ranks' average: 1 where all have as many."""
+    if not is_ragged(gradient_state):
+        return 1.0
+    return real_rows(gradient_state, rows) * runtime.mesh().data_size / gradient_state.remainder

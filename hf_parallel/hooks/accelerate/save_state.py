@@ -1,0 +1,247 @@
+"""`accelerator.save_state` and `load_state`: the same folders as Trainer's checkpoints, with the same properties.
+
+my_state/model.safetensors, config.json   a Hub folder; a second model in model_1/
+my_state/optimizer/                       by parameter name; a second one in optimizer_1/
+my_state/data_order.pt                    where each prepared loader is
+my_state/scheduler.bin, random_states_3.pkl, custom_checkpoint_0.pkl, …   accelerate's own files
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate import places
+from hf_parallel.hooks.peft.adapters import load_adapter_weights
+from hf_parallel.hooks.trainer.checkpoints import axis_sizes, data_ranks, inner_optimizer, write_layout
+from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_damages, rng_rank
+
+# ---- saving ------------------------------------------------------------------------------------------------------
+
+
+def save_state(original: Callable) -> Callable:
+    """All ranks write one folder, which gets its name when it is whole."""
+
+    def replacement(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+        _refuse(self)
+        assert_all_ranks("accelerator.save_state")
+        mesh, naming = runtime.mesh(), self.project_configuration
+        final = _next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
+        saving = folders.Checkpoint(mesh, final)
+        saving.begin()
+        with folders.going_on(saving):
+            _write(self, saving)
+        saving.commit()
+        if naming.automatic_checkpoint_naming and mesh.rank == 0 and naming.total_limit is not None:
+            for path in _numbered(os.path.dirname(final))[: -naming.total_limit]:
+                folders.remove(path)
+        naming.iteration += 1
+        return final
+
+    return replacement
+
+
+def _refuse(accelerator: Any) -> None:
+    refusals = [
+        (runtime.mesh().config.async_save, "async_save=true", "async_save=false works (it is for Trainer)"),
+        (bool(accelerator._save_model_state_pre_hook), "register_save_state_pre_hook", "save in the script itself"),
+        (
+            any(getattr(loader, "use_stateful_dataloader", False) for loader in accelerator._dataloaders),
+            "use_stateful_dataloader=True",
+            "skip_first_batches works",
+        ),
+    ]
+    for asked, spelled, works in refusals:
+        if asked:
+            raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
+
+
+def _next_folder(accelerator: Any) -> str:
+    folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
+    if os.path.exists(folder):
+        raise ValueError(f"{folder} exists; set project_configuration.iteration to the number to go on with")
+    return folder
+
+
+def _write(accelerator: Any, saving: folders.Checkpoint) -> None:
+    from accelerate.checkpointing import save_accelerator_state, save_custom_state
+
+    mesh, folder = saving.mesh, saving.folder
+    for number, model in enumerate(accelerator._models):
+        _save_model(saving, model, _numbered_name(folder, "model", number) if number else folder)
+    for number, optimizer in enumerate(accelerator._optimizers):
+        model = _model_of(accelerator, optimizer)
+        name = _numbered_name("", "optimizer", number)
+        folders.save_optimizer(model, inner_optimizer(optimizer), mesh, folder, folder=name)
+    schedulers, loaders = accelerator._schedulers, accelerator._dataloaders
+    with saving.noting():
+        state = (accelerator.step, accelerator.scaler)
+        save_accelerator_state(folder, [], [], schedulers, loaders, mesh.rank, *state)
+        for number, thing in enumerate(accelerator._custom_objects):
+            save_custom_state(thing, folder, number)
+    if mesh.rank == 0:
+        with saving.noting():
+            for number in range(len(accelerator._optimizers)):
+                folders.write_refusal(_numbered_name(folder, "optimizer", number) + ".bin")
+            facts = {"spec": mesh.config.to_spec(), "axes": axis_sizes(), "data_ranks": data_ranks()}
+            write_layout(facts, folder)
+            places.save(loaders, folder)
+
+
+def _save_model(saving: folders.Checkpoint, model: Any, folder: str) -> None:
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+        return
+    tensors = folders.full_state_dict(model, saving.mesh)
+    if saving.mesh.rank == 0:
+        from safetensors.torch import save_file
+
+        with saving.noting():
+            os.makedirs(folder, exist_ok=True)
+            save_file(tensors, os.path.join(folder, "model.safetensors"))
+
+
+def _numbered_name(folder: str, stem: str, number: int) -> str:
+    """As accelerate numbers its files: the first has none."""
+    return os.path.join(folder, f"{stem}_{number}" if number else stem)
+
+
+def _model_of(accelerator: Any, optimizer: Any) -> Any:
+    """The model whose parameters an optimizer has."""
+    own = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
+    models = accelerator._models
+    return next((model for model in models if any(id(p) in own for p in model.parameters())), models[0])
+
+
+# ---- loading -----------------------------------------------------------------------------------------------------
+
+
+def load_state(original: Callable) -> Callable:
+    """Each rank reads its slices, from a folder that is checked first."""
+
+    def replacement(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        assert_all_ranks("accelerator.load_state")
+        folder = _folder_to_load(self, input_dir)
+        refuse_damages(folder, all_damages(folder))
+        _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))
+        places.load(self._dataloaders, folder)
+
+    return replacement
+
+
+def load_state_without_layout(original: Callable) -> Callable:
+    """In one process or under DDP: what a layout has saved, beside what accelerate has."""
+
+    def replacement(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        folder = _asked_or_newest(self, input_dir)
+        layout = layout_of(folder)
+        if not layout:
+            return original(self, folder, load_kwargs, **kwargs)
+        refuse_damages(folder, folders.damages(folder))
+        ranks = layout["data_ranks"]
+        _load(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
+        places.load_alone(folder)
+
+    return replacement
+
+
+def _folder_to_load(accelerator: Any, asked: str | None) -> str:
+    """The same on all ranks. Collective."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = _asked_or_newest(accelerator, asked)
+        except ValueError as error:
+            found[1] = str(error)
+    dist.broadcast_object_list(found, src=0)
+    if found[1] is not None:
+        raise ValueError(found[1])
+    return found[0]
+
+
+def _asked_or_newest(accelerator: Any, asked: str | None) -> str:
+    """As accelerate chooses, but for folders that are not whole."""
+    if asked is not None:
+        if not os.path.isdir(asked):
+            raise ValueError(f"Tried to find {asked} but folder does not exist")
+        return os.fspath(asked)
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    place = os.path.join(accelerator.project_dir, "checkpoints")
+    for path in reversed(_numbered(place)):
+        ours = os.path.isfile(os.path.join(path, folders.LAYOUT)) or folders.has_manifest(path)
+        if not ours or not folders.damages(path, shares=0):
+            return path
+    raise ValueError(f"{place} has no whole checkpoint")
+
+
+def _numbered(folder: str) -> list[str]:
+    """Automatically named folders, oldest first."""
+    names = [name for name in os.listdir(folder) if re.fullmatch(r"checkpoint_\d+", name)]
+    return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]
+
+
+def _load(accelerator: Any, folder: str, load_kwargs: Any, rng: int) -> None:
+    from accelerate.checkpointing import load_accelerator_state, load_custom_state
+
+    for number, model in enumerate(accelerator._models):
+        inner, where = accelerator.unwrap_model(model), _numbered_name(folder, "model", number) if number else folder
+        if hasattr(inner, "peft_config"):
+            load_adapter_weights(inner, where)
+        else:
+            folders.load_weights(inner, where)
+    for number, optimizer in enumerate(accelerator._optimizers):
+        model, name = (
+            accelerator.unwrap_model(_model_of(accelerator, optimizer)),
+            _numbered_name("", "optimizer", number),
+        )
+        inner = inner_optimizer(optimizer)
+        groups = [] if os.path.isdir(os.path.join(folder, name)) else [_group_names(model, inner)]
+        folders.load_optimizer(model, inner, folder, groups, folder=name, plain=f"{name}.bin")
+    totals = [getattr(scheduler.scheduler, "total_steps", None) for scheduler in accelerator._schedulers]
+    rest = (accelerator._schedulers, accelerator._dataloaders, rng, accelerator.scaler, "cpu", load_kwargs)
+    accelerator.step = load_accelerator_state(folder, [], [], *rest).get("step", accelerator.step)
+    for scheduler, total in zip(accelerator._schedulers, totals, strict=True):
+        _recount(scheduler, total, _data_ranks_of(folder), accelerator.num_processes)
+    for number, thing in enumerate(accelerator._custom_objects):
+        load_custom_state(thing, folder, number)
+
+
+def _recount(scheduler: Any, total: int | None, then: int, now: int) -> None:
+    """accelerate steps a schedule once per data rank: as many of this run as there were of the other."""
+    if scheduler.split_batches or then == now:
+        return
+    inner = scheduler.scheduler
+    for count in ("last_epoch", "_step_count"):
+        setattr(inner, count, round(getattr(inner, count) * now / then))
+    if total is not None:
+        inner.total_steps = total
+
+
+def _data_ranks_of(folder: str) -> int:
+    """How many data ranks have written a folder; of plain accelerate's, how many processes."""
+    layout = layout_of(folder)
+    if layout:
+        return max(layout["data_ranks"]) + 1
+    return max(1, sum(name.startswith("random_states_") for name in os.listdir(folder)))
+
+
+def _group_names(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+    """The names in each group of a script's optimizer, those of all stages, in the model's order. Collective."""
+    mesh = runtime.mesh()
+    of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
+    own = [{of_parameter[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    found: list[Any] = [own]
+    if mesh.size("pp") > 1:
+        found = [None] * mesh.size("pp")
+        dist.all_gather_object(found, own, group=mesh.group("pp"))
+    merged = [set().union(*(stage[number] for stage in found)) for number in range(len(own))]
+    return [[name for name in folders.names_in_order(model, mesh) if name in group] for group in merged]

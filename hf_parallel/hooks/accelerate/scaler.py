@@ -1,0 +1,43 @@
+"""fp16: one loss scale for all ranks, although each sees only its own gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from hf_parallel.axes.tensor.layers import local
+from hf_parallel.hooks import runtime
+
+
+class MeshGradScaler(ShardedGradScaler):
+    """torch's scaler for sharded gradients: a step is skipped by all ranks if one of them finds an overflow.
+
+    Gradients may be split over several meshes, which torch's kernel does not take: it gets this rank's parts.
+    """
+
+    def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parts = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters]
+        return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
+
+    def _check_inf_per_device(self, optimizer: Any) -> dict:
+        """For fused optimizers, which scale back by themselves: torch's looks at this rank's gradients only."""
+        found = super()._check_inf_per_device(optimizer)
+        for here in found.values():
+            carrier = here.to(self._device)
+            dist.all_reduce(carrier, group=self.process_group)
+            here.copy_(carrier)
+        return found
+
+
+def get_grad_scaler(original: Callable) -> Callable:
+    """The scaler of the whole mesh, with the settings the script gave."""
+
+    def replacement(distributed_type: Any = None, **kwargs: Any) -> MeshGradScaler:
+        return MeshGradScaler(runtime.mesh().device.type, **kwargs)
+
+    return replacement

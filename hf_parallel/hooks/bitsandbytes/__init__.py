@@ -1,0 +1,1 @@
+"""bitsandbytes: 4-bit bases, 8-bit optimizers."""

@@ -1,0 +1,141 @@
+"""QLoRA: `from_pretrained(quantization_config=BitsAndBytesConfig(load_in_4bit=True))` under a layout.
+
+The model is split, its linears are told to expect packed weights, and FSDP2 shards those. While the file is read each
+rank packs what it stores, one weight at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers.pytorch_utils import Conv1D
+
+from hf_parallel.adapters.four_bit import BLOCK, FourBit, Packing, pack_linear
+from hf_parallel.axes.pipeline.stand_ins import StandIn
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
+from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.mesh import placed_as
+from hf_parallel.model.packed import StoredOrder
+
+
+def check(config: Any) -> None:
+    """Refuse what is not 4 bits by bitsandbytes, and versions of it that were not looked at."""
+    if not getattr(config, "load_in_4bit", False):
+        kind = getattr(config, "quant_method", type(config).__name__)
+        raise SpecError(
+            f"quantization_config: {getattr(kind, 'value', kind)} in other than 4 bits is not part of this version; "
+            "BitsAndBytesConfig(load_in_4bit=True) works"
+        )
+    if find_spec("bitsandbytes") is None or Version(version("bitsandbytes")).release[:2] < (0, 50):
+        raise SpecError("load_in_4bit: needs bitsandbytes 0.50 or later; pip install -U bitsandbytes")
+
+
+def pack(config: Any, model: Any) -> None:
+    """Between splitting and sharding: let the linears that bitsandbytes would replace expect packed weights."""
+    from transformers.quantizers.base import HfQuantizer
+    from transformers.quantizers.quantizers_utils import should_convert_module
+
+    skipped = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, StandIn) or not isinstance(module, nn.Linear | Conv1D):
+            continue
+        if not should_convert_module(name, skipped):
+            continue
+        if isinstance(module, Conv1D):
+            raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")
+        double, compute = config.bnb_4bit_use_double_quant, config.bnb_4bit_compute_dtype
+        pack_linear(name, module, config.bnb_4bit_quant_type, double, compute)
+
+
+def read_packed(module: Any, value: Any, own: torch.Tensor) -> torch.Tensor:
+    """What this rank stores of a weight `value` [out, in] from the file."""
+    packing: Packing = module.packing
+    order = getattr(module, "stored_orders", {}).get("weight")
+    weight = values(value, local_part(packing.source, order)).to(runtime.mesh().device, packing.source.dtype)
+    codes, largest = _quantise(weight, packing.quant_type)
+    if packing.double:
+        largest = _rounded(value, packing, order).to(codes.device)
+    packed = torch.cat([codes.flatten(), largest.contiguous().flatten().view(torch.uint8)])
+    return read(packed, local_part(own)).clone()
+
+
+def _quantise(weight: torch.Tensor, quant_type: str, **kwargs: Any) -> Any:
+    from bitsandbytes import functional
+
+    codes, state = functional.quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type=quant_type, **kwargs)
+    if not state.nested:
+        return codes, state.absmax.float()
+    return codes, functional.dequantize_blockwise(state.absmax, state.state2).float() + state.offset
+
+
+def _rounded(value: Any, packing: Packing, order: StoredOrder | None) -> torch.Tensor:
+    """Double quantisation runs over the whole weight: round all largest values, and take this rank's."""
+    whole = (value.whole() if isinstance(value, LazyTensor) else value).to(runtime.mesh().device, packing.source.dtype)
+    _, largest = _quantise(whole, packing.quant_type, compress_statistics=True)
+    rows, columns = local_part(packing.source, order)
+    return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
+
+
+def mark(model: Any, config: Any) -> None:
+    """What bitsandbytes' own loading leaves on a model, by which Trainer, PEFT and TRL know it."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    model.is_loaded_in_4bit = model.is_quantized = True
+    model.quantization_method = config.quant_method
+    model.hf_quantizer = AutoHfQuantizer.from_config(config)
+    model.save_pretrained = _refuse_saving
+
+
+def prepare_for_training(original: Callable) -> Callable:
+    """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
+
+    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(model) is not None:
+            _cast_to_fp32(model)
+        return original(model, *args, **kwargs)
+
+    return replacement
+
+
+def _cast_to_fp32(model: Any) -> None:
+    _replace(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
+
+
+def finish_casts(model: Any) -> None:
+    """`p.data = p.data.float()`, as the function does that a script has imported before, casts no stored part."""
+    _replace(
+        model,
+        lambda p: (
+            placed_as(p, p._local_tensor.detach().to(p.dtype))
+            if isinstance(p, DTensor) and p.dtype != p._local_tensor.dtype
+            else None
+        ),
+    )
+
+
+def _replace(model: Any, change: Callable[[Any], Any]) -> None:
+    changed: dict[int, Any] = {}  # a tied weight stays one
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) not in changed:
+                value = change(p)
+                changed[id(p)] = p if value is None else nn.Parameter(value, requires_grad=p.requires_grad)
+            module._parameters[name] = changed.get(id(p))
+
+
+def _refuse_saving(*args: Any, **kwargs: Any) -> None:
+    raise NotImplementedError("hf_parallel: a base in 4 bits is not saved; save the adapters")
+
+
+def is_packed(module: Any, name: str) -> bool:
+    """Is this parameter packed?"""
+    return isinstance(module, FourBit) and name == "weight"

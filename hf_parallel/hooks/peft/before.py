@@ -1,0 +1,58 @@
+"""PEFT: adapters that were put in before the layout was active, as by a script that names it in its arguments.
+
+They are taken out, the base becomes parallel, and the same adapters are put in again: what follows is `peft.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.peft import settings as peft_settings
+
+
+def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
+    """Make the base of a PeftModel parallel by `parallelize`. Collective; rank 0's adapters win.
+
+    Raises:
+        SpecError: adapters of another kind, merged ones, or copies of modules beside them.
+    """
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    tuner: Any = getattr(model, "base_model", None)
+    configs = dict(model.peft_config)
+    if not hasattr(tuner, "inject_adapter"):
+        raise SpecError("adapters of Transformers' add_adapter are whole on every rank; get_peft_model works")
+    for config in configs.values():
+        peft_settings.check(tuner, tuner.model, config, False)
+        if config.modules_to_save or any(getattr(module, "merged", False) for module in model.modules()):
+            raise SpecError(
+                "the model has merged adapters, or modules_to_save, from before the layout was active; "
+                "launch with --parallel first"
+            )
+    values = {
+        name: get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in configs
+    }
+    kept = {name: {key: tensor.detach().clone() for key, tensor in found.items()} for name, found in values.items()}
+    active, trains = list(tuner.active_adapters), any(p.requires_grad for p in model.parameters())
+    tuner._unload_and_optionally_merge(merge=False)
+    parallelize(tuner.model)
+    for name in configs:
+        tuner.inject_adapter(tuner.model, name)
+        tuner._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)
+        set_peft_model_state_dict(model, _from_first_rank(kept[name], tuner.model), adapter_name=name)
+    tuner.set_adapter(active, inference_mode=not trains)
+
+
+def _from_first_rank(tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    state: Any = runtime.parallel_state(model)
+    device, equal = state.mesh.device, {}
+    for key in sorted(tensors):
+        equal[key] = tensors[key].to(device).contiguous()
+        dist.broadcast(equal[key], src=0)
+    return equal

@@ -1,0 +1,162 @@
+"""PEFT: adapters merged into the weights of a parallel base, each rank into the part it stores.
+
+What is added, s B A, is made whole from A and B, which are small, for one layer at a time. DoRA scales by the norms of
+whole rows: there the weight of one layer at a time is made whole too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.adapters.four_bit import FourBit
+from hf_parallel.axes.data.late_parameters import remove_late_parameters
+from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
+from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.hooks import runtime
+from hf_parallel.parallelize import ParallelState
+
+
+def delta_weight(original: Callable) -> Callable:
+    """This rank's part of s B A. Weights that are stored in another order have adapters in the same one."""
+
+    def replacement(self: Any, *names: str, **named: str) -> torch.Tensor:  # kinds of layers call it differently
+        (adapter,) = (*names, *named.values())
+        weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
+        if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
+            return original(self, adapter)
+        with _whole(self, adapter):
+            delta = original(self, adapter).detach()
+        if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
+            return delta
+        part = read(delta, local_part(weight)).contiguous()
+        return DTensor.from_local(
+            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+    return replacement
+
+
+def merge_layer(original: Callable) -> Callable:
+    """DoRA in and out of one layer: with its whole weight, of which each rank keeps its part."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        base = self.get_base_layer()
+        weight = base.weight
+        if not (self.lora_variant and isinstance(weight, DTensor)):
+            original(self, *args, **kwargs)
+            return
+        with contextlib.ExitStack() as stack:
+            for adapter in self.lora_A:
+                stack.enter_context(_whole(self, adapter))
+            stack.enter_context(_gathered(base, "weight"))
+            original(self, *args, **kwargs)
+            changed = base.weight.detach()
+        with torch.no_grad():
+            local(weight).copy_(read(changed, local_part(weight)))
+
+    return replacement
+
+
+@contextlib.contextmanager
+def _whole(layer: Any, adapter: str) -> Iterator[None]:
+    """In here A and B of a layer, and DoRA's magnitudes, are whole. Collective over the ranks of its stage."""
+    with contextlib.ExitStack() as stack:
+        for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
+            if adapter in getattr(layer, name):
+                stack.enter_context(_gathered(getattr(layer, name)[adapter], "weight"))
+        for name in ("lora_embedding_A", "lora_embedding_B"):
+            if adapter in getattr(layer, name):
+                stack.enter_context(_gathered(getattr(layer, name), adapter))
+        yield
+
+
+def _gathered(module: Any, name: str) -> contextlib.AbstractContextManager:
+    parameter: Any = module._parameters[name]
+    whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
+    return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
+
+
+def merge(original: Callable) -> Callable:
+    """`merge_adapter` and `unmerge_adapter`: the stored parts are changed, not gathered weights."""
+
+    def replacement(self: Any, *args: Any, safe_merge: bool = False, **kwargs: Any) -> None:
+        state = runtime.parallel_state(self.model)
+        if state is not None:
+            _check(self.model, True, safe_merge or bool(args[1:]))
+            _reshard(state)
+        elif safe_merge:
+            kwargs["safe_merge"] = True
+        original(self, *args, **kwargs)
+
+    return replacement
+
+
+def unload(original: Callable) -> Callable:
+    """`merge_and_unload` and `unload`: layers communicate by themselves again, and FSDP2 forgets the adapters."""
+
+    def replacement(
+        self: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, **kw: Any
+    ) -> Any:
+        state = runtime.parallel_state(self.model)
+        if state is None:
+            return original(self, merge=merge, progressbar=progressbar, safe_merge=safe_merge, **kw)
+        _check(self.model, merge, safe_merge)
+        _reshard(state)
+        wrappers = [module for module in self.model.modules() if _wrapped(module) is not None]
+        names = {id(module): name for name, module in self.model.named_modules()}
+        result = original(self, merge=merge, progressbar=progressbar, **kw)
+        for wrapper in wrappers:
+            if isinstance(_wrapped(wrapper), TensorParallelLayer):
+                _wrapped(wrapper).adapted = False
+        if state.pipeline is not None:
+            _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
+        if state.mesh.data_size > 1:
+            remove_late_parameters(state.root)
+        return result
+
+    return replacement
+
+
+def _wrapped(module: Any) -> Any:
+    """What a wrapper of PEFT is around; None for any other module."""
+    children = getattr(module, "_modules", {})
+    return children.get("base_layer", children.get("original_module"))
+
+
+def _follow(model: Any, state: ParallelState, names: dict[int, str]) -> None:
+    """Let the stages hold what stands in the place of the wrappers now."""
+    pipeline: Any = state.pipeline
+    for stage in pipeline.stages:
+        for i, part in enumerate(stage.parts):
+            if id(part) in names:
+                stage.parts[i] = model.get_submodule(names[id(part)])
+    pipeline.adapters = None
+
+
+def _reshard(state: ParallelState) -> None:
+    """What has been gathered for a pass is let go: it would hide the change."""
+    for module in sharded_modules(state.root):
+        module.reshard()
+
+
+def _check(model: Any, merge: bool, safe_merge: bool) -> None:
+    if safe_merge:
+        raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
+    variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}
+    if merge and any(variant.__name__ != "DoraLinearVariant" for variant in variants):
+        raise NotImplementedError(
+            "hf_parallel: merging DoRA of embeddings into shards is not part of this version; save the adapter, then "
+            "load and merge it in one process"
+        )
+    if merge and any(isinstance(module, FourBit) for module in model.modules()):
+        raise NotImplementedError(
+            "hf_parallel: merging into a base of 4 bits is not part of this version; save the adapter, then load and "
+            "merge it in one process"
+        )

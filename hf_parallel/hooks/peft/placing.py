@@ -1,0 +1,103 @@
+"""PEFT: adapters that are complete are split over tp, shown to the stages and sharded over the data ranks."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from hf_parallel.adapters import lora, lora_weights
+from hf_parallel.axes.data.late_parameters import add_late_parameters
+from hf_parallel.axes.pipeline.remote_modules import follow_wrappers
+from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
+from hf_parallel.config import SpecError
+from hf_parallel.hooks.peft.adapter_state import AdapterState
+from hf_parallel.parallelize import ParallelState
+
+
+def place(model: Any, state: ParallelState) -> None:
+    """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
+    place_copies(model, state)
+    if hasattr(model, "_hf_parallel_adapter_dtype"):
+        _cast_trainable(model, model._hf_parallel_adapter_dtype)
+    if state.mesh.size("tp") > 1:
+        for name, module in list(model.named_modules()):
+            if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
+                _split(name, module, state)
+    if state.pipeline is not None:
+        follow_wrappers(state.pipeline.stages, model)
+        state.pipeline.adapters = AdapterState(model)
+    if state.mesh.data_size > 1:
+        add_late_parameters(state.root)
+    waiting = model.__dict__.pop("_hf_parallel_unplaced", None)
+    if waiting is not None:
+        waiting.remove()
+
+
+def place_copies(model: Any, state: ParallelState) -> None:
+    """Give copies of sharded modules parameters of their own, and show them to the stages."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
+    for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
+        if state.mesh.data_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
+            for part in copy.modules():
+                _unshard(part, state)
+        copy._hf_parallel_placed = True
+    if state.pipeline is not None:
+        around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
+        for stage in state.pipeline.stages:
+            parts: Any = cast(Any, stage).parts
+            for i, part in enumerate(parts):
+                parts[i] = around.get(id(part), part)
+
+
+def _cast_trainable(model: Any, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
+
+
+def _unshard(module: nn.Module, state: ParallelState) -> None:
+    """Parameters whole over the data ranks, and split over tp as they were. Collective over this stage."""
+    for name, parameter in module._parameters.items():
+        if isinstance(parameter, DTensor):
+            tp = [p for axis, p in zip(_axes(parameter), parameter.placements, strict=True) if axis == "tp"]
+            whole_value = nn.Parameter(parameter.detach().full_tensor(), requires_grad=parameter.requires_grad)
+            module._parameters[name] = whole_value
+            if tp and isinstance(tp[0], Shard):
+                shard_parameter(module, name, state.mesh["tp"], tp[0].dim, state.mesh.device)
+
+
+def _axes(parameter: DTensor) -> tuple[str, ...]:
+    return parameter.device_mesh.mesh_dim_names or ("",)
+
+
+def _split(name: str, wrapper: Any, state: ParallelState) -> None:
+    from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
+
+    base, mesh, device = wrapper.base_layer, state.mesh["tp"], state.mesh.device
+    if isinstance(wrapper, ParamWrapper):
+        if not lora_weights.can_split(base, wrapper.parameter_name):
+            named = f"{name}.{wrapper.parameter_name}"
+            raise SpecError(f"target_parameters: how adapters of {named} are split is not known; tp_size=1 works")
+        lora_weights.split_weight(wrapper, mesh, device)
+        return
+    if not isinstance(wrapper, Linear | Embedding) or not lora.can_split(base):
+        raise SpecError(f"target_modules: how adapters of {name} are split is not known; tp_size=1 works")
+    lora.adapt(wrapper)
+    for adapter in wrapper.lora_A:
+        if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
+            lora.split_linear(base, wrapper.lora_A[adapter], wrapper.lora_B[adapter], mesh, device)
+            lora.split_dropout(base, wrapper.lora_dropout[adapter])
+            if adapter in wrapper.lora_magnitude_vector:
+                lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
+    for adapter in wrapper.lora_embedding_A:
+        if adapter in wrapper.lora_magnitude_vector:
+            raise SpecError(f"use_dora: magnitudes of a split embedding ({name}) are not known; other targets work")
+        if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
+            lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)

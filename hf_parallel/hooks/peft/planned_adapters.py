@@ -1,0 +1,68 @@
+"""Adapters in a dry run: peft's own injection, with our patches, into a parallel model that has no memory yet.
+
+    dry_run(config, "dp_shard=8", adapt=lora(16))                    # LoRA on every linear but the head
+    dry_run(config, "dp_shard=8", adapt=lora(16), pack=four_bit())   # QLoRA: the base in 4 bits
+
+The planner knows nothing of peft and bitsandbytes: what it needs of them is handed to it from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import apply, undo
+from hf_parallel.parallelize import state_of
+
+
+def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[Any], None]:
+    """What puts adapters of `rank` into a parallel model on the meta device, as get_peft_model does into any.
+
+    Args:
+        targets: LoraConfig's target_modules.
+        settings: others of LoraConfig.
+    """
+    if rank < 1:
+        raise SpecError(f"lora={rank}: adapters have a rank of one at least; 16 works")
+
+    def adapt(model: Any) -> None:
+        from peft import LoraConfig, get_peft_model
+
+        from hf_parallel.hooks.patches import all_patches
+
+        state = state_of(model)
+        assert state is not None
+        done = apply([patch for patch in all_patches() if patch.library == "peft"])
+        try:
+            with runtime.pretended(state.mesh), torch.device("meta"):
+                get_peft_model(model, LoraConfig(r=rank, target_modules=targets, **settings))
+        finally:
+            undo(done)
+
+    return adapt
+
+
+def four_bit(double: bool = False) -> Callable[[Any], None]:
+    """What makes a split model on the meta device expect weights packed to NF4, as loading in 4 bits does."""
+
+    def pack(model: Any) -> None:
+        from transformers import BitsAndBytesConfig
+
+        from hf_parallel.hooks.bitsandbytes import four_bit as packing
+
+        config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_use_double_quant=double,
+        )
+        packing.check(config)
+        packing.pack(config, model)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)  # gradients of what is packed do not exist; adapters come with theirs
+
+    return pack

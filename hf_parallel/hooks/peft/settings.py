@@ -1,0 +1,108 @@
+"""Which settings of PEFT any layout keeps; all others are refused by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.fsdp import FSDPModule
+
+from hf_parallel.adapters import lora
+from hf_parallel.axes.pipeline.stages import has_tied_embedding
+from hf_parallel.axes.tensor.layers import TensorParallelLayer
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import refuse_unpatched
+from hf_parallel.mesh import ParallelMesh
+
+#: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
+_KEPT = {
+    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
+    *("r", "lora_alpha", "lora_dropout", "use_rslora", "lora_bias", "fan_in_fan_out", "inference_mode"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern"),
+    *("modules_to_save", "bias", "use_dora", "target_parameters"),
+}
+#: Of `init_lora_weights`: what draws numbers, or reads the base's weights, which are gathered one by one.
+_STARTS = (False, "gaussian", "orthogonal", "pissa", "olora")
+#: What works instead of some of the others.
+_WORKS = {
+    "init_lora_weights": 'True, False, "gaussian", "orthogonal", "pissa" or "olora"',
+}
+
+
+def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
+    """Before anything is changed."""
+    from peft import LoraModel, PeftType
+
+    refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
+    if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
+        raise SpecError(f"peft_type={config.peft_type.value} is not part of this version; LoRA works")
+    if low_cpu_mem_usage:
+        raise SpecError("low_cpu_mem_usage=True: adapters need values to be split; False works")
+    if not hasattr(model, "base_model_prefix"):
+        raise SpecError(
+            f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
+        )
+    _check_start(model, config)
+    default = type(config)()
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if setting.name in _KEPT or value == getattr(default, setting.name):
+            continue
+        if setting.name == "init_lora_weights" and value in _STARTS:
+            continue
+        _refuse(setting.name, value)
+
+
+def _check_start(model: Any, config: Any) -> None:
+    """What a base of 4 bits does not bear, and where adapters of weights start."""
+    if getattr(model, "is_loaded_in_4bit", False):
+        if config.use_dora:
+            raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
+        if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
+            raise SpecError(f"init_lora_weights={config.init_lora_weights!r} on a base of 4 bits: 'gaussian' works")
+        if config.target_parameters:
+            raise SpecError("target_parameters: weights of 4 bits have other shapes; target_modules works")
+    if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
+        raise SpecError(f"init_lora_weights={config.init_lora_weights!r} with target_parameters: True works")
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """LoRA-FA multiplies the A of each adapter with itself, and keeps its moments under names of pairs."""
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    if kind == "LoraFAOptimizer":
+        raise SpecError(f"{kind} needs whole adapters, of which ranks hold parts; AdamW works")
+
+
+def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
+    """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
+    for name, module in model.named_modules():
+        if not any(name.endswith(target) for target in names):
+            continue
+        inside = list(module.modules())
+        if any(isinstance(part, FSDPModule) for part in inside):
+            raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
+        if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
+            raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
+    if names and mesh.size("pp") > 1 and has_tied_embedding(model):
+        raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
+
+
+def _refuse(name: str, value: Any) -> None:
+    works = _WORKS.get(name, "its default")
+    raise SpecError(f"LoraConfig({name}={value!r}) is not part of this version of hf_parallel; {works} works")
+
+
+def refuse_deleting(original: Callable) -> Callable:
+    """FSDP2 keeps the parameters that it has taken in."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(self.model) is None:
+            return original(self, *args, **kwargs)
+        raise NotImplementedError(
+            "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
+            "delete it in one process"
+        )
+
+    return replacement

@@ -1,0 +1,1 @@
+"""Trainer: steps, losses, evaluation, checkpoints."""

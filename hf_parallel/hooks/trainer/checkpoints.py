@@ -1,0 +1,265 @@
+"""Trainer's checkpoints: whole or not there at all, and resumed under any layout.
+
+checkpoint-20/   weights, optimizer, schedule, random states, trainer_state.json, hf_parallel.json (layout), and
+                 manifest.json, which says what the others must be
+
+With async_save=true training goes on once weights and optimizer state are copied to host memory; a thread writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import threading
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.config import AXES
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
+from hf_parallel.hooks.trainer import save_callbacks
+from hf_parallel.mesh import data_rank
+
+
+def save_model(original: Callable) -> Callable:
+    """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
+
+    def replacement(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        assert_all_ranks("trainer.save_model")
+        wait_for_save(self)
+        self._save(self.args.output_dir if output_dir is None else output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    return replacement
+
+
+def save(original: Callable) -> Callable:
+    """A transformers model saves itself, streamed; another module's weights are gathered first."""
+
+    def replacement(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if state_dict is None and not hasattr(self.model, "base_model_prefix"):
+            state_dict = folders.full_state_dict(self.model, runtime.mesh())
+        with folders.current(runtime.mesh()) as saving, saving.noting():
+            original(self, output_dir, state_dict)
+
+    return replacement
+
+
+def save_checkpoint(original: Callable) -> Callable:
+    """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
+
+    def replacement(self: Any, model: Any, trial: Any) -> None:
+        wait_for_save(self)
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
+        final = os.path.join(run, f"checkpoint-{self.state.global_step}")
+        saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
+        saving.begin()
+        with folders.going_on(saving):
+            _write(self, saving, run)
+        self._unfinished_save = _Unfinished(self, saving, run)
+        if not mesh.config.async_save:
+            wait_for_save(self)
+
+    return replacement
+
+
+class _Unfinished:
+    """What is left to do of a save: in a thread if it may go on beside the training."""
+
+    def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
+        self.saving, self.run, self.step = saving, run, trainer.state.global_step
+        self.epoch, self.announce = trainer.state.epoch, False
+        self.error: BaseException | None = None
+        self.limit, self.best = trainer.args.save_total_limit, trainer.state.best_model_checkpoint
+        self.thread = None
+        if saving.in_background:
+            self.thread = threading.Thread(target=self._work, name=f"save {saving.name}", daemon=True)
+            folders.start_writer(self.thread)
+
+    def _work(self) -> None:
+        try:
+            self.saving.commit()
+            if self.saving.mesh.rank == 0:
+                _rotate(self.run, self.limit, self.best)
+        except BaseException as error:  # raised in the main thread by `wait`
+            self.error = error
+
+    def wait(self, seconds: float | None = None) -> None:
+        if self.thread is None:
+            self._work()
+        else:
+            self.thread.join(seconds)
+        if self.error is not None:
+            raise self.error
+
+
+def wait_for_save(trainer: Any) -> None:
+    """Until the last checkpoint is whole, if one is being written; what went wrong with it is raised here. Collective.
+
+    Raises:
+        CheckpointError: it could not be written.
+    """
+    unfinished = trainer.__dict__.pop("_unfinished_save", None)
+    if unfinished is None:
+        return
+    unfinished.wait()
+    with save_callbacks.as_of(trainer, unfinished):
+        if trainer.args.push_to_hub:
+            trainer._push_from_checkpoint(unfinished.saving.final)
+        if unfinished.announce:  # by the event, not by `on_save`, which would take back a save that is due now
+            call = trainer.callback_handler.call_event
+            trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
+
+
+def finalize_training(original: Callable) -> Callable:
+    """The best model is loaded, and checkpoints are counted, when all of them are there."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wait_for_save(self)
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def _rotate(run: str, limit: int | None, best: str | None) -> None:
+    """As Trainer does: the newest and the best stay. Deleted ones lose their name first."""
+    from transformers.trainer_utils import sort_checkpoints
+
+    found = sort_checkpoints(run, use_mtime=True)
+    if not limit or limit < 0 or len(found) <= limit:
+        return
+    protected = {found[-1]} | ({str(Path(best))} if best else set())
+    others = [path for path in found if path not in protected]
+    for path in others[: max(0, len(found) - max(limit, len(protected)))]:
+        folders.remove(path)
+
+
+def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
+    trainer.save_model(saving.folder, _internal_call=True)
+    _note_best(trainer, run)
+    if not trainer.args.save_only_model:
+        trainer._save_optimizer_and_scheduler(saving.folder)
+        with saving.noting():
+            trainer._save_rng_state(saving.folder)
+    if trainer.args.should_save:
+        with saving.noting():
+            _write_layout(trainer, saving.folder)
+            _export_callbacks(trainer)
+            trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
+
+
+def _note_best(trainer: Any, run: str) -> None:
+    """The folder of the best step, which may be the one that is being written."""
+    best = trainer.state.best_global_step
+    if not best or str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
+        return
+    path = os.path.join(run, f"checkpoint-{best}")
+    if best == trainer.state.global_step or os.path.exists(path):
+        trainer.state.best_model_checkpoint = path
+
+
+def _export_callbacks(trainer: Any) -> None:
+    """As Trainer does just before it writes its state."""
+    from transformers.trainer_callback import ExportableState
+
+    kept = trainer.state.stateful_callbacks
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(kept[name], list):
+                kept[name].append(callback.state())
+            else:
+                kept[name] = callback.state()
+
+
+def _write_layout(trainer: Any, folder: str) -> None:
+    facts = {
+        "spec": runtime.mesh().config.to_spec(),
+        "axes": axis_sizes(),
+        "data_ranks": data_ranks(),
+        "global_batch": trainer.get_total_train_batch_size(trainer.args),
+        "accumulation": trainer.args.gradient_accumulation_steps,
+        "run": trainer.__dict__.get("_run_id"),
+    }
+    write_layout(facts, folder)
+
+
+def write_layout(facts: dict[str, Any], folder: str) -> None:
+    """The facts of who wrote a checkpoint."""
+    with open(os.path.join(folder, folders.LAYOUT), "w", encoding="utf-8") as file:
+        json.dump(facts, file, indent=2)
+
+
+def data_ranks() -> list[int]:
+    """Which share of the data each rank reads."""
+    config = runtime.mesh().config
+    return [data_rank(config, rank) for rank in range(config.world_size)]
+
+
+def axis_sizes() -> dict[str, int]:
+    """The layout that is in force, as it is compared."""
+    return {axis: runtime.mesh().size(axis) for axis in AXES}
+
+
+def save_optimizer(original: Callable) -> Callable:
+    """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
+
+    def replacement(self: Any, output_dir: str) -> None:
+        mesh = runtime.mesh()
+        with folders.current(mesh) as saving:
+            folders.save_optimizer(self.model, inner_optimizer(self.optimizer), mesh, output_dir)
+            if self.args.should_save:
+                with saving.noting(), warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)
+                    folders.write_refusal(os.path.join(output_dir, "optimizer.pt"))
+                    torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
+
+    return replacement
+
+
+def inner_optimizer(optimizer: Any) -> Any:
+    """The optimizer itself, without accelerate's wrapper."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _write_state(state: dict[str, Any], path: str) -> None:
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written
+
+
+def save_rng_state(original: Callable) -> Callable:
+    """One file per process: stages of one model use their random numbers unequally. One process reads rank 0's."""
+
+    def replacement(self: Any, output_dir: str) -> None:
+        os.makedirs(output_dir, exist_ok=True)
+        state: dict[str, Any] = {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(),
+            "cpu": torch.random.get_rng_state(),
+        }
+        if torch.cuda.is_available():
+            state["cuda"] = torch.cuda.random.get_rng_state()
+        stream = RandomStream.latest
+        if stream is not None:
+            state["data"] = plain(stream.state)
+        _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
+        if dist.get_rank() == 0:
+            if stream is not None:  # in one process data draws from the generators that all draw from
+                state["cpu"], state["numpy"], state["python"] = stream.state
+            _write_state(state, os.path.join(output_dir, "rng_state.pth"))
+
+    return replacement

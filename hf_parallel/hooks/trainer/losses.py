@@ -1,0 +1,214 @@
+"""The loss of a Trainer's step: weighted over data ranks as one process would, and scheduled in a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
+from hf_parallel.axes.pipeline.unscheduled import served
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.trainer import means
+from hf_parallel.hooks.trainer.metrics import Joined, remembered
+from hf_parallel.hooks.trl import trainers as trl
+
+
+def prepare(trainer: Any) -> None:
+    """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
+    trainer._plans = {}  # the entries of a batch -> how its loss is scheduled, None if it needs whole batches
+    state = runtime.parallel_state(trainer.model)
+    if state is not None and state.pipeline is not None and is_own(trainer):
+        state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
+
+
+def is_own(trainer: Any) -> bool:
+    """Does the script compute the loss, rather than the model?"""
+    from transformers import Trainer
+
+    overrides = type(trainer).compute_loss is not Trainer.compute_loss
+    return overrides or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+
+
+def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+    """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
+    state = runtime.parallel_state(model)
+    engine = state.pipeline if state is not None and is_own(self) else None
+    weighs = _weighs_itself(self, kwargs.get("num_items_in_batch"))
+    call = functools.partial(_call, self, state, own, model, weighs=weighs, args=args, kwargs=kwargs)
+    # Taken now: scripts take out of a batch what they have read.
+    targets = trl.targets_of_mean(self, inputs) if kwargs.get("num_items_in_batch") is None else None
+    self._weighted = True
+    if engine is None:
+        return _weighted(self, call(inputs), targets)
+    # Data ranks may differ in rows of the last batch: there, all go the same way.
+    trains = torch.is_grad_enabled() and self._rows_of_step is None
+    plan = self._plans.get(tuple(inputs)) if trains else None
+    logged: list[dict] = []
+    quietly = functools.partial(_undone, self)
+
+    def loss_of(part: dict) -> torch.Tensor:
+        result = call(part)
+        logged.extend(result["logged"])
+        return result["loss"]
+
+    if plan is not None and takes(plan, inputs, engine.config):
+        loss = run_plan(engine, plan, dict(inputs), _joining(self, loss_of), quietly, counts=not weighs)
+        if plan.logs:
+            self.log(_told_mean(engine, logged))
+        return loss
+    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+    for logs in result["logged"]:
+        self.log(logs)
+    if trains and tuple(inputs) not in self._plans:
+        plan = find_plan(engine, dict(inputs), made, loss_of, quietly, counts=not weighs)
+        self._plans[tuple(inputs)] = plan
+        if plan is not None:
+            plan.logs = bool(result["logged"])
+        report.say(_verdict(plan, engine.config.pipeline_schedule))
+    return _weighted(self, result, targets)
+
+
+def _weighs_itself(trainer: Any, items: Any) -> bool:
+    """Does the script use the count of targets? A model that it calls without gives it a plain mean to weight."""
+    if items is None or not is_own(trainer):
+        return False
+    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
+
+
+def _joining(trainer: Any, loss_of: Callable) -> Callable:
+    """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
+    if not trainer._joins_metrics:
+        return loss_of
+    joined = Joined(trainer)
+
+    def loss_of_part(part: dict) -> torch.Tensor:
+        with joined.part():
+            return loss_of(part)
+
+    return loss_of_part
+
+
+def _verdict(plan: Plan | None, schedule: str) -> str:
+    if plan is None:
+        return "the script's loss needs whole batches: the pipeline keeps all activations of a batch"
+    how = "is a mean" if plan.cut.mean else "adds up"
+    return f"the script's loss {how} over micro-batches: {schedule} from now on"
+
+
+def _call(
+    self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, weighs: bool, args: tuple, kwargs: dict
+) -> dict:
+    """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
+    self._logged, former = [], self.args.average_tokens_across_devices
+    scope = means.Scope(self._share_of_step, weighs)
+    # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
+    whole = former and means.knows_processes(self)
+    self.args.average_tokens_across_devices = whole
+    items = kwargs.get("num_items_in_batch")
+    if items is not None and former:
+        items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
+        kwargs = {**kwargs, "num_items_in_batch": items}
+    try:
+        with runtime.absent(self._rows_of_step == 0), means.computing(scope):
+            result = own(model, inputs, *args, **kwargs)
+    finally:
+        self.args.average_tokens_across_devices = former
+    loss, *outputs = result if isinstance(result, tuple) else (result,)
+    if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
+        outputs = [{}]
+    targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
+    known = weighs or scope.counted or targets is not None
+    return {"loss": loss, "outputs": outputs, "targets": targets, "known": known, "logged": self._logged}
+
+
+def _told_mean(engine: Any, logged: list[dict]) -> dict:
+    """What the last stage logged for each micro-batch as one entry for the batch, on every stage."""
+    merged: dict[str, Any] = {}
+    for key in {key: None for logs in logged for key in logs}:
+        values = [logs[key] for logs in logged if key in logs]
+        merged[key] = sum(values) / len(values) if isinstance(values[0], int | float) else values[-1]
+    engine.tell(merged)
+    return merged
+
+
+def _weighted(self: Any, result: dict, targets: torch.Tensor | None) -> Any:
+    """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
+    loss, outputs = result["loss"], result["outputs"]
+    if runtime.mesh().data_size > 1:
+        loss = means.weighted(loss, _factor(self, result["targets"] if targets is None else targets))
+        _say_what_is_unknown(self, result["known"])
+    return (loss, *outputs) if outputs else loss
+
+
+def _factor(trainer: Any, targets: torch.Tensor | None) -> torch.Tensor | float:
+    """The share of the rank's rows, or of its targets where that is what the script returned the mean of."""
+    mesh, own = runtime.mesh(), trainer._share_of_step
+    if not is_own(trainer):
+        return own
+    # Always, so that a script which takes another way on one rank does not let the others wait.
+    count = torch.zeros(2, device=mesh.device) if targets is None else torch.stack([targets, torch.ones_like(targets)])
+    count[0] *= trainer._rows_of_step != 0
+    total = count.clone()
+    dist.all_reduce(total, group=mesh.data_group)
+    return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], own)
+
+
+def _say_what_is_unknown(trainer: Any, known: bool) -> None:
+    if known or trainer._told_unknown or not is_own(trainer) or trl.is_known(trainer):
+        return
+    trainer._told_unknown = True
+    report.say(
+        "the script's loss is taken for a mean over rows: where data ranks have unlike numbers of targets it is the "
+        "mean of their means; a loss divided by num_items_in_batch is exact"
+    )
+
+
+@contextlib.contextmanager
+def _undone(trainer: Any) -> Iterator[None]:
+    """What a loss counts and collects in its trainer in here is forgotten: the batch is computed once more."""
+    restore = remembered(trainer)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def log(original: Callable) -> Callable:
+    """What a script's loss collects it collects on the last stage: rank 0 shows it."""
+
+    def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
+        state = runtime.parallel_state(self.model)
+        if state is not None and state.mesh.session is not None:
+            self._logged.append(dict(logs))  # compute_loss runs on the last stage alone: the others log with it later
+            return
+        if state is not None and state.pipeline is not None and is_own(self):
+            state.pipeline.tell(logs)
+        original(self, logs, *args, **kwargs)
+
+    return replacement
+
+
+def _reads_item_count(function: Any) -> bool:
+    """Does a script's loss use `num_items_in_batch`, by name or among its other keywords? If not, it is a mean."""
+    code = means.code_of(function)
+    names = {"num_items_in_batch"}
+    if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
+        positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+        names.add(code.co_varnames[positional])  # the name of **kwargs
+    reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
+    return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
+
+
+def share(weight: int) -> float:
+    """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
+    mesh = runtime.mesh()
+    total = torch.tensor(float(weight), device=mesh.device)
+    dist.all_reduce(total, group=mesh.data_group)
+    return weight * mesh.data_size / max(1.0, float(total))

@@ -1,0 +1,64 @@
+"""One process, or DDP: plain Trainer, which reads the checkpoints of layouts too.
+
+The one process that a launcher has left of several goes on with their run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hf_parallel import checkpoint as folders
+from hf_parallel.hooks import report, restarts
+from hf_parallel.hooks.trainer.checkpoints import inner_optimizer
+from hf_parallel.hooks.trainer.resuming import damages, facts_of, layout_of, load_schedule, refuse_damages, run_of
+
+
+def train(original: Callable) -> Callable:
+    """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
+
+    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        chosen = resume_from_checkpoint
+        if chosen is True:
+            chosen = next(iter(folders.candidates(self.args.output_dir)), True)
+        if restarts.under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
+            with restarts.own_folder(self) as run, _last_one(self, run, chosen) as chosen:
+                return original(self, chosen, *args, **kwargs)
+        if chosen and chosen is not True and folders.has_manifest(chosen):
+            refuse_damages(chosen, damages(chosen, 0, 1))
+        return original(self, chosen, *args, **kwargs)
+
+    return replacement
+
+
+@contextlib.contextmanager
+def _last_one(trainer: Any, run: restarts.Run, chosen: Any) -> Iterator[Any]:
+    """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
+    own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
+    newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None
+    if newest is not None:
+        report.say(f"started again by the launcher: going on from {newest}")
+        restarts.keep_rows_per_step(trainer, facts_of(newest).get("global_batch"), 1)
+    elif chosen and chosen is not True:
+        refuse_damages(chosen, damages(chosen, 0, 1))
+    signature = restarts.Signature(run, trainer)
+    trainer.add_callback(signature)
+    try:
+        yield newest or chosen
+    finally:
+        trainer.remove_callback(signature)
+
+
+def load_optimizer(original: Callable) -> Callable:
+    """In one process or under DDP: checkpoints of a layout, beside those of plain Trainer."""
+
+    def replacement(self: Any, checkpoint: str | None) -> None:
+        engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
+            return original(self, checkpoint)
+        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint)
+        load_schedule(self, checkpoint)
+
+    return replacement

@@ -1,0 +1,295 @@
+"""Resuming a Trainer's run from a checkpoint of any layout, or of plain Trainer."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hf_parallel import checkpoint as folders
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import report, restarts, runtime
+from hf_parallel.hooks.accelerate.random_stream import go_on
+from hf_parallel.hooks.peft.adapters import load_adapter_weights
+from hf_parallel.hooks.trainer import stopping
+from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
+
+#: Seconds that a save in the background may still take when the training has failed.
+GRACE_S = 20.0
+
+
+def train(original: Callable) -> Callable:
+    """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
+
+    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self.args, "enable_jit_checkpoint", False):
+            raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
+        with restarts.own_folder(self) as run:
+            chosen = _chosen(self, resume_from_checkpoint, run)
+            if chosen is not None and run.restarted:
+                restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
+            if chosen is not None:
+                _compare(self, chosen)
+            with stopping.steps_together(self), unfinished_save_is_awaited(self):
+                return original(self, chosen, *args, **kwargs)
+
+    return replacement
+
+
+def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
+    """The checkpoint to go on from, whole on all ranks. Collective.
+
+    Raises:
+        CheckpointError: the one that is asked for is damaged.
+        ValueError: there is none.
+    """
+    if run.restarted:
+        found = _newest_whole(trainer.args.output_dir, run.identity)
+        if found is not None:
+            report.say(f"started again by the launcher: going on from {found}")
+            return found
+    if asked is True:
+        found = _newest_whole(trainer.args.output_dir)
+        if found is None:
+            raise ValueError(f"No valid checkpoint found in output directory ({trainer.args.output_dir})")
+        return found
+    if not asked:
+        return None
+    refuse_damages(asked, all_damages(asked))
+    return asked
+
+
+def _newest_whole(folder: str, run: str | None = None) -> str | None:
+    """The newest checkpoint, of this run if one is named, that is whole; damaged ones are told about. Collective."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        looked_at = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
+        found = [[(path, flaws) for path, flaws in looked_at if run is None or (not flaws and run_of(path) == run)]]
+    dist.broadcast_object_list(found, src=0)
+    for path, flaws in found[0]:
+        wrong = flaws or all_damages(path)
+        if not wrong:
+            return path
+        report.say(f"{path} is not whole and is left out: {'; '.join(wrong)}")
+    return None
+
+
+def run_of(folder: str) -> str | None:
+    """The name of the run that wrote a checkpoint."""
+    with contextlib.suppress(ValueError):  # damaged
+        return facts_of(folder).get("run")
+    return None
+
+
+def facts_of(folder: str) -> dict[str, Any]:
+    """Which run wrote a checkpoint, and its rows per step, as far as that is known."""
+    path = os.path.join(folder, "trainer_state.json")
+    layout = layout_of(folder)
+    if layout or not os.path.isfile(path):
+        return layout
+    with open(path, encoding="utf-8") as file:
+        found = json.load(file).get("stateful_callbacks", {}).get(restarts.Signature.PLACE, {})
+    return found if isinstance(found, dict) else {}
+
+
+def all_damages(folder: str) -> list[str]:
+    """What is wrong with a checkpoint, the same lines on all ranks, which share the reading. Collective."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, damages(folder, dist.get_rank(), dist.get_world_size()))
+    return sorted({line for lines in found for line in lines})
+
+
+def damages(folder: str, share: int, shares: int) -> list[str]:
+    """What is wrong with a checkpoint, also where its manifest is lost; of its bytes this share is read."""
+    try:
+        if folders.has_manifest(folder):
+            return folders.damages(folder, share, shares)
+        return ["manifest.json is missing"] if os.path.isfile(os.path.join(folder, folders.LAYOUT)) else []
+    except OSError as error:
+        return [f"rank {share}: {error}"]
+
+
+def refuse_damages(folder: str, found: list[str]) -> None:
+    """Raise a `CheckpointError` that names them, and a checkpoint beside this one that may do."""
+    if found:
+        whole = folders.candidates(os.path.dirname(os.path.abspath(folder)))
+        works = next((path for path in whole if path != os.path.abspath(folder)), None)
+        hint = f"; {works} looks whole" if works else ""
+        raise folders.CheckpointError(f"{folder} is damaged: {'; '.join(found)}{hint}")
+
+
+@contextlib.contextmanager
+def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
+    """After an error too: a checkpoint that can still become whole does, and the error is the one to read."""
+    try:
+        yield
+    except BaseException:
+        unfinished = trainer.__dict__.pop("_unfinished_save", None)
+        if unfinished is not None:
+            with contextlib.suppress(Exception):
+                unfinished.wait(GRACE_S)
+        raise
+    wait_for_save(trainer)
+
+
+def _compare(trainer: Any, folder: str) -> None:
+    """Say what cannot continue as it was."""
+    if not folders.has_optimizer(folder):
+        report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
+    former, now = layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
+    if former not in (None, now) and not trainer.args.ignore_data_skip:
+        report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
+
+
+def layout_of(folder: str) -> dict[str, Any]:
+    """The layout that wrote a checkpoint; empty if it was plain Trainer."""
+    path = os.path.join(folder, folders.LAYOUT)
+    if not os.path.isfile(path):
+        return {}
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def init_training_state(original: Callable) -> Callable:
+    """Where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
+
+    `state.epoch` is the number of ended passes, plus batches of this pass over all that `max_steps` would take.
+    """
+
+    def replacement(
+        self: Any,
+        max_steps: int,
+        num_update_steps_per_epoch: int,
+        num_train_epochs: int,
+        resume_from_checkpoint: Any,
+        trial: Any,
+    ) -> tuple[int, int]:
+        from transformers.trainer_utils import has_length
+
+        counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
+        found = original(self, *counts, resume_from_checkpoint, trial)
+        if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
+            return num_train_epochs, 0
+        if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
+            return found
+        with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:
+            saved = json.load(file)
+        now = self.args.gradient_accumulation_steps
+        then = layout_of(resume_from_checkpoint).get("accumulation", now)
+        batches = round(saved["epoch"] * saved["max_steps"] * then)
+        passes, rest = divmod(batches, saved["max_steps"] * then)
+        return passes, math.ceil(rest * now / then)
+
+    return replacement
+
+
+def load_from_checkpoint(original: Callable) -> Callable:
+    """Each rank reads its slices of the weights."""
+
+    def replacement(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        _load(self.model if model is None else model, resume_from_checkpoint)
+
+    return replacement
+
+
+def load_best_model(original: Callable) -> Callable:
+    """Each rank reads its slices of the best checkpoint."""
+
+    def replacement(self: Any) -> None:
+        _load(self.model, self.state.best_model_checkpoint)
+
+    return replacement
+
+
+def _load(model: Any, folder: str) -> None:
+    if hasattr(model, "peft_config"):
+        load_adapter_weights(model, folder)
+    else:
+        folders.load_weights(model, folder)
+
+
+def load_optimizer(original: Callable) -> Callable:
+    """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
+
+    def replacement(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None or not folders.has_optimizer(checkpoint):
+            return
+        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
+        load_schedule(self, checkpoint)
+
+    return replacement
+
+
+def load_schedule(trainer: Any, checkpoint: str) -> None:
+    """Its numbers per group come from the optimizer's groups, which a layout may cut in another way."""
+    state = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
+    own, groups = trainer.lr_scheduler.state_dict(), inner_optimizer(trainer.optimizer).param_groups
+    for key, value in own.items():
+        if isinstance(value, list) and isinstance(state.get(key), list) and len(value) != len(state[key]):
+            state[key] = value
+    for key, option in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
+        if key in state and all(option in group for group in groups):
+            state[key] = [group[option] for group in groups]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer.lr_scheduler.load_state_dict(state)
+
+
+def _plain_groups(trainer: Any) -> list[list[list[str]]]:
+    """How a plain Trainer groups parameters: those that decay and the others, or a script's optimizer, all in one."""
+    mesh, model = runtime.mesh(), trainer.model
+    order = folders.names_in_order(model, mesh)
+    decays = set(trainer.get_decay_parameter_names(model))
+    trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if mesh.size("pp") > 1:
+        found: list[Any] = [None] * mesh.size("pp")
+        dist.all_gather_object(found, (decays, trains), group=mesh.group("pp"))
+        decays, trains = (set().union(*part) for part in zip(*found, strict=True))
+    kept = [name for name in order if name in trains]
+    return [[[n for n in kept if n in decays], [n for n in kept if n not in decays]], [kept], [order]]
+
+
+def load_rng_state(original: Callable) -> Callable:
+    """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
+
+    def replacement(self: Any, checkpoint: str | None) -> None:
+        path = None if checkpoint is None else _rng_file(checkpoint)
+        if path is None:
+            return
+        from transformers.trainer_pt_utils import safe_globals
+
+        with safe_globals():
+            state = torch.load(path, weights_only=True)
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
+        torch.random.set_rng_state(state["cpu"])
+        if torch.cuda.is_available() and "cuda" in state:
+            cuda = state["cuda"]  # plain Trainer under DDP: of all devices that a process sees
+            torch.cuda.random.set_rng_state(cuda[torch.cuda.current_device()] if isinstance(cuda, list) else cuda)
+        go_on(state.get("data"))
+
+    return replacement
+
+
+def _rng_file(checkpoint: str) -> str | None:
+    names = (f"rng_state_{rng_rank(layout_of(checkpoint))}.pth", "rng_state.pth")
+    return next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
+
+
+def rng_rank(layout: dict[str, Any]) -> int:
+    """Whose random states this rank goes on with; `layout` is empty for those of plain Trainer or accelerate."""
+    mesh = runtime.mesh()
+    if not layout:
+        return mesh.data_rank
+    if layout["axes"] == axis_sizes():
+        return mesh.rank
+    return layout["data_ranks"].index(mesh.data_rank % (max(layout["data_ranks"]) + 1))

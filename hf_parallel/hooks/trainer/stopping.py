@@ -1,0 +1,92 @@
+"""What all ranks decide on together at the end of a step.
+
+- SIGTERM (a job that is preempted, a node that is drained): all ranks save after the same step, and end.
+- A save in the background is whole: what follows it (`on_save` callbacks, uploads) follows on all ranks. It has failed
+  on one of them: all of them end.
+
+Agreed on beside the optimizer's step, in three numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.trainer.checkpoints import wait_for_save
+from hf_parallel.hooks.trainer.save_callbacks import has_failed, is_writing
+
+#: As a shell reports the end of a process by SIGTERM.
+EXIT_CODE = 128 + signal.SIGTERM
+
+
+class StepsTogether(TrainerCallback):
+    """Turns a signal on any rank into a save and an end of the training on all ranks; notices saves that are whole."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.asked = torch.zeros(3, dtype=torch.int32)  # to stop; to leave a save to its thread; to end by its error
+        self.agreed = self.asked.clone()
+        mesh = runtime.mesh()
+        # Apart from training's own groups, and from those of a thread that writes checkpoints.
+        self.group: Any = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
+        self.pending: Any = None
+        self.stops = False
+
+    def ask(self, number: int, frame: Any) -> None:
+        """The signal's handler; a second signal ends the process as if there were none."""
+        print(f"hf_parallel: rank {dist.get_rank()}: SIGTERM, saving after this step", file=sys.stderr, flush=True)
+        self.asked[0] = 1
+        signal.signal(number, signal.SIG_DFL)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.asked[1], self.asked[2] = is_writing(self.trainer), has_failed(self.trainer)
+        self.agreed.copy_(self.asked)
+        self.pending = dist.all_reduce(self.agreed, dist.ReduceOp.MAX, group=self.group, async_op=True)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        self.pending.wait()
+        stops, writing, failed = self.agreed.tolist()
+        if stops:
+            self.stops = control.should_save = control.should_training_stop = True
+        if failed or not writing:
+            wait_for_save(self.trainer)
+        return control
+
+
+@contextlib.contextmanager
+def steps_together(trainer: Any) -> Iterator[None]:
+    """Inside, SIGTERM leads to a checkpoint and then to the end of the process, with exit code 143.
+
+    Not where the script never saves (save_strategy="no") or has a handler of its own. Collective.
+    """
+    if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
+        yield
+        return
+    free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    ready: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ready, free)
+    if not all(ready) and not runtime.mesh().config.async_save:
+        yield
+        return
+    together = StepsTogether(trainer)
+    trainer.add_callback(together)
+    if all(ready):
+        signal.signal(signal.SIGTERM, together.ask)
+    try:
+        yield
+    finally:
+        if all(ready):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        trainer.remove_callback(together)
+    if together.stops:
+        report.say(f"stopped by SIGTERM after step {trainer.state.global_step}, which is saved")
+        raise SystemExit(EXIT_CODE)

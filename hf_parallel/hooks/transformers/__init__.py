@@ -1,0 +1,1 @@
+"""Loading through `from_pretrained`."""

@@ -1,0 +1,100 @@
+"""Loading: an unchanged `from_pretrained` call gives each rank only its slices.
+
+transformers builds the model on the meta device, lets `maybe_distribute_model` turn parameters into DTensors, and then
+fills it tensor by tensor (`loading.py`). We stand in for that one function. Each patch takes the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from hf_parallel.axes.pipeline.stand_ins import stand_ins
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.bitsandbytes import four_bit
+from hf_parallel.model_methods import check_kernels
+from hf_parallel.parallelize import parallelize
+
+
+class Requested:
+    """Stands for the layout in `from_pretrained(distributed_config=…)`; the mesh itself must not be copied around."""
+
+    def __init__(self, quantization: Any = None) -> None:
+        self.quantization = quantization
+
+    def __deepcopy__(self, memo: dict) -> Requested:
+        return self
+
+
+def from_pretrained(original: Callable) -> Callable:
+    """Ask for the layout, and make random numbers equal again afterwards."""
+
+    def replacement(cls: type, *args: Any, **kwargs: Any) -> Any:
+        if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
+            raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+        if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
+            check_kernels(runtime.mesh().config)
+        placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
+        quantization = kwargs.pop("quantization_config", None)
+        if quantization is not None:
+            four_bit.check(quantization)
+        result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
+        if quantization is not None:
+            four_bit.mark(result[0] if isinstance(result, tuple) else result, quantization)
+        if placed:
+            state: Any = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+            state.notes.append("device_map=auto: the layout is what places the model")
+        runtime.equalise_random_state("tp")
+        return result
+
+    return replacement
+
+
+def prepare(original: Callable) -> Callable:
+    """Where to load: this rank's device."""
+
+    def replacement(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
+        if not isinstance(distributed_config, Requested):
+            return original(cls, distributed_config, device_map=device_map)
+        if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
+            raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
+        if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
+            raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
+        return distributed_config, runtime.mesh().device, None
+
+    return replacement
+
+
+def distribute(original: Callable) -> Callable:
+    """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
+
+    def replacement(cls: type, model: Any, distributed_config: Any, *mesh: Any, **meshes: Any) -> Any:
+        if not isinstance(distributed_config, Requested):
+            return original(cls, model, distributed_config, *mesh, **meshes)
+        del model.config.distributed_config
+        if getattr(model.config, "quantization_config", None) is not None:
+            raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
+        before = set(model.state_dict())
+        quantization = distributed_config.quantization
+        pack = functools.partial(four_bit.pack, quantization) if quantization is not None else None
+        parallelize(model, mesh=runtime.mesh(), pack=pack)
+        local = set(model.state_dict())
+        _ignore_foreign(model, before - local, local)
+        return model
+
+    return replacement
+
+
+def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:
+    """Names that other stages load are no surprise in the checkpoint, whatever prefix it uses."""
+    if not foreign:
+        return
+    prefix = re.escape(model.base_model_prefix) + r"\."
+    gone = [re.sub(f"^{prefix}", "", name) for name in stand_ins(model)]
+    patterns = {rf"^({prefix})?" + re.escape(name) + r"(\.|$)" for name in gone}
+    model._keys_to_ignore_on_load_unexpected = set(model._keys_to_ignore_on_load_unexpected or ()) | patterns
+    tied = model.all_tied_weights_keys
+    model.all_tied_weights_keys = {target: source for target, source in tied.items() if {target, source} <= local}

@@ -1,0 +1,167 @@
+"""What happens to each tensor while `from_pretrained` fills the model. Each function takes the original.
+
+transformers hands the sources of a target through its conversions and sets the result. We hand it tensors that are not
+read yet (see `checkpoint.lazy_tensor`), and read this rank's part when the result is set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from hf_parallel.axes.tensor.layers import local
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
+from hf_parallel.checkpoint.ranges import RangeFile
+from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.bitsandbytes.four_bit import is_packed, read_packed
+from hf_parallel.model.packed import stored_order
+
+
+def open_by_reading(original: Callable) -> Callable:
+    """Read ranges into memory of their own: a mapped file keeps every page that was touched.
+
+    Without a mapping safetensors reads whole tensors, whatever slice is asked for; so it opens only what has dtypes
+    that `RangeFile` does not know.
+    """
+
+    def replacement(file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None) -> Any:
+        try:
+            return RangeFile(os.fspath(file))
+        except KeyError:
+            return original(file, framework=framework, device=device, backend="pread")
+
+    return replacement
+
+
+def materialize(original: Callable) -> Callable:
+    """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
+
+    def replacement(
+        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
+        return lambda: lazy_tensor(tensor, wanted, device)
+
+    return replacement
+
+
+def set_parameter(original: Callable) -> Callable:
+    """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
+
+    def replacement(
+        model: Any, target_name: str, param_value: torch.Tensor, loading_info: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        name, value, info = target_name, param_value, loading_info
+        owner, _, leaf = name.rpartition(".")
+        module: Any = model.get_submodule(owner)
+        own = getattr(module, leaf, None)
+        if not isinstance(own, torch.Tensor):
+            value = value.whole() if isinstance(value, LazyTensor) else value
+        elif (module.packing.source if is_packed(module, leaf) else own).shape != value.shape:
+            info.missing_keys.discard(name)
+            info.mismatched_keys.add((name, value.shape, own.shape))
+            return
+        elif is_packed(module, leaf):
+            value = read_packed(module, value, own)
+        else:
+            value = values(value, local_part(own, stored_order(model, name)))
+        original(model, name, value, info, *args, **kwargs)
+
+    return replacement
+
+
+def initialize_missing(original: Callable) -> Callable:
+    """Stages draw new weights one after the other, so that each draws what one process would."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
+        mesh = runtime.mesh()
+        if mesh.is_last_stage and not mesh.is_first_stage:
+            # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
+            self._initialize_weights(self.get_input_embeddings())
+        for stage in range(mesh.size("pp")):
+            if stage == mesh.index("pp"):
+                original(self, *args, **kwargs)
+            runtime.equalise_random_state("pp", stage)
+
+    return replacement
+
+
+def initialize(original: Callable) -> Callable:
+    """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
+
+    def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+        new: dict[str, Any] = {
+            name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
+        }
+        for name, shard in new.items():
+            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
+            module._parameters[name] = nn.Parameter(whole)
+        original(self, module, *args, **kwargs)
+        for name, shard in new.items():
+            part = local_part(shard, stored_order(module, name))
+            with torch.no_grad():
+                local(shard).copy_(read(module.get_parameter(name).detach(), part))
+            module._parameters[name] = shard
+
+    return replacement
+
+
+def _is_new_part(module: nn.Module, parameter: Any) -> bool:
+    """Not loaded, and not stored as its values are drawn."""
+    if parameter is None or getattr(parameter, "_is_hf_initialized", False):
+        return False
+    return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
+
+
+def report(original: Callable) -> Callable:
+    """One report, and one error if sizes do not match, for all stages of a pipeline."""
+
+    def replacement(*args: Any, **kwargs: Any) -> None:
+        model, info = kwargs["model"], kwargs["loading_info"]
+        own = {**vars(info), "untied": _untied(model)}
+        stages: list[Any] = [own]
+        if runtime.mesh().size("pp") > 1:
+            stages = [None] * runtime.mesh().size("pp")
+            dist.all_gather_object(stages, own, group=runtime.mesh().group("pp"))
+            for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
+                for stage in stages:
+                    getattr(info, field).update(stage[field])
+        _check_tied(model, stages)
+        original(*args, **kwargs)
+
+    return replacement
+
+
+def _untied(model: Any) -> list[tuple[str, str]]:
+    """Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values."""
+    held = dict(model.named_parameters(remove_duplicate=False))
+    pairs = [pair for pair in getattr(model, "_hf_parallel_tied_keys", {}).items() if set(pair) <= set(held)]
+    return [(target, source) for target, source in pairs if held[target] is not held[source]]
+
+
+def _check_tied(model: Any, stages: list[dict[str, Any]]) -> None:
+    """Refuse checkpoints that would untie what is sharded or cut as one parameter.
+
+    Raises:
+        SpecError: two values for it, or one under the name that only the last stage reads.
+    """
+    for target, source in (pair for stage in stages for pair in stage["untied"]):
+        raise SpecError(
+            f"{target} of the checkpoint is not its {source}, though the config ties them; "
+            "tie_word_embeddings=False works"
+        )
+    lost = stages[0]["missing_keys"] - stages[-1]["missing_keys"]
+    for target, source in getattr(model, "_hf_parallel_tied_keys", {}).items():
+        if source in lost:
+            raise SpecError(
+                f"pp_size={len(stages)}: the checkpoint has the tied {target} but not {source}, which the first "
+                "stage reads; pp_size=1 works"
+            )

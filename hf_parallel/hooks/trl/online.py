@@ -1,0 +1,261 @@
+"""TRL's trainers that generate, GRPO and RLOO: their processes are data ranks, and their numbers those of one process.
+
+TRL spreads a generation batch over processes, gathers the rewards, and takes each process's advantages out of what was
+gathered. The ranks of one model are one such process: they take the same prompts and draw the same tokens. Rows are
+padded and shuffled over the global batch, so that each micro-batch holds the rows it holds in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.trainer.losses import share
+
+TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
+#: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
+_SUMS = ("cispo", "dapo", "vespo")
+
+
+def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
+    """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
+    mesh = runtime.mesh()
+    pp, data_ranks = mesh.size("pp"), mesh.data_size
+    several = f"with {data_ranks} data ranks, "
+    refusals = [
+        (pp > 1, f"pp_size={pp}", "log-probabilities are asked for outside the loss", "tp or dp_shard"),
+        (args.use_vllm, "use_vllm=True", "vLLM takes whole weights from one process", "use_vllm=False"),
+        (
+            args.use_transformers_continuous_batching,
+            "use_transformers_continuous_batching=True",
+            "its scheduler knows one process",
+            "False",
+        ),
+        (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32=True", "it replaces the head", "False"),
+        (
+            getattr(trainer, "tools", None) or getattr(trainer, "environment_factories", None),
+            "tools or environments",
+            "ranks would call them different numbers of times",
+            "reward functions alone",
+        ),
+        (getattr(trainer, "rollout_func", None), "rollout_func", "ranks would roll out apart", "TRL's own generation"),
+        (
+            data_ranks > 1 and _has_no_length(eval_dataset),
+            "an eval_dataset without a length",
+            several + "its last batch would count rows twice",
+            "a Dataset",
+        ),
+        (trainer._is_vlm, "a processor of images", "images are not shared out", "a tokenizer"),
+        (
+            data_ranks > 1 and trainer.aux_loss_enabled,
+            f"router_aux_loss_coef={trainer.router_aux_loss_coef}",
+            several + "the balance of experts would be that of each rank's rows",
+            "router_aux_loss_coef=0",
+        ),
+        (
+            data_ranks > 1 and getattr(trainer, "_entropy_bonus_enabled", False),
+            f"entropy_coef={getattr(args, 'entropy_coef', 0)}",
+            several + "the mean entropy would be a mean of means",
+            "entropy_coef=0 without use_adaptive_entropy",
+        ),
+    ]
+    for asked, spelled, why, works in refusals:
+        if asked:
+            raise SpecError(f"{type(trainer).__name__} with {spelled}: {why}; {works} works")
+
+
+def _has_no_length(dataset: Any) -> bool:
+    from transformers.trainer_utils import has_length
+
+    sets = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return any(one is not None and not has_length(one) for one in sets)
+
+
+# ---- which rows, which random numbers -----------------------------------------------------------------------------
+
+
+def set_seed(original: Callable) -> Callable:
+    """A seed per data rank, so that the ranks of one model draw the same tokens."""
+
+    def replacement(seed: int, device_specific: bool = False, **kwargs: Any) -> None:
+        original(seed + (runtime.mesh().data_rank if device_specific else 0), **kwargs)
+
+    return replacement
+
+
+def pad(original: Callable) -> Callable:
+    """To the longest row of the global batch: models with absolute positions count padding too."""
+
+    def replacement(tensors: list, padding_value: Any = 0, padding_side: str = "right", **kwargs: Any) -> torch.Tensor:
+        padded, mesh = original(tensors, padding_value, padding_side, **kwargs), runtime.mesh()
+        longest = torch.tensor(padded.shape[1], device=mesh.device)
+        dist.all_reduce(longest, dist.ReduceOp.MAX, group=mesh.data_group)
+        missing = int(longest) - padded.shape[1]
+        sides = (missing, 0) if padding_side == "left" else (0, missing)
+        return torch.nn.functional.pad(padded, sides, value=padding_value)
+
+    return replacement
+
+
+def shuffle_sequence_dict(original: Callable) -> Callable:
+    """Left to `split_tensor_dict`, which knows the number of parts."""
+    return lambda seq_dict: original(seq_dict) if runtime.mesh().data_size == 1 else seq_dict
+
+
+def split_tensor_dict(original: Callable) -> Callable:
+    """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
+
+    def replacement(tensor_dict: dict, num_chunks: int) -> list[dict]:
+        mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
+        if mesh.data_size > 1 and parts > 1:
+            order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
+            dist.broadcast(order, group=mesh.data_group, group_src=0)
+            own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
+            batch = {key: _rows_of_all(value, own) for key, value in batch.items()}
+        return original(batch, parts)
+
+    return replacement
+
+
+def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
+    """These rows of the data ranks' tensors behind one another; all have the same shape."""
+    if not torch.is_tensor(value) or value.ndim == 0:
+        return value
+    mesh = runtime.mesh()
+    parts = [torch.empty_like(value) for _ in range(mesh.data_size)]
+    dist.all_gather(parts, value.contiguous(), group=mesh.data_group)
+    return torch.cat(parts)[wanted]
+
+
+# ---- generation and rewards -----------------------------------------------------------------------------------------
+
+
+def generate_and_score(original: Callable) -> Callable:
+    """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
+
+    def replacement(self: Any, inputs: list[dict]) -> dict:
+        runtime.equalise_random_state("tp", 0)
+        self._real_generated = _real_rows(self, len(inputs))
+        if self._real_generated is None:
+            return original(self, inputs)
+        scores = functools.partial(_real_scores, self, self._get_per_token_logps_and_entropies)
+        with replacing(self, _get_per_token_logps_and_entropies=scores):
+            return _without_repeats(self, original(self, inputs))
+
+    return replacement
+
+
+def generate(original: Callable) -> Callable:
+    """Lengths are told of the rows that are not repeated to fill a ragged last batch."""
+
+    def replacement(self: Any, prompts: list) -> Any:
+        if self._real_generated is None:
+            return original(self, prompts)
+        gather, real = self.accelerator.gather, sum(self._real_generated)
+        with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
+            return original(self, prompts)
+
+    return replacement
+
+
+def calculate_rewards(original: Callable) -> Callable:
+    """What a reward function says may differ from call to call: one rank's word counts for its whole model.
+
+    Repeated rows have none, which TRL leaves out of its means.
+    """
+
+    def replacement(self: Any, *args: Any) -> torch.Tensor:
+        rewards, mesh = original(self, *args), runtime.mesh()
+        if mesh.size("tp") > 1:
+            dist.broadcast(rewards, group=mesh.group("tp"), group_src=0)
+        if self._real_generated is not None:
+            rewards[sum(self._real_generated) :] = torch.nan
+        return rewards
+
+    return replacement
+
+
+# ---- ragged last batches of an evaluation --------------------------------------------------------------------------
+
+
+def _real_rows(trainer: Any, rows: int) -> list[int] | None:
+    """How many rows of each data rank's batch are not repeats; None if none is. Batches to train on are whole."""
+    mesh, state = runtime.mesh(), trainer.accelerator.gradient_state
+    if trainer.model.training or mesh.data_size == 1 or not state.end_of_dataloader:
+        return None
+    batches = state.active_dataloader.batch_sampler
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    left = len(batches.sampler) % (rows * mesh.data_size)  # the sampler repeats what the data set has once
+    return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
+
+
+def _real_scores(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
+    logps, *others = original(*args, **kwargs)
+    logps[trainer._real_generated[runtime.mesh().data_rank] :] = 0
+    return logps, *others
+
+
+def _without_repeats(trainer: Any, outputs: dict) -> dict:
+    """Repeated rows keep their place but have no token that counts."""
+    mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
+    mask[trainer._real_generated[mesh.data_rank] :] = 0
+    tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
+    dist.all_reduce(tokens, group=mesh.data_group)
+    _correct_logs(trainer, len(mask) * mesh.data_size, float(tokens[0] / tokens[1].clamp(min=1)))
+    changed = {"completion_mask": mask}
+    if "num_items_in_batch" in outputs:
+        changed["num_items_in_batch"] = tokens[1]
+    return {**outputs, **changed}
+
+
+def _correct_logs(trainer: Any, rows: int, tokens_too_many: float) -> None:
+    """Take repeated rows out of tables and of what was divided by their number too."""
+    real, logs, metrics = sum(trainer._real_generated), trainer._logs, trainer._metrics["eval"]
+    for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
+        for _ in range(rows - real):
+            column.pop()
+    groups = getattr(trainer, "scale_rewards", "group") != "batch" and trainer.num_generations_eval > 1
+    if groups and getattr(trainer, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize":
+        metrics["frac_reward_zero_std"][-1] *= rows / real
+    if trainer.beta and not hasattr(trainer, "loss_type"):  # RLOO's penalty is part of its rewards
+        metrics["kl"][-1] *= tokens_too_many
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+def compute_loss(original: Callable) -> Callable:
+    """Weighted such that the average over data ranks is the loss of the global batch.
+
+    Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
+    """
+
+    def replacement(self: Any, model: Any, inputs: dict) -> torch.Tensor:
+        loss, kind = original(self, model, inputs), getattr(self, "loss_type", "")
+        if runtime.mesh().data_size == 1:
+            return loss
+        tokens = int(inputs["completion_mask"].sum())
+        if self.model.training:
+            return loss * share(tokens) if kind == "bnpo" else loss
+        rows = len(inputs["prompt_ids"])
+        real = rows if self._real_generated is None else self._real_generated[runtime.mesh().data_rank]
+        held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
+        return _mean_over_data_ranks(loss.detach(), held, counted)
+
+    return replacement
+
+
+def _mean_over_data_ranks(mean: torch.Tensor, held: int, counted: int) -> torch.Tensor:
+    """Of means over `held` numbers of which `counted` are not zero by force."""
+    totals = torch.stack([mean.float() * held, torch.full_like(mean, counted, dtype=torch.float32)])
+    dist.all_reduce(totals, group=runtime.mesh().data_group)
+    return totals[0] / totals[1].clamp(min=1)

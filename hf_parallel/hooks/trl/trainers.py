@@ -1,0 +1,255 @@
+"""TRL: what its trainers and collators do per process, made to mean what it means in one process.
+
+Its losses run where a script's own loss runs (`losses.py`). Nothing here imports TRL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.nn.utils.rnn import pad_sequence
+
+from hf_parallel.axes.pipeline.unscheduled import served
+from hf_parallel.axes.tensor.layers import local
+from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
+from hf_parallel.axes.tensor.vocab_parallel import first_row
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.patching import refuse_unpatched
+from hf_parallel.hooks.trainer.rows import JOINED
+from hf_parallel.hooks.trl import online
+from hf_parallel.mesh import stored
+
+#: Trainers whose batches are [all chosen; all rejected].
+_PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
+_TOKENS = ("trl.trainer.sft_trainer.SFTTrainer",)
+_EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
+
+
+def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
+    return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
+
+
+def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
+    """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
+    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    if kind is not None:
+        refuse_unpatched(kind.__module__, "trl.trainer.utils")
+    if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
+        return
+    if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
+        online.check(trainer, args, eval_dataset)
+        return
+    raise SpecError(
+        f"{kind.__name__} is not known to this version; "
+        "the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work"
+    )
+
+
+def rows_per_example(trainer: Any) -> int | None:
+    """2 where batches hold pairs; None if it is no trainer of TRL's."""
+    if _is_one_of(trainer, _PAIRS):
+        return 2
+    return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
+
+
+def targets_of_mean(trainer: Any, batch: Any) -> torch.Tensor | None:
+    """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
+    if not _is_one_of(trainer, _TOKENS) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+        return None
+    return (batch["labels"][..., 1:] != -100).sum().float()
+
+
+def is_known(trainer: Any) -> bool:
+    """Is it one of TRL's trainers? What their losses are means over is known."""
+    return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
+
+
+def reference_log_probs(original: Callable) -> Callable:
+    """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
+
+    def replacement(self: Any, *args: Any) -> Any:  # before TRL 1.9 without the model
+        state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
+        if state is None or state.pipeline is None:
+            return original(self, *args)
+        with torch.no_grad():
+            return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
+
+    return replacement
+
+
+def get_peft_model(original: Callable) -> Callable:
+    """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
+
+    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
+            model._hf_parallel_adapter_dtype = torch.bfloat16
+        return original(model, *args, **kwargs)
+
+    return replacement
+
+
+# ---- the head ------------------------------------------------------------------------------------------------------
+
+
+class NoTensor:
+    """Nothing is one. TRL gathers a head that is a DTensor; what it looks for is hidden from it."""
+
+
+def no_tensor(original: Any) -> type:
+    """For the name DTensor in TRL's module."""
+    return NoTensor
+
+
+def chunked_log_probs(original: Any) -> type:
+    """TRL's product of hidden states and head; over a head that is cut over tp, each rank takes its rows."""
+
+    class LogProbs:
+        """Stands in the place of TRL's autograd function."""
+
+        @staticmethod
+        def apply(
+            hidden: Any,
+            weight: Any,
+            bias: Any,
+            targets: Any,
+            temperature: float,
+            chunk_size: int,
+            softcap: float | None = None,
+            scale: float = 1.0,
+            wanted: tuple[str, ...] = (),
+        ) -> tuple:
+            """As TRL's `apply`."""
+            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+            if mesh is None or mesh.mesh_dim_names != ("tp",) or not _all_have_rows(weight):
+                weight, bias = (w.full_tensor() if isinstance(w, DTensor) else w for w in (weight, bias))
+                return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, wanted)
+            group, vocabulary = mesh.get_group(), weight.shape[0]
+            scaling = Scaling(temperature, softcap, scale)
+            parts = local(weight), local(bias), targets, group, first_row(vocabulary, group), vocabulary, scaling
+            scores = log_probs(hidden, *parts)
+            others = ("entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+            return scores.log_probs, *(getattr(scores, name) if name in wanted else None for name in others)
+
+    return LogProbs
+
+
+def _all_have_rows(weight: DTensor) -> bool:
+    """A small vocabulary may leave the last ranks without any."""
+    ranks = weight.device_mesh.size()
+    return (ranks - 1) * -(-weight.shape[0] // ranks) < weight.shape[0]
+
+
+# ---- batches without padding ---------------------------------------------------------------------------------------
+
+
+def torch_call(original: Callable) -> Callable:
+    """Examples joined to one row cannot be told apart: say whose a token is, or, for a pipeline, keep them in rows."""
+
+    def replacement(self: Any, examples: list[dict]) -> dict:
+        batch = original(self, examples)
+        if not self.padding_free:
+            return batch
+        lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+        if runtime.mesh().size("pp") > 1:
+            return _in_rows(batch, lengths.tolist(), self.pad_token_id)
+        if runtime.mesh().data_size > 1:
+            whose = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+            padding = batch["input_ids"].shape[1] - len(whose)
+            batch[JOINED] = torch.cat([whose, whose[-1:].expand(padding)])[None]
+        return batch
+
+    return replacement
+
+
+def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
+    """[1, tokens] -> [examples, longest]. Padding counts on from the last position: it is no sequence of its own.
+
+    Positions alone tell sequences apart, so there is no attention mask.
+    """
+    rows = {}
+    for key, value in (("input_ids", padding), ("labels", -100)):
+        rows[key] = pad_sequence(list(batch[key][0, : sum(lengths)].split(lengths)), True, value)
+    positions = list(batch["position_ids"][0, : sum(lengths)].split(lengths))
+    longest = max(lengths)
+    rows["position_ids"] = torch.stack([torch.cat([p, p[-1] + 1 + torch.arange(longest - len(p))]) for p in positions])
+    return rows
+
+
+# ---- KTO ---------------------------------------------------------------------------------------------------------
+
+
+def prepare_dataset(original: Callable) -> Callable:
+    """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
+
+    def replacement(self: Any, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
+        former = args.per_device_train_batch_size
+        args.per_device_train_batch_size = former * runtime.mesh().data_size
+        try:
+            return original(self, dataset, processing_class, args, dataset_name)
+        finally:
+            args.per_device_train_batch_size = former
+
+    return replacement
+
+
+def kl_logps(original: Callable) -> Callable:
+    """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
+
+    def replacement(self: Any, model: Any, batch: dict) -> Any:
+        result, rows = original(self, model, batch), self._rows_of_step
+        if result is None or rows is None:
+            return result
+        totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
+        dist.all_reduce(totals, group=runtime.mesh().data_group)
+        return result * (rows * totals[1] / totals[0])
+
+    return replacement
+
+
+# ---- rewards -------------------------------------------------------------------------------------------------------
+
+
+def reward_metrics(original: Callable) -> Callable:
+    """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
+
+    def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+        rows, gather = self._rows_of_step, self.accelerator.gather_for_metrics
+        if not rows:
+            return original(self, model, inputs, *args, **kwargs)
+
+        def by_rows(value: torch.Tensor) -> torch.Tensor:
+            mean = value.ndim == 0 and value.is_floating_point()
+            return gather(value.expand(rows) if mean else value)
+
+        with replacing(self.accelerator, gather_for_metrics=by_rows):
+            return original(self, model, inputs, *args, **kwargs)
+
+    return replacement
+
+
+# ---- precomputed log-probabilities of the reference --------------------------------------------------------------
+
+
+def hash_module(original: Callable) -> Callable:
+    """One hash of all ranks' parts, for the name of the cache file."""
+
+    def replacement(module: Any) -> str:
+        if runtime.parallel_state(module) is None:
+            return original(module)
+        digest = hashlib.sha256()
+        for name, tensor in sorted(module.state_dict().items()):
+            part = stored(tensor)
+            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, digest.hexdigest())
+        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+
+    return replacement

@@ -1,0 +1,158 @@
+"""What a parallel model's own methods do, put on the object: so plain loops without the hooks have them too."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.axes.data.late_parameters import have_gathered
+from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.checkpoint import save_pretrained
+from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.resizing import resize_token_embeddings
+from hf_parallel.whole import remember
+
+
+def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callable[[nn.Module], Any]) -> None:
+    """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
+
+    Args:
+        again: makes another model parallel in the same way.
+    """
+    remember(model)
+    if not hasattr(model, "base_model_prefix"):
+        return  # not a transformers model
+    _bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
+    _bind(model, "resize_token_embeddings", resize_token_embeddings)
+    _bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
+    if mesh.data_size > 1:
+        _bind(model, "_apply", _apply)
+        if hasattr(model, "prepare_inputs_for_generation"):
+            _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+    if hasattr(model, "set_use_kernels"):
+        _bind(model, "set_use_kernels", functools.partial(_set_use_kernels, mesh.config))
+    if "generate" in vars(model):
+        _bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
+    if pipeline is not None:
+        if hasattr(model, "generate"):
+            _bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+        for name in ("num_parameters", "get_memory_footprint"):
+            _bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
+        model.register_state_dict_post_hook(_mark_as_part)
+
+
+def _bind(model: Any, name: str, replacement: Callable) -> None:
+    """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return replacement(self, *args, **kwargs)
+
+    functools.update_wrapper(method, getattr(type(model), name, replacement))
+    vars(model)[name] = types.MethodType(method, model)
+
+
+def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> None:
+    if kwargs.get("state_dict") is None:
+        assert_all_ranks("save_pretrained")
+    save_pretrained(model, mesh, *args, **kwargs)
+
+
+def _of_all_stages(pipeline: Any, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """What one process counts."""
+    with pipeline.remote_modules.counted(model):
+        return original(model, *args, **kwargs)
+
+
+def _apply(model: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+    """What `to`, `half` and `bfloat16` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
+    wanted = fn(torch.empty((), dtype=model.dtype)).dtype
+    if wanted != model.dtype and any(have_gathered(unit) for unit in sharded_modules(model)):
+        raise NotImplementedError(
+            f"hf_parallel: a sharded model is cast to {wanted} after it has run; cast it before its first forward"
+        )
+    return type(model)._apply(model, fn, *args, **kwargs)
+
+
+def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+    state_dict.is_part_of_model = True
+
+
+def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: Any, memo: dict) -> Any:
+    """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
+    if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
+        raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
+    assert_all_ranks("copy.deepcopy")
+    with torch.device("meta"):
+        new = type(model)(copy.deepcopy(model.config)).to(model.dtype)
+    again(new)
+    for root in (model, new):
+        for unit in sharded_modules(root):
+            unit.reshard()
+    new.to_empty(device=mesh.device).tie_weights()  # memory of their own unties plain parameters
+    _take_values(new, model)
+    new.generation_config = copy.deepcopy(getattr(model, "generation_config", None))
+    memo[id(model)] = new
+    return new
+
+
+@torch.no_grad()
+def _take_values(new: nn.Module, model: nn.Module) -> None:
+    for own, theirs in zip(new.parameters(), model.parameters(), strict=True):
+        stored(own).copy_(stored(theirs))
+        own.requires_grad_(theirs.requires_grad)
+    for buffer, former in zip(new.buffers(), model.buffers(), strict=True):
+        buffer.copy_(former)
+    for module, other in zip(new.modules(), model.modules(), strict=True):
+        module.training = other.training
+
+
+def check_kernels(config: ParallelConfig) -> None:
+    """Kernels replace the forward passes of layers: of split ones too, which would not communicate any more.
+
+    Raises:
+        SpecError: layers or stages are split.
+    """
+    for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
+        if size > 1:
+            raise SpecError(f"use_kernels=True replaces split layers; {key}=1 with dp_shard works")
+
+
+def _set_use_kernels(config: ParallelConfig, model: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    if use_kernels:
+        check_kernels(config)
+    type(model).set_use_kernels(model, use_kernels, *args, **kwargs)
+
+
+def _prepare_together(kind: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
+
+    That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
+    """
+    mask = kwargs.get("attention_mask")
+    whole_rows = not kwargs.get("use_cache") and kwargs.get("inputs_embeds") is None
+    if whole_rows and torch.is_tensor(mask) and mask.ndim == 2 and not model.config.is_encoder_decoder:
+        kwargs["attention_mask"] = mask[:, : input_ids.shape[1]]
+    return kind.prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
+
+
+def _generate_without_cache(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")
+    if mesh.data_size > 1:
+        kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
+    seed = torch.randint(2**31, (1,)).to(mesh.device)
+    for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
+        dist.broadcast(seed, group=mesh.group(axis), group_src=0)
+    with mesh.fork_random_state():
+        torch.manual_seed(int(seed))
+        return type(model).generate(model, *args, **kwargs, use_cache=False)

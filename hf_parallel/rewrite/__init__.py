@@ -1,1 +1,0 @@
-"""Hugging Face module -> parallel module, in place; one file per axis."""

@@ -1,0 +1,176 @@
+"""A save that a script runs on one rank alone: told in seconds, by name, and where the others are."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.reliability.faults import LIMIT_S, SHORT
+from tests.resuming import train
+from tests.training import axes, none, weight_differences
+
+SOON_S = 20  # patience, and two rounds of questions
+
+
+def quick() -> None:
+    """Less patience than a cluster needs."""
+    from hf_parallel.collectives import desync
+
+    desync.PATIENCE_S, desync.LOOK_S, desync.STILL_S, desync.DEADLOCK_S = 0.3, 0.2, 0.5, 2.0
+
+
+class Saves(TrainerCallback):
+    """What users write: the main process saves its best model so far."""
+
+    def __init__(self, call, trainer):
+        self.call, self.trainer = call, trainer
+        trainer.add_callback(self)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.is_world_process_zero and state.global_step == 2:
+            self.call(self.trainer, model, f"{args.output_dir}/best")
+
+
+CALLS = {
+    "save_pretrained": lambda trainer, model, folder: model.save_pretrained(folder),
+    "trainer.save_model": lambda trainer, model, folder: trainer.save_model(folder),
+    "trainer.evaluate": lambda trainer, model, folder: trainer.evaluate(),
+}
+
+
+def alone(spec: str, folder: str, out: str, name: str) -> None:
+    from hf_parallel import hooks
+
+    quick()
+    hooks.activate(spec, source="test")
+    train(folder, out, axes(spec)["data_ranks"], change=partial(Saves, CALLS[name]), **SHORT)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name"),
+    [("dp_shard=2", "save_pretrained"), ("pp=2", "trainer.save_model"), ("tp=2", "trainer.evaluate")],
+)
+def test_one_rank_that_saves_while_the_others_train(runs, tmp_path, spec, name):
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run(alone, 2, spec, runs.initial("llama"), str(tmp_path), name, init=False, timeout=LIMIT_S)
+    assert time.monotonic() - start < SOON_S
+    assert caught.value.kinds[0] == "AloneError"
+    assert f"{name} was called on rank 0, but rank 1 is at resuming.py:" in caught.value.message
+    assert f"call {name} on all ranks, without `if is_main_process`" in caught.value.message
+
+
+class StopsAlone(TrainerCallback):
+    """A clock, or a loss, that differs between ranks."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.is_world_process_zero and state.global_step == 2
+
+
+def stops(folder: str, out: str) -> None:
+    from hf_parallel import hooks
+
+    quick()
+    hooks.activate("tp=2", source="test")
+    train(folder, out, change=lambda trainer: trainer.add_callback(StopsAlone()), **SHORT)
+
+
+def test_one_rank_that_stops(runs, tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run(stops, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=LIMIT_S)
+    assert "the end of trainer.train was called on rank 0, but rank 1 is at resuming.py:" in caught.value.message
+    assert "control.should_training_stop of one rank stops that one alone" in caught.value.message
+
+
+def gathers_alone() -> None:
+    model = made("dp_shard=2")
+    if dist.get_rank() == 0:
+        dist.all_reduce(torch.ones(1))
+    else:
+        model(input_ids=torch.ones(2, 7, dtype=torch.long))
+
+
+def test_calls_of_every_step_that_wait_for_each_other(capfd):
+    """Nothing is asked before them; the threads beside them notice."""
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as caught:
+        run(gathers_alone, 2, timeout=LIMIT_S)
+    assert time.monotonic() - start < SOON_S
+    assert set(caught.value.kinds.values()) <= {"Killed", "RuntimeError", "DistBackendError"}
+    told = capfd.readouterr().err
+    assert "all ranks wait for each other: rank 0 is at test_attendance.py:" in told
+    assert "; rank 1 is at test_attendance.py:" in told
+
+
+def made(spec: str):
+    import hf_parallel
+
+    quick()
+    return hf_parallel.parallelize(models.build("llama"), spec)
+
+
+def comes_late(out: str) -> None:
+    model = made("tp=2")
+    if dist.get_rank() == 1:
+        time.sleep(2)
+    model.save_pretrained(out)
+
+
+def test_a_rank_that_does_something_else_is_waited_for(tmp_path):
+    run(comes_late, 2, str(tmp_path))
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def goes_home(out: str) -> None:
+    """The end of most scripts; rank 1 has come to the end of the process."""
+    from hf_parallel.collectives import desync
+
+    model = made("dp_shard=2")
+    if dist.get_rank() == 1:
+        desync._detector.close()
+    else:
+        model.save_pretrained(out)
+
+
+def test_a_rank_that_has_ended(tmp_path):
+    with pytest.raises(RankFailure, match="save_pretrained was called on rank 0, but rank 1 has ended"):
+        run(goes_home, 2, str(tmp_path))
+
+
+def each_their_own(out: str) -> None:
+    model = made("dp_shard=2")
+    if dist.get_rank() == 0:
+        model.save_pretrained(out)
+    else:
+        from hf_parallel.collectives import assert_all_ranks
+
+        assert_all_ranks("trainer.save_model")
+
+
+def test_two_calls_at_once(tmp_path):
+    with pytest.raises(RankFailure) as caught:
+        run(each_their_own, 2, str(tmp_path))
+    assert caught.value.kinds == {0: "AloneError", 1: "AloneError"}
+    assert "save_pretrained" in caught.value.message
+    assert "trainer.save_model" in caught.value.message
+
+
+def writes_what_it_has(out: str) -> None:
+    """Gathered on all ranks, as it must be, and then written by the main process alone."""
+    from hf_parallel.checkpoint import full_state_dict
+
+    model = made("pp=2")
+    state = full_state_dict(model, model._hf_parallel.mesh)
+    if dist.get_rank() == 0:
+        model.save_pretrained(out, state_dict=state)
+
+
+def test_the_main_process_alone_writes_what_all_have_gathered(tmp_path):
+    run(writes_what_it_has, 2, str(tmp_path / "ours"))
+    run_alone(lambda: models.build("llama").save_pretrained(tmp_path / "plain"))
+    none(weight_differences(str(tmp_path / "ours"), str(tmp_path / "plain"), 0.0))
