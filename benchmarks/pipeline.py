@@ -29,10 +29,10 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel import parallelize
+from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES
 from hf_parallel.axes.pipeline.orders import SIMPLEST_FIRST, order, virtual_stages
 from hf_parallel.axes.pipeline.picture import write
 from hf_parallel.axes.pipeline.timeline import Timeline, layer_costs, simulate
-from hf_parallel.config import LOOPED_SCHEDULES
 from tests.distributed import run
 
 BY_FORMULA = ("gpipe", "1f1b", "interleaved_1f1b", "looped_bfs")

@@ -9,70 +9,76 @@ a value that would work. Nothing is ignored.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from hf_parallel.axes.attention import AttentionKeys
+from hf_parallel.axes.axis import Axis, MeshAxis
+from hf_parallel.axes.context import ContextKeys
+from hf_parallel.axes.data.axis import DataKeys
+from hf_parallel.axes.experts import ExpertKeys
+from hf_parallel.axes.pipeline.axis import PipelineKeys
+from hf_parallel.axes.recompute import RecomputeKeys
+from hf_parallel.axes.saving import SavingKeys
+from hf_parallel.axes.tensor.axis import TensorKeys
 from hf_parallel.spec import SpecError, convert, read, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
-#: The axes of the mesh from slow links to fast links: replicas across nodes, tensor parallelism inside one.
-AXES = ("dp_replicate", "pp", "dp_shard", "cp", "tp")
-#: Pipeline schedules by the number of stages that each rank holds: one, several in a loop, two in a V.
-SINGLE_SCHEDULES = ("1f1b", "gpipe")
-LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
-V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
-SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
-#: Those that compute gradients of inputs and of weights at different times.
-SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
-AUTO_SCHEDULE = "auto"  # chosen once the model is known
 #: The spec that leaves the layout to the planner.
 AUTO = "auto"
+_cached: Any = functools.cache  # of classes, which mypy does not take for hashable
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(
+    AttentionKeys,
+    RecomputeKeys,
+    TensorKeys,
+    ContextKeys,
+    ExpertKeys,
+    PipelineKeys,
+    DataKeys,
+    SavingKeys,
+):
     """How many processes along which axis, and how each axis behaves.
 
-    The sizes multiply to the number of processes; 1 switches an axis off and the one axis given as -1 takes what is
-    left. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
+    The bases are the axes, in the order in which they are applied to a model: from inside a layer outwards. The sizes
+    multiply to the number of processes; 1 switches an axis off and the one axis given as -1 takes what is left. Short
+    names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
     """
 
-    dp_replicate_size: int = 1
-    dp_shard_size: int = -1
-    pp_size: int = 1
-    cp_size: int = 1
-    tp_size: int = 1
-    ep_size: int = 1
-    zero_stage: int = 3
-    sequence_parallel: bool | None = None
-    tp_overlap: bool = False
-    pipeline_schedule: str = "1f1b"
-    pipeline_microbatches: int | None = None
-    pipeline_virtual_stages: int | None = None
-    pipeline_split: tuple[int, ...] | None = field(default=None, metadata={"list": True})
-    profile_steps: tuple[int, ...] | None = field(default=None, metadata={"list": True})
-    context_parallel: str = "ring"
-    activation_checkpointing: str = "none"
-    offload: str = "none"
-    quantize_weights: bool = False
-    quantize_gradients: bool = False
-    attention: str = "auto"
-    async_save: bool = False
-
     def __post_init__(self) -> None:
-        for name in ("pipeline_split", "profile_steps"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        for key in dataclasses.fields(self):
+            if isinstance(getattr(self, key.name), list):
+                object.__setattr__(self, key.name, tuple(getattr(self, key.name)))
         _check_sizes(self)
         _check_choices(self)
+        for axis in self.axes():
+            axis.check(self)
         self._check_built()
 
     def _check_built(self) -> None:
         """Keys of the grammar that this version understands but cannot do are named, never ignored."""
         for _, refusal in not_built(self):
             raise SpecError(refusal)
+
+    @classmethod
+    def axes(cls) -> tuple[Axis, ...]:
+        """All axes and settings, in the order in which they are applied."""
+        return _axes(cls)
+
+    @classmethod
+    def mesh_axes(cls) -> tuple[MeshAxis, ...]:
+        """The axes of the mesh from slow links to fast links: replicas across nodes, tensor parallelism inside one."""
+        return _mesh_axes(cls)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size of each mesh axis, slow links first."""
+        return {axis.name: getattr(self, f"{axis.name}_size") for axis in self.mesh_axes()}
 
     @classmethod
     def parse(cls, spec: str | ParallelConfig) -> ParallelConfig:
@@ -99,7 +105,7 @@ class ParallelConfig:
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
-                raise SpecError(unknown_key(str(key), list(known)))
+                raise SpecError(unknown_key(str(key), _names(cls)))
             if name in chosen:
                 raise SpecError(f"{key}: given twice (as {name} and its short form); give it once")
             chosen[name] = convert(name, known[name].type, value)
@@ -110,13 +116,14 @@ class ParallelConfig:
 
     def resolve(self, world_size: int) -> ParallelConfig:
         """Give the axis of size -1 the remaining processes and check that the sizes multiply to `world_size`."""
-        sizes = {axis: getattr(self, f"{axis}_size") for axis in AXES}
+        sizes = self.sizes
         free = [axis for axis, size in sizes.items() if size == -1]
         used = math.prod(size for size in sizes.values() if size != -1)
         if free:
             if world_size % used:
                 raise SpecError(_sizes_message(sizes, used, world_size))
-            return dataclasses.replace(self, **{f"{free[0]}_size": world_size // used})
+            rest: dict[str, Any] = {f"{free[0]}_size": world_size // used}
+            return dataclasses.replace(self, **rest)
         if used != world_size:
             raise SpecError(_sizes_message(sizes, used, world_size))
         return self
@@ -124,45 +131,35 @@ class ParallelConfig:
     @property
     def data_parallel_size(self) -> int:
         """Number of data ranks: how many different batches are seen in one step. Needs a resolved config."""
-        return self.dp_replicate_size * self.dp_shard_size
-
-    @property
-    def stages_per_rank(self) -> int:
-        """How many stages of the pipeline each rank holds."""
-        if self.pipeline_schedule in (*SINGLE_SCHEDULES, AUTO_SCHEDULE):
-            return 1
-        return self.pipeline_virtual_stages or 2
-
-    @property
-    def pipeline_stages(self) -> int:
-        """Number of stages over all ranks."""
-        return self.pp_size * self.stages_per_rank
-
-    def rank_of_stage(self, stage: int) -> int:
-        """Which pipeline rank holds this stage: round and round, or down and up again in a V."""
-        if self.pipeline_schedule in V_SCHEDULES and stage >= self.pp_size:
-            return 2 * self.pp_size - 1 - stage
-        return stage % self.pp_size
-
-    def recomputes_in_parts(self, schedule: str) -> bool:
-        """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
-        return self.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
+        return math.prod(self.sizes[axis.name] for axis in self.mesh_axes() if axis.data)
 
     @property
     def world_size(self) -> int:
         """Number of processes of a resolved config."""
-        return math.prod(getattr(self, f"{axis}_size") for axis in AXES)
+        return math.prod(self.sizes.values())
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values under the long keys, ready for JSON or YAML."""
-        values = dataclasses.asdict(self)
+        values = {name: getattr(self, name) for name in _names(type(self))}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
     def to_spec(self) -> str:
         """The shortest spec string that parses back to this value."""
-        changed = (f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default)
-        spelled = ",".join(f"{f.name.removesuffix('_size')}={spell(getattr(self, f.name))}" for f in changed)
+        default = {key.name: key.default for key in dataclasses.fields(self)}
+        changed = (name for name in _names(type(self)) if getattr(self, name) != default[name])
+        spelled = ",".join(f"{name.removesuffix('_size')}={spell(getattr(self, name))}" for name in changed)
         return spelled or "dp_shard=-1"
+
+
+@_cached
+def _axes(cls: type[ParallelConfig]) -> tuple[Axis, ...]:
+    return tuple(vars(base)["axis"] for base in cls.__mro__ if "axis" in vars(base))
+
+
+@_cached
+def _mesh_axes(cls: type[ParallelConfig]) -> tuple[MeshAxis, ...]:
+    found = [mesh_axis for axis in cls.axes() for mesh_axis in axis.mesh_axes]
+    return tuple(sorted(found, key=lambda mesh_axis: -mesh_axis.distance))
 
 
 def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
@@ -174,7 +171,7 @@ def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
 
 
 def _check_sizes(config: ParallelConfig) -> None:
-    sizes = {f"{axis}_size": getattr(config, f"{axis}_size") for axis in (*AXES, "ep")}
+    sizes = {key: getattr(config, key) for key in _names(type(config)) if key.endswith("_size")}
     for name, size in sizes.items():
         if size != -1 and size < 1:
             raise SpecError(f"{name}={size}: a size is 1 or more, or -1 for the remaining processes; {name}=1 works")
@@ -185,82 +182,32 @@ def _check_sizes(config: ParallelConfig) -> None:
         raise SpecError(f"{' and '.join(others)} are both -1; only one axis can take the remaining processes")
 
 
+@_cached
+def _names(cls: type[ParallelConfig]) -> list[str]:
+    """All keys: sizes of the mesh first, slow links first, then the other sizes, then settings."""
+    keys = [key.name for key in dataclasses.fields(cls)]
+    ranked = [f"{axis.name}_size" for axis in cls.mesh_axes()]
+    return [*ranked, *sorted(set(keys) - set(ranked), key=lambda name: (not name.endswith("_size"), keys.index(name)))]
+
+
 def _check_choices(config: ParallelConfig) -> None:
-    choices = {
-        "zero_stage": (0, 1, 2, 3),
-        "pipeline_schedule": (*SCHEDULES, AUTO_SCHEDULE),
-        "context_parallel": ("ring", "ulysses"),
-        "activation_checkpointing": ("none", "selective", "full"),
-    }
-    for name, allowed in choices.items():
-        value = getattr(config, name)
-        if value not in allowed:
-            raise SpecError(f"{name}={value}: not one of {', '.join(map(str, allowed))}")
-    micro = config.pipeline_microbatches
-    # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
-    works = max(1, config.pp_size) * (2 if config.pipeline_schedule == "dualpipe_v" else 1)
-    if micro is not None and micro < works:
-        raise SpecError(
-            f"pipeline_microbatches={micro}: must be at least {works} with pp_size={config.pp_size}; {works} works"
-        )
-    if config.sequence_parallel and config.tp_size == 1:
-        raise SpecError(
-            "sequence_parallel=true: tp_size=1 splits no sequence; tp_size=2 or sequence_parallel=false works"
-        )
-    if config.tp_overlap and config.tp_size == 1:
-        raise SpecError("tp_overlap=true: tp_size=1 communicates nothing; tp_size=2 or tp_overlap=false works")
-    _check_virtual_stages(config)
-    if config.profile_steps is not None and config.pp_size == 1:
-        raise SpecError(
-            "profile_steps: draws what the stages of a pipeline do, and pp_size=1 has none; pp_size=2 works"
-        )
-    if config.pipeline_split is not None and config.pipeline_schedule == AUTO_SCHEDULE:
-        raise SpecError("pipeline_split: pipeline_schedule=auto chooses how many stages there are; name a schedule")
-    if config.pipeline_split is not None and config.pp_size != -1:
-        count = len(config.pipeline_split)
-        if count != config.pipeline_stages:
-            raise SpecError(
-                f"pipeline_split={spell(config.pipeline_split)}: {count} numbers for {config.pipeline_stages} stages "
-                f"(pp_size={config.pp_size} x {config.stages_per_rank} per rank)"
-            )
-
-
-def _check_virtual_stages(config: ParallelConfig) -> None:
-    virtual, schedule = config.pipeline_virtual_stages, config.pipeline_schedule
-    if virtual is None:
-        return
-    single = dict.fromkeys((*SINGLE_SCHEDULES, AUTO_SCHEDULE), (1,))
-    works = {**single, **dict.fromkeys(V_SCHEDULES, (2,))}.get(schedule)
-    if virtual < 1 or (works is not None and virtual not in works) or (works is None and virtual < 2):
-        wanted = works[0] if works else 2
-        raise SpecError(
-            f"pipeline_virtual_stages={virtual}: pipeline_schedule={schedule} holds "
-            f"{wanted if works else 'two or more'} stages per rank; pipeline_virtual_stages={wanted} works"
-        )
-
-
-#: Settings of the grammar that this version understands but cannot do: key, the values (None: all but the default),
-#: what it is, what works. A version that can do one takes its line out, and the planner then ranks it with the others.
-_NOT_BUILT: list[tuple[str, tuple[Any, ...] | None, str, str]] = [
-    ("cp_size", None, "context parallelism", "cp_size=1"),
-    ("ep_size", None, "expert parallelism", "ep_size=1"),
-    ("offload", None, "offloading", "offload=none"),
-    ("quantize_weights", None, "ZeRO++ compression", "quantize_weights=false"),
-    ("quantize_gradients", None, "ZeRO++ compression", "quantize_gradients=false"),
-    ("zero_stage", (1,), "sharding the optimizer alone", "zero_stage=2"),
-    ("zero_stage", (0,), "unsharded data parallelism by this key", "dp_replicate=-1"),
-    ("activation_checkpointing", ("selective",), "selective checkpointing", "activation_checkpointing=full"),
-]
+    for key in dataclasses.fields(config):
+        value, choices = getattr(config, key.name), key.metadata["choices"]
+        if choices and value not in choices:
+            raise SpecError(f"{key.name}={spell(value)}: not one of {', '.join(map(str, choices))}")
 
 
 def not_built(config: ParallelConfig) -> list[tuple[str, str]]:
     """What of a config this version cannot do, as `cp_size=4`, and the line that refuses it; empty: it runs."""
     found = []
-    for key, values, what, works in _NOT_BUILT:
-        value = getattr(config, key)
-        if value in values if values is not None else value != _DEFAULTS[key]:
-            spelled = f"{key}={spell(value)}"
-            found.append((spelled, f"{spelled}: {what} is not part of this version; {works} works"))
+    for key in dataclasses.fields(config):
+        value = getattr(config, key.name)
+        for missing in key.metadata["not_built"]:
+            if value != key.default if missing.values is None else value in missing.values:
+                spelled = f"{key.name}={spell(value)}"
+                found.append(
+                    (spelled, f"{spelled}: {missing.what} is not part of this version; {missing.works} works")
+                )
     return found
 
 
@@ -270,6 +217,3 @@ class PlannedConfig(ParallelConfig):
 
     def _check_built(self) -> None:
         pass
-
-
-_DEFAULTS = {f.name: f.default for f in dataclasses.fields(ParallelConfig)}

@@ -31,23 +31,18 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.config import AXES, ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig, SpecError
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
 
 
-def axis_sizes(config: ParallelConfig) -> tuple[int, ...]:
-    """Sizes in the order of `AXES` of a resolved config."""
-    return tuple(getattr(config, f"{axis}_size") for axis in AXES)
-
-
 def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     """Where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
     place = {}
-    for axis, size in zip(reversed(AXES), reversed(axis_sizes(config)), strict=True):
+    for axis, size in reversed(config.sizes.items()):
         rank, place[axis] = divmod(rank, size)
-    return {axis: place[axis] for axis in AXES}
+    return {axis: place[axis] for axis in config.sizes}
 
 
 def stored(tensor: Any) -> torch.Tensor:
@@ -64,17 +59,26 @@ def placed_as(parameter: Any, part: torch.Tensor) -> DTensor:
 
 def data_rank(config: ParallelConfig, rank: int) -> int:
     """Which share of the data `rank` reads, 0 … data_parallel_size - 1."""
-    place = coordinates(config, rank)
-    return place["dp_replicate"] * config.dp_shard_size + place["dp_shard"]
+    place, number = coordinates(config, rank), 0
+    for axis in _data_axes(config):
+        number = number * config.sizes[axis] + place[axis]
+    return number
 
 
-def axis_ranks(config: ParallelConfig, axis: str) -> list[list[int]]:
-    """All groups along one axis, as lists of global ranks."""
-    grid = torch.arange(math.prod(axis_sizes(config))).view(axis_sizes(config))
-    return grid.movedim(AXES.index(axis), -1).reshape(-1, grid.shape[AXES.index(axis)]).tolist()
+def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
+    """All groups along some axes, as lists of global ranks."""
+    names, shape = list(config.sizes), tuple(config.sizes.values())
+    inner = [names.index(axis) for axis in axes]
+    outer = [dim for dim in range(len(names)) if dim not in inner]
+    grid = torch.arange(math.prod(shape)).view(shape).permute(*outer, *inner)
+    return grid.reshape(-1, math.prod(shape[dim] for dim in inner)).tolist()
 
 
-@dataclass
+def _data_axes(config: ParallelConfig) -> list[str]:
+    return [axis.name for axis in config.mesh_axes() if axis.data]
+
+
+@dataclass(frozen=True, eq=False)
 class ParallelMesh:
     """The mesh of this process: sizes, coordinates and the groups along each axis."""
 
@@ -83,10 +87,6 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     rank: int
     data_group: dist.ProcessGroup | None = field(repr=False)
-    #: Weak references to the engines of pipelined models, in the same order on all ranks.
-    pipelines: list[Any] = field(default_factory=list, repr=False)
-    #: While a script runs on the last stage alone: who answers its calls of those models.
-    session: Any = field(default=None, repr=False)
 
     @classmethod
     def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:
@@ -98,12 +98,12 @@ class ParallelMesh:
         config = config.resolve(dist.get_world_size())
         if config.world_size != dist.get_world_size():
             raise SpecError(f"{config.to_spec()} does not fit {dist.get_world_size()} processes")
-        device_mesh = init_device_mesh(device.type, axis_sizes(config), mesh_dim_names=AXES)
+        device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
         rank = dist.get_rank()
-        data_group = _own_group(_data_groups(config), rank)
+        data_group = _own_group(axis_ranks(config, *_data_axes(config)), rank)
         limit = time_out()
         if limit is not None:
-            set_time_out(limit, [device_mesh.get_group(axis) for axis in AXES])
+            set_time_out(limit, [device_mesh.get_group(axis) for axis in config.sizes])
         atexit.unregister(end_groups)
         atexit.register(end_groups)
         return cls(config, device, device_mesh, rank, data_group)
@@ -113,7 +113,7 @@ class ParallelMesh:
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""
-        return getattr(self.config, f"{axis}_size")
+        return self.config.sizes[axis]
 
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -145,16 +145,6 @@ class ParallelMesh:
         """Number of different batches in one step."""
         return self.config.data_parallel_size
 
-    @property
-    def is_first_stage(self) -> bool:
-        """Does this rank hold the embedding?"""
-        return self.index("pp") == 0
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Does this rank hold the head and compute the loss?"""
-        return self.index("pp") == self.config.rank_of_stage(self.config.pipeline_stages - 1)
-
     def fork_random_state(self) -> contextlib.AbstractContextManager:
         """In here random numbers may be drawn: afterwards those of this process's devices go on as before."""
         if self.device.type == "cpu":
@@ -177,12 +167,6 @@ def end_groups() -> None:
             dist.destroy_process_group()
         gc.collect()
         time.sleep(_LAST_WORK_S)
-
-
-def _data_groups(config: ParallelConfig) -> list[list[int]]:
-    """One group per (pp, cp, tp) place: the ranks that hold the same parameters and see different data."""
-    grid = torch.arange(math.prod(axis_sizes(config))).view(axis_sizes(config))
-    return grid.permute(1, 3, 4, 0, 2).reshape(-1, config.data_parallel_size).tolist()
 
 
 def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | None:

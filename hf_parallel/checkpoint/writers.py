@@ -20,13 +20,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from hf_parallel.checkpoint.hub_format import Entry, Group
 from hf_parallel.checkpoint.slices import cut_part, runs
-from hf_parallel.config import AXES, ParallelConfig
-from hf_parallel.mesh import ParallelMesh, axis_sizes
+from hf_parallel.config import ParallelConfig
+from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
 
 #: Bytes from which on a run of rows is worth a write of its own, by the rank that holds it.
 LONG = 1 << 20
@@ -114,12 +113,8 @@ def _copies(entry: Entry, config: ParallelConfig) -> list[tuple[int, ...]]:
 @functools.lru_cache(maxsize=256)
 def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
     """The ranks of a stage in groups that hold a tensor once, with the last of the axes it is cut along innermost."""
-    sizes = axis_sizes(config)
-    grid = torch.arange(config.world_size).view(sizes).select(AXES.index("pp"), stage)
-    rest = [axis for axis in AXES if axis != "pp"]
-    grid = grid.permute([rest.index(axis) for axis in (*(a for a in rest if a not in axes), *axes)])
-    parts = torch.Size(getattr(config, f"{axis}_size") for axis in axes).numel()
-    return [tuple(ranks) for ranks in grid.reshape(-1, parts).tolist()]
+    groups = axis_ranks(config, *axes)
+    return [tuple(ranks) for ranks in groups if coordinates(config, ranks[0])["pp"] == stage]
 
 
 # ---- who may write -------------------------------------------------------------------------------------------------

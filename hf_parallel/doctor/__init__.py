@@ -3,8 +3,8 @@
     report = examine(build_on_meta("folder"), ParallelConfig.parse("tp=2,pp=2"))
     print(render(report))
 
-The rules are those of `parallelize`: styles and refusals come from the same functions, stages are cut from a copy on
-the meta device. What is added is arithmetic: which slice of a tensor a rank keeps (`sizes.py`).
+Both come from the plan that `parallelize` applies (`resolve.py`). What is added is arithmetic: which slice of a tensor
+a rank keeps (`sizes.py`).
 """
 
 from hf_parallel.doctor.examine import build_on_meta, examine

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,14 +49,6 @@ class Report:
     parameters_per_rank: list[int] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def attempt(self, check: Callable, *args: Any) -> Any:
-        """The result of a check; None if it refuses, which becomes a problem."""
-        try:
-            return check(*args)
-        except (ValueError, ImportError) as error:  # a SpecError, or a refusal of transformers' own
-            self.problems.append(first_line(error))
-            return None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

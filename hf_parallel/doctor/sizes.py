@@ -1,4 +1,4 @@
-"""Which slice of each parameter a rank stores: the rules of rewrite and sharding as arithmetic, without processes.
+"""Which slice of each parameter a rank stores: the rules of the tensor and data axes as arithmetic, without processes.
 
 style "rowwise", tp=2, dp_shard=2       [64, 128]  --tp cuts dim 1-->  [64, 64]  --FSDP2 cuts dim 0-->  [32, 64]
 """
@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
-from transformers.pytorch_utils import Conv1D
-
+from hf_parallel.axes.tensor.axis import TensorPart
 from hf_parallel.config import ParallelConfig
+from hf_parallel.model.anatomy import Anatomy, ParameterFacts
 
 Shape = tuple[int, ...]
 
@@ -27,26 +26,18 @@ CUTS: dict[str, dict[str, int]] = {
 }
 
 
-def tp_cuts(model: Any, styles: dict[str, str]) -> dict[str, int]:
+def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, int]:
     """The dimension along which tp cuts a parameter, under all its full names; whole ones are not in it."""
     own: dict[str, int] = {}
-    for name, style in styles.items():
+    for name, style in part.words.items():
         for key, dim in CUTS[style].items():
-            flipped = key == "weight" and isinstance(model.get_submodule(name), Conv1D)
+            flipped = key == "weight" and name in part.facts.transposed
             own[f"{name}.{key}".rstrip(".")] = 1 - dim if flipped else dim
     cuts = {}
-    for _, names in distinct_parameters(model):
-        dims = [own[name] for name in names if name in own]
-        cuts.update(dict.fromkeys(names, dims[0]) if dims else {})
+    for parameter in anatomy.parameters:
+        dims = [own[name] for name in parameter.names if name in own]
+        cuts.update(dict.fromkeys(parameter.names, dims[0]) if dims else {})
     return cuts
-
-
-def distinct_parameters(model: Any) -> list[tuple[Any, list[str]]]:
-    """Every parameter once, with all its names: tied ones have several."""
-    found: dict[int, tuple[Any, list[str]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(parameter), (parameter, []))[1].append(name)
-    return list(found.values())
 
 
 def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -> Shape:
@@ -58,12 +49,14 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
     return tuple(sizes)
 
 
-def stored(model: Any, cuts: dict[str, int], config: ParallelConfig) -> dict[tuple[int, int], tuple[int, int]]:
-    """Parameters and bytes of `model`, or of one stage of it, at each (dp_shard, tp) place."""
-    parameters = [(p, cuts.get(names[0])) for p, names in distinct_parameters(model)]
+def stored(
+    parameters: Iterable[ParameterFacts], cuts: dict[str, int], config: ParallelConfig
+) -> dict[tuple[int, int], tuple[int, int]]:
+    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard, tp) place."""
+    placed = [(p.shape, cuts.get(p.names[0]), p.width) for p in parameters]
     table = {}
     for tp in range(config.tp_size):
-        local = [(slice_shape(p.shape, dim, config.tp_size, tp), p.element_size()) for p, dim in parameters]
+        local = [(slice_shape(shape, dim, config.tp_size, tp), width) for shape, dim, width in placed]
         for shard in range(config.dp_shard_size):
             counts = [(math.prod(slice_shape(shape, 0, config.dp_shard_size, shard)), width) for shape, width in local]
             table[shard, tp] = sum(n for n, _ in counts), sum(n * width for n, width in counts)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import AXES
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
@@ -58,7 +57,7 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
     return {
         "spec": mesh.config.to_spec(),
         "config": mesh.config.to_dict(),
-        "axes": {axis: {"size": mesh.size(axis), "ranks": axis_ranks(mesh.config, axis)} for axis in AXES},
+        "axes": {axis: {"size": n, "ranks": axis_ranks(mesh.config, axis)} for axis, n in mesh.config.sizes.items()},
         "data_ranks": mesh.data_size,
         "model": type(model).__name__,
         "parameters_per_rank": per_rank,

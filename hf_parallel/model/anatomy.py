@@ -1,28 +1,87 @@
 """Where things are in a Hugging Face model: text part, stacks of layers, what runs before and after them, heads.
 
-What a model says of itself (plans, attribute maps) comes first. `_BACKBONES` holds the order of execution of models
-that say nothing; it was read in their sources, since the order in which modules are registered proves nothing.
+What a model says of itself (plans, attribute maps) comes first; `families.py` declares the rest. `read` sums up what
+every axis needs to know.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+
+from hf_parallel.model.families import BACKBONES, Backbone
+
+if TYPE_CHECKING:
+    from hf_parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True)
-class Backbone:
-    """What a decoder runs, in order: names relative to the backbone. `tuples`: its layers return tuples."""
+class ParameterFacts:
+    """One parameter: all its full names (tied ones have several), its shape, and bytes per element."""
 
-    before: tuple[str, ...]
-    layers: str
-    after: tuple[str, ...]
-    tuples: bool = False
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    width: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """What a model is, read once, before anything is changed.
+
+    `flops_per_token`: of a training step, of the whole model. `facts`: what each axis that is on has read, by name.
+    """
+
+    name: str
+    dtype: torch.dtype
+    is_transformers: bool
+    is_parallel: bool
+    is_quantised: bool
+    on_meta: bool
+    partly_on_meta: bool
+    names: tuple[str, ...]  # of all parameters, in the model's order
+    parameters: tuple[ParameterFacts, ...]
+    heads: tuple[int, int] | None  # query, key/value
+    sums_over_tokens: bool
+    reads_item_count: bool
+    flops_per_token: float
+    facts: Mapping[str, Any]
+
+
+def read(model: Any, config: ParallelConfig) -> Anatomy:
+    """The anatomy of a model as far as this config asks for it; the model is not changed."""
+    named, known = list(model.named_parameters(remove_duplicate=False)), hasattr(model, "base_model_prefix")
+    axes = [axis for axis in config.axes() if axis.is_on(config) and (known or not axis.inside)]
+    places = {parameter.device.type for _, parameter in named}
+    first = next((parameter.dtype for _, parameter in named), torch.float32)
+    return Anatomy(
+        name=type(model).__name__,
+        dtype=getattr(model, "dtype", first),
+        is_transformers=known,
+        is_parallel=hasattr(model, "_hf_parallel"),
+        is_quantised=getattr(getattr(model, "config", None), "quantization_config", None) is not None,
+        on_meta="meta" in places,
+        partly_on_meta=len({place == "meta" for place in places}) > 1,
+        names=tuple(name for name, _ in named),
+        parameters=_parameters(named),
+        heads=attention_heads(model) if hasattr(model, "config") else None,
+        sums_over_tokens=loss_sums_over_tokens(model),
+        reads_item_count=reads_item_count(model),
+        flops_per_token=flops_per_token(model),
+        facts={axis.name: axis.read(model, config) for axis in axes},
+    )
+
+
+def _parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:
+    found: dict[int, tuple[nn.Parameter, list[str]]] = {}
+    for name, parameter in named:
+        found.setdefault(id(parameter), (parameter, []))[1].append(name)
+    return tuple(ParameterFacts(tuple(names), tuple(p.shape), p.element_size()) for p, names in found.values())
 
 
 @dataclass(frozen=True)
@@ -34,52 +93,10 @@ class Stack:
     norm: nn.Module | None
 
 
-_LLAMA = Backbone(("embed_tokens",), "layers", ("norm",))
-_BACKBONES = {
-    "GPT2Model": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
-    "GPTJModel": Backbone(("wte", "drop"), "h", ("ln_f",), tuples=True),
-    "CodeGenModel": Backbone(("wte", "drop"), "h", ("ln_f",), tuples=True),
-    "GPTNeoModel": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",), tuples=True),
-    "GPTBigCodeModel": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
-    "MptModel": Backbone(("wte",), "blocks", ("norm_f",), tuples=True),
-    "BioGptModel": Backbone(("embed_tokens", "embed_positions"), "layers", ("layer_norm",)),
-    "XGLMModel": Backbone(("embed_tokens",), "layers", ("layer_norm",)),
-    "PersimmonModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
-    "StableLmModel": _LLAMA,
-    "BitNetModel": _LLAMA,
-    "DiffLlamaModel": _LLAMA,
-    "OlmoeModel": _LLAMA,
-    "PhimoeModel": _LLAMA,
-    "GraniteMoeModel": _LLAMA,
-    "GraniteMoeSharedModel": _LLAMA,
-    "Llama4TextModel": _LLAMA,
-    "HunYuanDenseV1Model": _LLAMA,
-    "NemotronModel": _LLAMA,
-    "HunYuanMoEV1Model": _LLAMA,
-    "GraniteMoeHybridModel": _LLAMA,
-    "GraniteMoeSWAModel": _LLAMA,
-    "Lfm2MoeModel": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
-    "GlmMoeDsaModel": Backbone(("embed_tokens",), "layers", ("norm",), tuples=True),
-    "Lfm2Model": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
-    "RecurrentGemmaModel": Backbone(("embed_tokens",), "layers", ("final_norm",)),
-    "JambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
-    "BambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",), tuples=True),
-    "FalconH1Model": Backbone(("embed_tokens",), "layers", ("final_layernorm",), tuples=True),
-    "MambaModel": Backbone(("embeddings",), "layers", ("norm_f",)),
-    "Mamba2Model": Backbone(("embeddings",), "layers", ("norm_f",)),
-    "FalconMambaModel": Backbone(("embeddings",), "layers", ("norm_f",)),
-    "FalconModel": Backbone(("word_embeddings",), "h", ("ln_f",), tuples=True),
-    "BloomModel": Backbone(("word_embeddings", "word_embeddings_layernorm"), "h", ("ln_f",), tuples=True),
-    "OPTDecoder": Backbone(
-        ("embed_tokens", "embed_positions", "project_in"), "layers", ("final_layer_norm", "project_out")
-    ),
-}
-
-
 def backbone_plan(backbone: Any) -> Backbone | None:
     """The published pipeline plan of a backbone, else the known one, else None."""
     plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
-    known = _BACKBONES.get(type(backbone).__name__)
+    known = BACKBONES.get(type(backbone).__name__)
     lists = [name for name in plan if isinstance(getattr(backbone, name, None), nn.ModuleList)]
     if len(lists) == 1:
         place = plan.index(lists[0])
@@ -191,6 +208,25 @@ def tied_to_embedding(model: Any) -> list[str]:
     sources = own | {tied[key] for key in own if key in tied}
     shared = {key for key in named if tied.get(key) in sources}
     return sorted(key.removesuffix(".weight") for key in own | (sources & set(named)) | shared)
+
+
+def has_tied_embedding(model: Any) -> bool:
+    """Do the embedding and the head share their weight?"""
+    embedding, head = input_embedding(model), model.get_output_embeddings()
+    weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
+    if weight is None or head_weight is None:
+        return False
+    # While a model is loaded on the meta device the two are tied by name only.
+    names = dict(model.named_parameters(remove_duplicate=False))
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    by_name = any(names.get(target) is head_weight and names.get(source) is weight for target, source in tied.items())
+    return weight is head_weight or by_name
+
+
+def backbone_of(model: Any) -> Any:
+    """The part that embeds tokens and runs the layers; the head is outside."""
+    readers = token_readers(model)
+    return readers[0] if len(readers) == 1 and readers[0] is not model else None
 
 
 def transformer_blocks(model: nn.Module) -> list[nn.Module]:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
+from hf_parallel.axes.pipeline.axis import recomputes_in_parts
 from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
 from hf_parallel.planner.choices import Choice, Goal
 from hf_parallel.planner.hardware import Cluster
@@ -136,7 +137,7 @@ def other_schedules(goal: Goal, choice: Choice) -> Iterator[ParallelConfig]:
         enough = goal.shape.layers >= 2 * config.pp_size
         if (
             enough
-            and not config.recomputes_in_parts(name)
+            and not recomputes_in_parts(config, name)
             and not tied_v
             and choice.rows // size % config.pp_size == 0
         ):

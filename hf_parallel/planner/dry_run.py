@@ -29,15 +29,16 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.axes.pipeline.stages import backbone_of, has_tied_embedding, layers_per_stage
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh, coordinates
-from hf_parallel.model.anatomy import backbone_plan, transformer_blocks
-from hf_parallel.parallelize import parallelize, state_of, with_schedule
+from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transformer_blocks
+from hf_parallel.parallelize import parallelize, state_of
 from hf_parallel.planner.continuation import extend, fullest
 from hf_parallel.planner.fake_world import fake_world, materialise, taken_for_real
 from hf_parallel.planner.observe import Communication, Observed, observe
+from hf_parallel.resolve import resolve
 
 #: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -159,11 +160,11 @@ def _settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelCon
     if config.pp_size == 1:
         stack = _stack(model)
         return config, (len(stack[0]) if stack else 0,)
-    config = with_schedule(model, config, has_tied_embedding(model))
-    split, _ = layers_per_stage(model, config)
-    place = coordinates(config, rank)["pp"]
-    own = [split[s] for s in range(config.pipeline_stages) if config.rank_of_stage(s) == place]
-    return dataclasses.replace(config, pipeline_split=split), tuple(own)
+    part = resolve(config, read(model, config)).part(PIPELINE)
+    assert part is not None
+    own = part.config.stages_of_rank(coordinates(config, rank)["pp"])
+    split = part.layers_per_stage
+    return dataclasses.replace(part.config, pipeline_split=split), tuple(split[stage] for stage in own)
 
 
 def _stack(model: Any) -> Any:

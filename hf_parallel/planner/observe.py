@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data.zero import sharded_modules
-from hf_parallel.config import AXES, SpecError
+from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
 from hf_parallel.planner.ledger import Ledger, Traffic
@@ -114,7 +114,7 @@ def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
     """What to call process groups: their axis; `data` that of all data ranks; both ends of a pipeline are pp too."""
     known = {"data": mesh.data_group, "pp": tied}
     names = {group.group_name: name for name, group in known.items() if group is not None}
-    return names | {mesh.group(axis).group_name: axis for axis in AXES}
+    return names | {mesh.group(axis).group_name: axis for axis in mesh.config.sizes}
 
 
 @contextlib.contextmanager

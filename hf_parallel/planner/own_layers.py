@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from hf_parallel.config import SPLIT_BACKWARD
+from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import activation_terms, kept_bytes
 from hf_parallel.planner.model_shape import Block, Matrix, ModelShape

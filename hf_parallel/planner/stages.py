@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
+from hf_parallel.axes.pipeline.axis import V_SCHEDULES
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance
 from hf_parallel.axes.pipeline.timeline import even_split
-from hf_parallel.config import V_SCHEDULES, SpecError
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.model_shape import Block, ModelShape, distinct
+from hf_parallel.spec import SpecError
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from hf_parallel import parallelize
+from hf_parallel.axes.pipeline.axis import SCHEDULES
 from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.script_loss import find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import served
-from hf_parallel.config import SCHEDULES
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone

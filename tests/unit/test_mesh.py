@@ -3,7 +3,7 @@
 import pytest
 
 from hf_parallel.config import ParallelConfig
-from hf_parallel.mesh import axis_ranks, axis_sizes, coordinates, data_rank
+from hf_parallel.mesh import axis_ranks, coordinates, data_rank
 
 
 def resolved(spec: str, world: int = 8) -> ParallelConfig:
@@ -65,7 +65,7 @@ def test_coordinates(spec):
 
 def test_axes_run_from_slow_links_to_fast_links():
     config = resolved("dp_replicate=2,pp=3,dp_shard=5,tp=7", 210)
-    assert axis_sizes(config) == (2, 3, 5, 1, 7)
+    assert tuple(config.sizes.values()) == (2, 3, 5, 1, 7)
     assert list(coordinates(config, 0)) == ["dp_replicate", "pp", "dp_shard", "cp", "tp"]
 
 

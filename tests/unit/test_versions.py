@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hf_parallel import ParallelConfig, SpecError
+from hf_parallel.axes.pipeline.read import check_overlap
 from hf_parallel.hooks import patching
 from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
-from hf_parallel.parallelize import check_overlap
 from tests.distributed import run_alone
 
 

@@ -6,6 +6,7 @@ axes over which a parameter is cut, summed over exactly those axes, and then ove
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable
@@ -15,9 +16,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.mesh import ParallelMesh, stored
-
-#: Which of the slots below are cut over an axis; slices, as a mask would have to be copied to the GPU.
-_CUT_AXES = {"dp_shard": slice(2, None), "tp": slice(1, None, 2)}
 
 
 def clip_grad_norm(
@@ -53,19 +51,25 @@ def gradient_norm(
     gathered: dict[frozenset[str], list[torch.Tensor]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None and id(parameter) not in copies:
-            gathered[_cut_axes(parameter.grad)].append(stored(parameter.grad))
+            gathered[_cut_axes(parameter.grad, mesh)].append(stored(parameter.grad))
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
-    combinations = [frozenset(), frozenset({"tp"}), frozenset({"dp_shard"}), frozenset(_CUT_AXES)]
+    cutting = [axis.name for axis in mesh.config.mesh_axes() if axis.cuts and mesh.size(axis.name) > 1]
+    combinations = [
+        frozenset(itertools.compress(cutting, chosen))
+        for chosen in itertools.product((False, True), repeat=len(cutting))
+    ]
     powers = torch.stack([_sum_of_powers(gathered[axes], norm_type, mesh.device) for axes in combinations])
-    for axis in _CUT_AXES:
-        if mesh.size(axis) > 1:
-            cut = powers[_CUT_AXES[axis]].contiguous()
-            dist.all_reduce(cut, op=combine, group=mesh.group(axis))
-            powers[_CUT_AXES[axis]] = cut
+    powers = powers.view((2,) * len(cutting))  # one dim per axis: not cut, cut
+    for dim, axis in enumerate(cutting):
+        over_axis = powers.select(dim, 1)  # a view, as a mask would have to be copied to the GPU
+        cut = over_axis.contiguous()
+        dist.all_reduce(cut, op=combine, group=mesh.group(axis))
+        over_axis.copy_(cut)
     total = powers.max() if infinite else powers.sum()
-    if mesh.size("pp") > 1:
-        dist.all_reduce(total, op=combine, group=mesh.group("pp"))
+    for mesh_axis in mesh.config.mesh_axes():
+        if mesh_axis.layers and mesh.size(mesh_axis.name) > 1:
+            dist.all_reduce(total, op=combine, group=mesh.group(mesh_axis.name))
     return total if infinite else total ** (1.0 / norm_type)
 
 
@@ -84,13 +88,14 @@ def _norms(gradients: list[torch.Tensor], norm_type: float) -> tuple[torch.Tenso
     return torch._foreach_norm(gradients, norm_type, dtype=torch.promote_types(gradients[0].dtype, torch.float32))
 
 
-def _cut_axes(gradient: torch.Tensor) -> frozenset[str]:
-    """The axes over which this gradient is cut: {"dp_shard"}, {"tp"}, both or none."""
+def _cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
+    """The axes of more than one rank over which this gradient is cut."""
     if not isinstance(gradient, DTensor):
         return frozenset()
     names = gradient.device_mesh.mesh_dim_names or ()
     # A strided shard (dp_shard and tp on one dim) has a dim too, but is not a plain Shard.
-    return frozenset(n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim"))
+    cut = (n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim"))
+    return frozenset(name for name in cut if mesh.size(name) > 1)
 
 
 def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

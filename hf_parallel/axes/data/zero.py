@@ -17,17 +17,19 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from hf_parallel.config import SPLIT_BACKWARD
 from hf_parallel.mesh import ParallelMesh
 
 
-def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
+def shard_data_parallel(
+    model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, splits_backward: bool = False
+) -> None:
     """Shard `root` over the data axes, one parameter group for each of `blocks` and one for the rest.
 
     Args:
         model: what the script calls.
         root: what runs its layers: under a pipeline the stage, otherwise the model.
         blocks: the transformer layers of this rank, gathered one at a time.
+        splits_backward: gradients of inputs and of weights are computed at different times.
     """
     if mesh.data_size == 1:
         return
@@ -35,8 +37,8 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
     if mesh.size("pp") > 1:
         reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
-    split = mesh.size("pp") > 1 and mesh.config.pipeline_schedule in SPLIT_BACKWARD
-    policy = MixedPrecisionPolicy() if split else _summing_in_fp32(root)  # between the halves it would hold two sums
+    # Between the halves of a split backward pass it would hold two sums.
+    policy = MixedPrecisionPolicy() if splits_backward else _summing_in_fp32(root)
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)

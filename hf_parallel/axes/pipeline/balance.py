@@ -13,13 +13,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import Backbone, text_config
+from hf_parallel.spec import SpecError
 
 #: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
 #: this, and attention over more would make the head look cheap.
@@ -52,20 +52,16 @@ class Costs:
         return total + self.after if last == len(self.layers) else total
 
 
-def block_costs(
-    model: Any, backbone: Any, plan: Backbone, sequence_length: int | None = None, recomputes: bool = False
-) -> Costs:
+def block_costs(model: Any, backbone: Any, plan: Backbone, sequence_length: int | None = None) -> Costs:
     """Count a whole model, on any device.
 
     Args:
         backbone: the part of `model` that `plan` names the parts of.
         sequence_length: tokens per row; default: the longest the model reads, at most 4096.
-        recomputes: with full activation checkpointing a layer runs its forward twice, the head once.
     """
     config: Any = text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
-    passes = 4 / 3 if recomputes else 1  # a forward and a backward are three, with another forward they are four
-    layers = [_layer_cost(layer, config, length, passes) for layer in backbone.get_submodule(plan.layers)]
+    layers = [_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
     outside = [child for child in model.children() if backbone not in child.modules()]
     ends = [[getattr(backbone, name, None) for name in names] for names in (plan.before, plan.after)]
     before, after = (sum((_weights_cost(x) for x in end if isinstance(x, nn.Module)), Cost()) for end in ends)
@@ -73,10 +69,15 @@ def block_costs(
     return Costs(before, tuple(layers), sum(map(_weights_cost, outside), after + loss))
 
 
-def _layer_cost(layer: nn.Module, config: Any, length: float, passes: float) -> Cost:
+def with_recomputation(costs: Costs) -> Costs:
+    """With full activation checkpointing a layer runs its forward twice, the head once: four passes for three."""
+    return replace(costs, layers=tuple(replace(layer, flops=layer.flops * 4 / 3) for layer in costs.layers))
+
+
+def _layer_cost(layer: nn.Module, config: Any, length: float) -> Cost:
     attention = (_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal"))
     weights = _weights_cost(layer, _active_share(layer, config))
-    return Cost((weights.flops + sum(attention)) * passes, weights.memory)
+    return Cost(weights.flops + sum(attention), weights.memory)
 
 
 def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -25,17 +24,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.axes.axis import Building
 from hf_parallel.axes.pipeline import unscheduled
+from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD, PipelinePart
 from hf_parallel.axes.pipeline.batches import Batch, count_targets, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs
 from hf_parallel.axes.pipeline.recorder import Recorder
+from hf_parallel.axes.pipeline.registry import pipelines_of
 from hf_parallel.axes.pipeline.remote_modules import RemoteModules
 from hf_parallel.axes.pipeline.scheduled import scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count, predicted_bubble
-from hf_parallel.axes.pipeline.stages import StageView, backbone_of, boundary_dtype
+from hf_parallel.axes.pipeline.stages import StageView, boundary_dtype
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
-from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.model.anatomy import text_config
+from hf_parallel.mesh import stored
+from hf_parallel.model.anatomy import backbone_of, text_config
 
 Handler = Callable[[Batch], Any]
 
@@ -65,36 +67,42 @@ class PipelineEngine:
         self,
         model: Any,
         views: list[StageView],
-        mesh: ParallelMesh,
-        tied: bool,
-        sums_over_tokens: bool,
-        layers_per_stage: tuple[int, ...],
+        building: Building,
+        part: PipelinePart,
         remote_modules: RemoteModules,
-        sequence_parts: int = 1,
     ) -> None:
-        self.layers_per_stage, self.remote_modules = layers_per_stage, remote_modules
-        self.model, self.views, self.mesh, self.config = model, views, mesh, mesh.config
+        mesh = building.mesh
+        self.model, self.views, self.mesh, self.config = model, views, mesh, part.config
+        self.layers_per_stage, self.remote_modules = part.layers_per_stage, remote_modules
         self._layers = [layer for view in views for layer in view.layers]
         self.stages: Any = nn.ModuleList(Stage(view) for view in views)
-        self.group, self.first, self.last = mesh.group("pp"), mesh.is_first_stage, mesh.is_last_stage
         self.last_index = self.config.pipeline_stages - 1
         self.last_rank = self.config.rank_of_stage(self.last_index)
+        self.group, place = mesh.group("pp"), mesh.index("pp")
+        self.first, self.last = place == 0, place == self.last_rank
         # In a V one rank holds both ends, and with them the one tied parameter.
-        self.tied_group = mesh.first_and_last_stage_group() if tied and self.last_rank != 0 else None
-        self.sums_over_tokens = sums_over_tokens
-        self.sequence_parts = sequence_parts  # under sequence parallelism stages exchange 1/tp of each sequence
+        self.tied_group = mesh.first_and_last_stage_group() if part.tied and self.last_rank != 0 else None
+        self.sums_over_tokens = part.sums_over_tokens
+        # Under sequence parallelism stages exchange 1/tp of each sequence.
+        flag = building.sequence_flag
+        self.sequence_parts = mesh.size("tp") if flag is not None and flag.on else 1
         self.loss_only = False  # evaluation that wants no logits need not send them
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
-        self.number = len(mesh.pipelines)
-        mesh.pipelines.append(weakref.ref(self))
+        self.pipelines = pipelines_of(mesh)
+        self.number = self.pipelines.add(self)
         self._width = text_config(model).hidden_size
         self.schedules: dict[tuple, Any] = {}  # by number and shape of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
+
+    @property
+    def splits_backward(self) -> bool:
+        """Are gradients of inputs and of weights computed at different times?"""
+        return self.config.pipeline_schedule in SPLIT_BACKWARD
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 
@@ -141,8 +149,8 @@ class PipelineEngine:
             batch["num_items_in_batch"] = batch.get("num_items_in_batch", self.items)
         if self._view is not None:  # a script's loss, on the last stage, calls its model
             return self._model_forward(**batch)
-        if self.mesh.session is not None:  # or another one
-            return self.mesh.session.within(self, lambda: self._model_forward(**batch))
+        if self.pipelines.session is not None:  # or another one
+            return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
         rows = tokens_of(batch).shape[0]
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
@@ -219,8 +227,8 @@ class PipelineEngine:
             kwargs["use_cache"] = False
         if self._on_call is not None:
             return self._on_call(kwargs)
-        if self.mesh.session is not None:
-            session = self.mesh.session
+        if self.pipelines.session is not None:
+            session = self.pipelines.session
             return session.within(self, lambda: session.answer(self, kwargs))
         return unscheduled.served(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from hf_parallel.config import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES, SpecError
+from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.spec import SpecError
 
 FORWARD, BACKWARD, OVERLAP = "forward", "backward", "overlap"
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"

@@ -19,15 +19,16 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from hf_parallel.axes.pipeline import timeline
-from hf_parallel.axes.pipeline.recorder import Recorder
-from hf_parallel.config import (
+from hf_parallel.axes.pipeline.axis import (
     LOOPED_SCHEDULES,
     SCHEDULES,
     SINGLE_SCHEDULES,
     V_SCHEDULES,
-    ParallelConfig,
-    SpecError,
+    recomputes_in_parts,
 )
+from hf_parallel.axes.pipeline.recorder import Recorder
+from hf_parallel.config import ParallelConfig
+from hf_parallel.spec import SpecError
 
 _SCHEDULES: dict[str, type] = {
     "1f1b": schedules.Schedule1F1B,
@@ -47,7 +48,7 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
         SpecError: none can run `pipeline_microbatches`.
     """
     allowed = [name for name in SCHEDULES if not (tied and config.data_parallel_size > 1 and name in V_SCHEDULES)]
-    allowed = [name for name in allowed if not config.recomputes_in_parts(name)]
+    allowed = [name for name in allowed if not recomputes_in_parts(config, name)]
     count = config.pipeline_microbatches or 4 * config.pp_size
     return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)
 

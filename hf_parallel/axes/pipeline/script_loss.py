@@ -222,7 +222,7 @@ def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> li
     """The outputs of a call without gradient, by micro-batch: the whole batch runs before the schedule starts."""
     if call.grad or plan.is_repeated(call):
         return [None] * count
-    session, other = Serving(engine, batch), engine.mesh.pipelines[call.model]()
+    session, other = Serving(engine, batch), engine.pipelines.engine(call.model)
     if engine.last:
         with session.active():
             output = session.within(other, lambda: session.forward(call, batch))

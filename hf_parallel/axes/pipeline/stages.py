@@ -17,19 +17,20 @@ own is its exit, where the forward ends. A rank with several stages shows the mo
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from hf_parallel.axes.pipeline.balance import balance, block_costs, explain
+from hf_parallel.axes.pipeline.read import layer_ranges
 from hf_parallel.axes.pipeline.remote_modules import RemoteModules, without_values
 from hf_parallel.axes.pipeline.stand_ins import AddsNothing, Entry, Exit, PassThrough, settle, stand_in_for, stand_ins
-from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.model.anatomy import Backbone, backbone_plan, input_embedding, text_config, text_part, token_readers
+from hf_parallel.model.anatomy import Backbone
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.pipeline.axis import PipelinePart
 
 Swap = tuple[nn.Module, str, Any]  # owner, name, what stands there
 
@@ -65,59 +66,11 @@ def _put(swaps: list[Swap]) -> list[Swap]:
     return former
 
 
-def layer_count(model: Any, config: ParallelConfig) -> int:
-    """How many layers there are to share out."""
-    plan = _plan(model, config.pp_size)
-    return len(backbone_of(model).get_submodule(plan.layers))
-
-
-def layers_per_stage(model: Any, config: ParallelConfig) -> tuple[tuple[int, ...], str]:
-    """How many layers each stage gets, and a line about it: `pipeline_split`, else balanced by cost.
-
-    Call it before the model is changed: costs are counted from its modules.
-
-    Raises:
-        SpecError: the order in which the model runs its modules is not known, or it has fewer layers than stages.
-    """
-    plan, backbone = _plan(model, config.pp_size), backbone_of(model)
-    costs = block_costs(model, backbone, plan, recomputes=config.activation_checkpointing == "full")
-    counts = config.pipeline_split
-    _check_split(len(costs.layers), config)
-    if counts is None:
-        counts = balance(costs, config.pipeline_stages)
-    return counts, explain(costs, counts)
-
-
-def _check_split(layers: int, config: ParallelConfig) -> None:
-    stages, asked = config.pipeline_stages, config.pipeline_split
-    if stages > layers:
-        most = layers // config.stages_per_rank
-        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
-        raise SpecError(
-            f"pp_size={config.pp_size}: the model has {layers} layers, {stages} stages need one each; {works} works"
-        )
-    if asked is not None and (sum(asked) != layers or min(asked) < 1):
-        quotient, remainder = divmod(layers, stages)
-        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
-        raise SpecError(
-            f"pipeline_split=[{','.join(map(str, asked))}]: needs {stages} positive numbers that add to {layers}; "
-            f"[{works}] works"
-        )
-
-
-def cut_into_stages(
-    model: Any, config: ParallelConfig, rank: int, counts: tuple[int, ...]
-) -> tuple[list[StageView], RemoteModules]:
-    """Keep the modules of the stages of pipeline rank `rank` in `model`, replace the others, which are returned too.
-
-    Args:
-        counts: layers of each stage, from `layers_per_stage`.
-    """
-    plan, backbone = _plan(model, config.pp_size), backbone_of(model)
+def cut_into_stages(model: Any, part: PipelinePart, rank: int) -> tuple[list[StageView], RemoteModules]:
+    """Keep the modules of pipeline rank `rank`'s stages in `model`, replace the others, which are returned too."""
+    plan, backbone = part.facts.plan, model.get_submodule(part.facts.backbone)
     layers: Any = backbone.get_submodule(plan.layers)
-    ends = list(itertools.accumulate(counts))
-    ranges = list(zip([0, *ends[:-1]], ends, strict=True))
-    own = [stage for stage in range(config.pipeline_stages) if config.rank_of_stage(stage) == rank]
+    ranges, own = layer_ranges(part), part.config.stages_of_rank(rank)
     whole = dict(model.named_modules(remove_duplicate=False))
     is_last, kept = len(ranges) - 1 in own, None
     for i, layer in enumerate(layers):
@@ -125,7 +78,7 @@ def cut_into_stages(
             layers[i] = stand_in_for(layer)
     if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
-        kept = model.get_input_embeddings() if is_last and has_tied_embedding(model) else None
+        kept = model.get_input_embeddings() if is_last and part.tied else None
         _replace(backbone, [name for name in plan.before if kept is None or getattr(backbone, name) is not kept])
     if not is_last:
         _replace(backbone, plan.after)
@@ -175,53 +128,6 @@ def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int
     if stage > 0:
         swaps += [(backbone, name, _pass_by(getattr(backbone, name))) for name in plan.before if _is(backbone, name)]
     return StageView(stage, own, entry, modules, swaps)
-
-
-def has_tied_embedding(model: Any) -> bool:
-    """Do the embedding and the head share their weight?"""
-    embedding, head = input_embedding(model), model.get_output_embeddings()
-    weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
-    if weight is None or head_weight is None:
-        return False
-    # While a model is loaded on the meta device the two are tied by name only.
-    names = dict(model.named_parameters(remove_duplicate=False))
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    by_name = any(names.get(target) is head_weight and names.get(source) is weight for target, source in tied.items())
-    return weight is head_weight or by_name
-
-
-def backbone_of(model: Any) -> Any:
-    """The part that embeds tokens and runs the layers; the head is outside."""
-    readers = token_readers(model)
-    return readers[0] if len(readers) == 1 and readers[0] is not model else None
-
-
-def _plan(model: Any, stages: int) -> Backbone:
-    backbone, name = backbone_of(model), type(model).__name__
-    base = getattr(model, "base_model", model)
-    beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
-    if text_part(model) is not base or (beside and base is not model):
-        raise SpecError(f"pp_size={stages}: {name} has parts beside its language model; pp_size=1 works")
-    if backbone is None:
-        raise SpecError(
-            f"pp_size={stages}: {name} is not one stack of layers with a head behind it; pp_size=1 with dp_shard works"
-        )
-    plan = backbone_plan(backbone)
-    if plan is None:
-        raise SpecError(f"pp_size={stages}: {name} publishes no pipeline plan; pp_size=1 with dp_shard works")
-    placed = (*plan.before, plan.layers, *plan.after)
-    for name, _ in backbone.named_parameters():
-        if not name.startswith(tuple(f"{part}." for part in placed)):
-            raise SpecError(f"pp_size={stages}: the pipeline plan says nothing about {name}; pp_size=1 works")
-    if getattr(model.config, "output_router_logits", False):
-        raise SpecError(f"pp_size={stages}: output_router_logits=True needs all layers on one rank; False works")
-    if getattr(text_config(model), "num_kv_shared_layers", 0):
-        raise SpecError(f"pp_size={stages}: {name}'s last layers use keys and values of earlier ones; pp_size=1 works")
-    if "shared" in (getattr(text_config(model), "indexer_types", None) or ()):
-        raise SpecError(f"pp_size={stages}: {name}'s layers use what earlier ones selected; pp_size=1 works")
-    if getattr(model.config, "layerdrop", 0):
-        raise SpecError(f"pp_size={stages}: layerdrop={model.config.layerdrop} skips layers at random; 0 works")
-    return plan
 
 
 def _replace(parent: nn.Module, names: Iterable[str]) -> None:

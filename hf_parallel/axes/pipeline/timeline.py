@@ -28,7 +28,7 @@ from hf_parallel.axes.pipeline.orders import (
     peak_live,
     virtual_stages,
 )
-from hf_parallel.config import SpecError
+from hf_parallel.spec import SpecError
 
 COMMUNICATION = "communication"
 

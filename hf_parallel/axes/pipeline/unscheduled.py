@@ -100,12 +100,12 @@ class Session:
     @contextlib.contextmanager
     def active(self) -> Any:
         """In here models know that a script runs on this stage alone."""
-        mesh = self.engine.mesh
-        former, mesh.session = mesh.session, self
+        pipelines = self.engine.pipelines
+        former, pipelines.session = pipelines.session, self
         try:
             yield
         finally:
-            mesh.session = former
+            pipelines.session = former
 
     def within(self, engine: Any, call: Callable[[], Any]) -> Any:
         """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
@@ -151,7 +151,7 @@ class Serving(Session):
 
     def forward(self, call: Call, batch: Batch) -> Any:
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
-        engine = self.engine.mesh.pipelines[call.model]()
+        engine = self.engine.pipelines.engine(call.model)
         made = Made(engine, call)
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)

@@ -16,55 +16,12 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import is_norm, owns_parameters, stacks, text_config
+from hf_parallel.model.families import PACKED
+from hf_parallel.spec import SpecError
 
 Styles = dict[str, str]
 
-#: How one weight holds several, as read in the forward of these classes.
-PACKED = {
-    "Phi3Attention.qkv_proj": "packed_qkv",
-    "Phi3MLP.gate_up_proj": "packed_halves",
-    "GlmMLP.gate_up_proj": "packed_halves",
-    "Glm4MLP.gate_up_proj": "packed_halves",
-    "GPT2Attention.c_attn": "packed_qkv",
-    "ModernBertAttention.Wqkv": "packed_qkv",
-    "ModernBertMLP.Wi": "packed_halves",
-    "ModernBertDecoderMLP.Wi": "packed_halves",
-    "MptAttention.Wqkv": "packed_qkv",
-    "GPTBigCodeAttention.c_attn": "packed_qkv",
-    "Phi4MultimodalAttention.qkv_proj": "packed_qkv",
-    "Phi4MultimodalMLP.gate_up_proj": "packed_halves",
-    "Glm4vTextMLP.gate_up_proj": "packed_halves",
-    "GlmOcrTextMLP.gate_up_proj": "packed_halves",
-    "GPTNeoXAttention.query_key_value": "colwise",  # head by head: [q k v][q k v]…
-    "BloomAttention.query_key_value": "colwise",
-    "DisentangledSelfAttention.in_proj": "colwise",
-    "PersimmonAttention.query_key_value": "colwise",
-    "FalconAttention.query_key_value": "falcon_qkv",
-    "FalconFlashAttention2.query_key_value": "falcon_qkv",
-}
-#: What works on all heads or columns at once in a way of its own, as read in the forward of these classes.
-UNSPLITTABLE = {
-    "BigBirdAttention": "changes its class with the length of the rows",
-    "BigBirdPegasusEncoderAttention": "changes its class with the length of the rows",
-    "LongformerSelfAttention": "cuts rows into windows of its own",
-    "LEDEncoderSelfAttention": "cuts rows into windows of its own",
-    "PegasusXGlobalLocalAttention": "has tokens of its own beside the rows'",
-    "NystromformerSelfAttention": "convolves over heads",
-    "YosoSelfAttention": "does not leave padding out",
-    "ProphetNetNgramSelfAttention": "attends to several streams with biases per head",
-    "DiffLlamaAttention": "pairs heads",
-    "TrOCRAttention": "gives what its heads compute the width of its input",
-    "NeoMMEAttention": "adds embeddings to its values",
-    "CanineSelfAttention": "reads two inputs",
-    "DogeAttention": "makes its mask from all heads",
-    "Gemma3nTextMLP": "is sparse by the mean of all its columns",
-    "ChameleonForConditionalGeneration": "writes into its logits",
-    "EncoderDecoderModel": "is two models in one",
-    "VisionEncoderDecoderModel": "is two models in one",
-    "SpeechEncoderDecoderModel": "is two models in one",
-}
 #: Linears whose subclass or kin computes the same function.
 LINEARS = (nn.Linear, Conv1D)
 #: Parameters that an attention keeps for its heads, one after the other.

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.tensor.heads import use_local_heads
-from hf_parallel.axes.tensor.infer import LINEARS, OF_HEADS, linear_sizes, named_layers
+from hf_parallel.axes.tensor.infer import OF_HEADS, linear_sizes, named_layers
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -41,7 +41,6 @@ from hf_parallel.axes.tensor.layers import (
     unsplit,
 )
 from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
-from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import attention_heads, is_norm
 from hf_parallel.model.packed import packed_order
 
@@ -89,18 +88,7 @@ def _regions(
 
 def _split(model: Any, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     module = region.owner if style == "heads" else model.get_submodule(name)
-    check_kind(name, module, style, mesh.size())
-    _STYLES[style][1](module, mesh, device, region)
-
-
-def check_kind(name: str, module: nn.Module, style: str, tp_size: int) -> None:
-    """Refuse a subclass of what the style is for, which may compute something else."""
-    expected = _STYLES[style][0] if style in _STYLES else ()
-    plain = type(module) in expected or type(module).__name__ in _SAME_AS_LINEAR
-    if nn.Linear in expected and not plain:
-        raise SpecError(
-            f"tp_size={tp_size}: {name} is a {type(module).__name__}, but style {style} is for Linear; tp_size=1 works"
-        )
+    _STYLES[style](module, mesh, device, region)
 
 
 def _reads_stream(styles: dict[str, str], owner: str) -> bool:
@@ -126,6 +114,21 @@ def _refuse_partial_outputs(switch: SequenceParallelFlag, model: Any, args: tupl
         raise NotImplementedError("hf_parallel: output_attentions=True needs all heads on one rank; tp_size=1 works")
     if wanted and switch.on:
         raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
+
+
+def retie(model: Any) -> None:
+    """Re-tie parameters; must precede `fully_shard`, which would keep, gather and pad a shard for each.
+
+    `from_pretrained` ties only after it has loaded, and splitting over tp makes new parameters.
+    """
+    for target, source in (getattr(model, "all_tied_weights_keys", None) or {}).items():
+        own, theirs = model.get_parameter(target), model.get_parameter(source)
+        # BERT's head has its bias from a module that is not split: the split one is the one that lives on.
+        lasting, changed = (
+            (own, source) if isinstance(own, DTensor) and not isinstance(theirs, DTensor) else (theirs, target)
+        )
+        owner, _, name = changed.rpartition(".")
+        model.get_submodule(owner)._parameters[name] = lasting
 
 
 def shard_parameter(
@@ -175,13 +178,7 @@ def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Reg
 
 
 def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
-    width, whole = region.owner.head_dim, linear_sizes(module)[1]
-    norms = [module for module in region.owner.modules() if is_norm(module)]
-    if whole > width and any(p.numel() == whole for norm in norms for p in norm.parameters()):
-        raise SpecError(
-            f"tp_size={region.group.size()}: {type(region.owner).__name__} has a norm over all key heads; "
-            f"tp_size={region.heads[1]} works"
-        )
+    width = region.owner.head_dim
     first = _shared_head(region) * width
     _become_shared(module, region, torch.arange(first, first + width))
 
@@ -236,17 +233,19 @@ def _heads(owner: Any, mesh: DeviceMesh, device: torch.device, region: Region) -
 
 
 #: Subclasses of Linear, and its kin, that compute what it does.
-_SAME_AS_LINEAR = {"FalconLinear"}
-_STYLES: dict[str, tuple[tuple[type, ...], Callable[..., None]]] = {
-    "colwise": (LINEARS, _column),
-    "rowwise": (LINEARS, _row),
-    "packed_halves": (LINEARS, _packed_halves),
-    "packed_qkv": (LINEARS, _packed_qkv),
-    "falcon_qkv": (LINEARS, _column),
-    "colwise_shared_heads": (LINEARS, _shared_heads),
-    "shared_qkv": ((nn.Linear,), _shared_qkv),
-    "shared_groups": ((nn.Linear,), _shared_groups),
-    "embedding_heads": ((nn.Embedding,), _heads_embedding),
-    "heads": ((nn.Module,), _heads),
-    "replicated_with_grad_allreduce": ((nn.Module,), partial_gradient),
+SAME_AS_LINEAR = {"FalconLinear"}
+_STYLES: dict[str, Callable[..., None]] = {
+    "colwise": _column,
+    "rowwise": _row,
+    "packed_halves": _packed_halves,
+    "packed_qkv": _packed_qkv,
+    "falcon_qkv": _column,
+    "colwise_shared_heads": _shared_heads,
+    "shared_qkv": _shared_qkv,
+    "shared_groups": _shared_groups,
+    "embedding_heads": _heads_embedding,
+    "heads": _heads,
+    "replicated_with_grad_allreduce": partial_gradient,
 }
+#: Styles of linears alone.
+FOR_LINEARS = set(_STYLES) - {"embedding_heads", "heads", "replicated_with_grad_allreduce"}

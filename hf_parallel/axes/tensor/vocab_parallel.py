@@ -22,22 +22,16 @@ from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, 
 from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.collectives import all_reduce, reduce_from_group
-from hf_parallel.config import SpecError
 
 
 def vocab_parallel(
     model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool, overlap: bool = False
 ) -> None:
-    """Split embedding and head, in place; with `own_loss` the model's causal loss works on parts of the logits.
-
-    Raises:
-        SpecError: an embedding or head of a kind that cannot be cut by rows.
-    """
+    """Split embedding and head, in place; with `own_loss` the model's causal loss works on parts of the logits."""
     for name, style in styles.items():
         if style not in ("embedding_rowwise", "colwise_gather_output"):
             continue
         module = model.get_submodule(name)
-        check_vocabulary(name, module, style, mesh.size())
         region = Region(
             module, mesh.get_group(), SequenceParallelFlag(False), overlap=overlap
         )  # whole sequences on both sides
@@ -216,16 +210,6 @@ def _gathering_class(cls: type) -> type:
 def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
     if isinstance(output, dict) and isinstance(output.get("logits"), DTensor):
         output.__class__ = _gathering_class(type(output))
-
-
-def check_vocabulary(name: str, module: Any, style: str, tp_size: int) -> None:
-    """Refuse an embedding or head of a kind that cannot be cut by rows."""
-    is_head = style == "colwise_gather_output"
-    if type(module) is not nn.Linear if is_head else not isinstance(module, nn.Embedding):
-        kind = "a Linear" if is_head else "an Embedding"
-        raise SpecError(f"tp_size={tp_size}: {name} is a {type(module).__name__}, not {kind}; tp_size=1 works")
-    if not is_head and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
-        raise SpecError(f"{name} with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
 
 
 def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.adapters import lora
-from hf_parallel.axes.pipeline.stages import has_tied_embedding
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import refuse_unpatched
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.model.anatomy import has_tied_embedding
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
 _KEPT = {

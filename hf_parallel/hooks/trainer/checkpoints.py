@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.config import AXES
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.trainer import save_callbacks
@@ -210,7 +209,7 @@ def data_ranks() -> list[int]:
 
 def axis_sizes() -> dict[str, int]:
     """The layout that is in force, as it is compared."""
-    return {axis: runtime.mesh().size(axis) for axis in AXES}
+    return runtime.mesh().config.sizes
 
 
 def save_optimizer(original: Callable) -> Callable:

@@ -185,7 +185,7 @@ def log(original: Callable) -> Callable:
 
     def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self.model)
-        if state is not None and state.mesh.session is not None:
+        if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
             self._logged.append(dict(logs))  # compute_loss runs on the last stage alone: the others log with it later
             return
         if state is not None and state.pipeline is not None and is_own(self):

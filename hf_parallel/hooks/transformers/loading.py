@@ -82,8 +82,8 @@ def initialize_missing(original: Callable) -> Callable:
     """Stages draw new weights one after the other, so that each draws what one process would."""
 
     def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        mesh = runtime.mesh()
-        if mesh.is_last_stage and not mesh.is_first_stage:
+        mesh, state = runtime.mesh(), runtime.parallel_state(self)
+        if state is not None and state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
             # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
             self._initialize_weights(self.get_input_embeddings())
         for stage in range(mesh.size("pp")):

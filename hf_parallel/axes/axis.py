@@ -1,0 +1,125 @@
+"""What an axis says about itself, so that nobody else has to name it.
+
+An axis is one module with the same parts: its spec keys, what it refuses, what it reads of a model, what it will do
+to it (its part of the plan), and the doing. A setting of every layer, such as the attention kernel, is an axis
+without ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.tensor.region import SequenceParallelFlag
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.mesh import ParallelMesh
+    from hf_parallel.model.anatomy import Anatomy
+
+Facts = TypeVar("Facts")  # what an axis reads of a model
+Part = TypeVar("Part")  # what an axis will do: its part of the plan
+
+
+@dataclass(frozen=True)
+class NotBuilt:
+    """Values of a key that this version understands but cannot do."""
+
+    what: str
+    works: str
+    values: tuple[Any, ...] | None = None  # None: all but the default
+
+
+def key(
+    default: Any,
+    doc: str,
+    choices: tuple[Any, ...] = (),
+    shown: str | None = None,
+    not_built: tuple[NotBuilt, ...] = (),
+) -> Any:
+    """A spec key: a dataclass field with what the parser, the README's table and the planner need to know of it.
+
+    Args:
+        doc: the line of the README's table.
+        choices: all values, where they can be listed.
+        shown: how the table names the default.
+    """
+    return field(default=default, metadata={"doc": doc, "choices": choices, "shown": shown, "not_built": not_built})
+
+
+@dataclass(frozen=True)
+class MeshAxis:
+    """A named axis of the mesh.
+
+    `distance`: how far apart its ranks may sit; 0 is inside a node, the largest crosses the slowest links.
+    `data`: its ranks see different batches. `cuts`: its ranks hold slices of one parameter, whose norm is summed over
+    them. `layers`: its ranks hold different parameters.
+    """
+
+    name: str
+    distance: int
+    data: bool = False
+    cuts: bool = False
+    layers: bool = False
+
+
+@dataclass
+class Building:
+    """A model while axes are applied to it: what one leaves for the next."""
+
+    mesh: ParallelMesh
+    on_meta: bool  # the weights come later
+    roots: list[tuple[nn.Module, list[nn.Module]]]  # what runs layers, and the layers: the model, or each stage
+    pack: Callable[[Any], None] | None = None  # gives the split model weights of another kind
+    sequence_flag: SequenceParallelFlag | None = None
+    pipeline: PipelineEngine | None = None
+
+
+class Axis(Generic[Facts, Part]):
+    """One axis. Each method has a neutral default; none but `apply` and `finish` changes anything.
+
+    `check`, `read` and `resolve` raise SpecError; `apply` and `finish` never do.
+    """
+
+    name: ClassVar[str]
+    mesh_axes: ClassVar[tuple[MeshAxis, ...]] = ()
+    inside: ClassVar[bool] = False  # does it cut a model inside, so that it must be one of transformers?
+
+    def check(self, config: ParallelConfig) -> None:
+        """Refuse values of its keys that hold for no model."""
+
+    def is_on(self, config: ParallelConfig) -> bool:
+        """Does this config make the axis do anything?"""
+        return any(getattr(config, f"{axis.name}_size") != 1 for axis in self.mesh_axes)
+
+    def read(self, model: Any, config: ParallelConfig) -> Facts | None:
+        """What it needs to know of a model, which is not changed."""
+        return None
+
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: Facts) -> Part | None:
+        """What it will do to a model with these facts."""
+        return None
+
+    def settle(self, config: ParallelConfig, part: Part | None) -> ParallelConfig:
+        """The config with what was left open decided."""
+        return config
+
+    def notes(self, part: Part) -> list[str]:
+        """Lines for the start-up report."""
+        return []
+
+    def apply(self, model: nn.Module, part: Part, building: Building) -> None:
+        """Do it."""
+
+    def finish(self, model: nn.Module, part: Part, building: Building) -> None:
+        """What has to come after every axis has been applied."""
+
+
+class Keys:
+    """Base of the dataclasses that hold an axis's spec keys; `ParallelConfig` inherits from all of them."""
+
+    axis: ClassVar[Axis]

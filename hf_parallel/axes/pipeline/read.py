@@ -1,0 +1,173 @@
+"""What a pipeline needs to know of a model, and what it decides from it: schedule and layers per stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from packaging.version import Version
+
+from hf_parallel.axes.pipeline.axis import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES, PipelinePart
+from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, explain, with_recomputation
+from hf_parallel.model.anatomy import (
+    Backbone,
+    backbone_of,
+    backbone_plan,
+    has_tied_embedding,
+    input_embedding,
+    text_config,
+    text_part,
+)
+from hf_parallel.spec import SpecError
+
+if TYPE_CHECKING:
+    from hf_parallel.config import ParallelConfig
+
+_ONE_STAGE = "pp_size=1 works"
+_SHARDS = "pp_size=1 with dp_shard works"
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """`refusal`: why the model cannot be cut; then nothing else is known. Names are full ones."""
+
+    refusal: str | None = None
+    backbone: str = ""
+    plan: Backbone = Backbone((), "", ())
+    costs: Costs | None = None
+    tied_embedding: str | None = None  # the embedding's name, if the head has its weight
+
+    @property
+    def layers(self) -> str:
+        """The name of the list of layers."""
+        return f"{self.backbone}.{self.plan.layers}"
+
+
+def read_stages(model: Any) -> StageFacts:
+    """The order in which the model runs its modules, what each costs, and whether its ends share a weight."""
+    backbone = backbone_of(model)
+    plan = backbone_plan(backbone) if backbone is not None else None
+    refusal = _why_whole(model, backbone, plan)
+    if refusal is not None or plan is None:
+        return StageFacts(refusal)
+    names = {id(module): name for name, module in model.named_modules()}
+    tied = names[id(input_embedding(model))] if has_tied_embedding(model) else None
+    return StageFacts(None, names[id(backbone)], plan, block_costs(model, backbone, plan), tied)
+
+
+def _why_whole(model: Any, backbone: Any, plan: Backbone | None) -> str | None:
+    """Why the model cannot be cut into stages, with what works."""
+    name, base = type(model).__name__, getattr(model, "base_model", model)
+    beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
+    if text_part(model) is not base or (beside and base is not model):
+        return f"{name} has parts beside its language model; {_ONE_STAGE}"
+    if backbone is None:
+        return f"{name} is not one stack of layers with a head behind it; {_SHARDS}"
+    if plan is None:
+        return f"{name} publishes no pipeline plan; {_SHARDS}"
+    placed = tuple(f"{part}." for part in (*plan.before, plan.layers, *plan.after))
+    for parameter, _ in backbone.named_parameters():
+        if not parameter.startswith(placed):
+            return f"the pipeline plan says nothing about {parameter}; {_ONE_STAGE}"
+    return _why_not_by_config(name, model.config, text_config(model))
+
+
+def _why_not_by_config(name: str, config: Any, text: Any) -> str | None:
+    """Settings under which layers need more than the one before them."""
+    if getattr(config, "output_router_logits", False):
+        return "output_router_logits=True needs all layers on one rank; False works"
+    if getattr(text, "num_kv_shared_layers", 0):
+        return f"{name}'s last layers use keys and values of earlier ones; {_ONE_STAGE}"
+    if "shared" in (getattr(text, "indexer_types", None) or ()):
+        return f"{name}'s layers use what earlier ones selected; {_ONE_STAGE}"
+    if getattr(config, "layerdrop", 0):
+        return f"layerdrop={config.layerdrop} skips layers at random; 0 works"
+    return None
+
+
+def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: bool) -> PipelinePart:
+    """The schedule, and layers per stage: `pipeline_split`, else balanced by cost.
+
+    Raises:
+        SpecError: the model cannot be cut, has too few layers, or the schedule does not take it.
+    """
+    if facts.refusal is not None or facts.costs is None:
+        raise SpecError(f"pp_size={config.pp_size}: {facts.refusal}")
+    tied = facts.tied_embedding is not None
+    config = _with_schedule(config, len(facts.costs.layers), tied)
+    _check_tied_in_a_v(config, tied)
+    check_overlap(config)
+    _check_split(len(facts.costs.layers), config)
+    costs = with_recomputation(facts.costs) if config.activation_checkpointing == "full" else facts.costs
+    counts = config.pipeline_split or balance(costs, config.pipeline_stages)
+    return PipelinePart(config, counts, tied, sums_over_tokens, facts, explain(costs, counts))
+
+
+def _with_schedule(config: ParallelConfig, layers: int, tied: bool) -> ParallelConfig:
+    """The config with pipeline_schedule=auto decided."""
+    if config.pipeline_schedule != AUTO_SCHEDULE:
+        return config
+    from hf_parallel.axes.pipeline.schedules import choose_schedule
+
+    return dataclasses.replace(config, pipeline_schedule=choose_schedule(config, layers, tied))
+
+
+def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
+    """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter."""
+    if tied and config.pipeline_schedule in V_SCHEDULES and config.data_parallel_size > 1:
+        raise SpecError(
+            f"pipeline_schedule={config.pipeline_schedule}: tied embeddings cannot be sharded over data ranks; "
+            "interleaved_zero_bubble works"
+        )
+
+
+def check_overlap(config: ParallelConfig) -> None:
+    """Before 2.13 torch loses the nodes of own functions between the two halves of a split backward pass.
+
+    Raises:
+        SpecError: they are needed, to overlap collectives with products.
+    """
+    old = Version(torch.__version__).release[:2] < (2, 13)
+    if old and config.tp_overlap and config.pipeline_schedule in SPLIT_BACKWARD:
+        raise SpecError(
+            f"tp_overlap=true with pipeline_schedule={config.pipeline_schedule} needs torch 2.13, here is "
+            f"{torch.__version__}; tp_overlap=false works"
+        )
+
+
+def _check_split(layers: int, config: ParallelConfig) -> None:
+    stages, asked = config.pipeline_stages, config.pipeline_split
+    if stages > layers:
+        most = layers // config.stages_per_rank
+        works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
+        raise SpecError(
+            f"pp_size={config.pp_size}: the model has {layers} layers, {stages} stages need one each; {works} works"
+        )
+    if asked is not None and (sum(asked) != layers or min(asked) < 1):
+        quotient, remainder = divmod(layers, stages)
+        works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
+        raise SpecError(
+            f"pipeline_split=[{','.join(map(str, asked))}]: needs {stages} positive numbers that add to {layers}; "
+            f"[{works}] works"
+        )
+
+
+def layer_ranges(part: PipelinePart) -> list[tuple[int, int]]:
+    """First layer and last layer + 1 of each stage."""
+    ends = list(itertools.accumulate(part.layers_per_stage))
+    return list(zip([0, *ends[:-1]], ends, strict=True))
+
+
+def holding_stages(part: PipelinePart, name: str) -> set[int]:
+    """The stages that hold the module or parameter of this full name."""
+    facts, last = part.facts, part.config.pipeline_stages - 1
+    if name.startswith(f"{facts.layers}."):
+        layer = int(name.removeprefix(f"{facts.layers}.").partition(".")[0])
+        return {next(i for i, (_, end) in enumerate(layer_ranges(part)) if layer < end)}
+    if facts.tied_embedding is not None and f"{name}.".startswith(f"{facts.tied_embedding}."):
+        return {0, last}  # a tied head keeps the embedding beside it: the shared parameter's home
+    before = tuple(f"{facts.backbone}.{child}." for child in facts.plan.before)
+    return {0} if f"{name}.".startswith(before) else {last}

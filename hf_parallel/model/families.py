@@ -1,0 +1,107 @@
+"""What is declared about kinds of models, as read in their sources: what no structure and no config shows.
+
+The order in which modules are registered does not prove the order in which they run, and a shape does not say how one
+weight holds several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """What a decoder runs, in order: names relative to the backbone. `tuples`: its layers return tuples."""
+
+    before: tuple[str, ...]
+    layers: str
+    after: tuple[str, ...]
+    tuples: bool = False
+
+
+_LLAMA = Backbone(("embed_tokens",), "layers", ("norm",))
+BACKBONES = {
+    "GPT2Model": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
+    "GPTJModel": Backbone(("wte", "drop"), "h", ("ln_f",), tuples=True),
+    "CodeGenModel": Backbone(("wte", "drop"), "h", ("ln_f",), tuples=True),
+    "GPTNeoModel": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",), tuples=True),
+    "GPTBigCodeModel": Backbone(("wte", "wpe", "drop"), "h", ("ln_f",)),
+    "MptModel": Backbone(("wte",), "blocks", ("norm_f",), tuples=True),
+    "BioGptModel": Backbone(("embed_tokens", "embed_positions"), "layers", ("layer_norm",)),
+    "XGLMModel": Backbone(("embed_tokens",), "layers", ("layer_norm",)),
+    "PersimmonModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
+    "StableLmModel": _LLAMA,
+    "BitNetModel": _LLAMA,
+    "DiffLlamaModel": _LLAMA,
+    "OlmoeModel": _LLAMA,
+    "PhimoeModel": _LLAMA,
+    "GraniteMoeModel": _LLAMA,
+    "GraniteMoeSharedModel": _LLAMA,
+    "Llama4TextModel": _LLAMA,
+    "HunYuanDenseV1Model": _LLAMA,
+    "NemotronModel": _LLAMA,
+    "HunYuanMoEV1Model": _LLAMA,
+    "GraniteMoeHybridModel": _LLAMA,
+    "GraniteMoeSWAModel": _LLAMA,
+    "Lfm2MoeModel": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
+    "GlmMoeDsaModel": Backbone(("embed_tokens",), "layers", ("norm",), tuples=True),
+    "Lfm2Model": Backbone(("embed_tokens",), "layers", ("embedding_norm",)),
+    "RecurrentGemmaModel": Backbone(("embed_tokens",), "layers", ("final_norm",)),
+    "JambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",)),
+    "BambaModel": Backbone(("embed_tokens",), "layers", ("final_layernorm",), tuples=True),
+    "FalconH1Model": Backbone(("embed_tokens",), "layers", ("final_layernorm",), tuples=True),
+    "MambaModel": Backbone(("embeddings",), "layers", ("norm_f",)),
+    "Mamba2Model": Backbone(("embeddings",), "layers", ("norm_f",)),
+    "FalconMambaModel": Backbone(("embeddings",), "layers", ("norm_f",)),
+    "FalconModel": Backbone(("word_embeddings",), "h", ("ln_f",), tuples=True),
+    "BloomModel": Backbone(("word_embeddings", "word_embeddings_layernorm"), "h", ("ln_f",), tuples=True),
+    "OPTDecoder": Backbone(
+        ("embed_tokens", "embed_positions", "project_in"), "layers", ("final_layer_norm", "project_out")
+    ),
+}
+
+
+#: How one weight holds several, as read in the forward of these classes.
+PACKED = {
+    "Phi3Attention.qkv_proj": "packed_qkv",
+    "Phi3MLP.gate_up_proj": "packed_halves",
+    "GlmMLP.gate_up_proj": "packed_halves",
+    "Glm4MLP.gate_up_proj": "packed_halves",
+    "GPT2Attention.c_attn": "packed_qkv",
+    "ModernBertAttention.Wqkv": "packed_qkv",
+    "ModernBertMLP.Wi": "packed_halves",
+    "ModernBertDecoderMLP.Wi": "packed_halves",
+    "MptAttention.Wqkv": "packed_qkv",
+    "GPTBigCodeAttention.c_attn": "packed_qkv",
+    "Phi4MultimodalAttention.qkv_proj": "packed_qkv",
+    "Phi4MultimodalMLP.gate_up_proj": "packed_halves",
+    "Glm4vTextMLP.gate_up_proj": "packed_halves",
+    "GlmOcrTextMLP.gate_up_proj": "packed_halves",
+    "GPTNeoXAttention.query_key_value": "colwise",  # head by head: [q k v][q k v]…
+    "BloomAttention.query_key_value": "colwise",
+    "DisentangledSelfAttention.in_proj": "colwise",
+    "PersimmonAttention.query_key_value": "colwise",
+    "FalconAttention.query_key_value": "falcon_qkv",
+    "FalconFlashAttention2.query_key_value": "falcon_qkv",
+}
+#: What works on all heads or columns at once in a way of its own, as read in the forward of these classes.
+UNSPLITTABLE = {
+    "BigBirdAttention": "changes its class with the length of the rows",
+    "BigBirdPegasusEncoderAttention": "changes its class with the length of the rows",
+    "LongformerSelfAttention": "cuts rows into windows of its own",
+    "LEDEncoderSelfAttention": "cuts rows into windows of its own",
+    "PegasusXGlobalLocalAttention": "has tokens of its own beside the rows'",
+    "NystromformerSelfAttention": "convolves over heads",
+    "YosoSelfAttention": "does not leave padding out",
+    "ProphetNetNgramSelfAttention": "attends to several streams with biases per head",
+    "DiffLlamaAttention": "pairs heads",
+    "TrOCRAttention": "gives what its heads compute the width of its input",
+    "NeoMMEAttention": "adds embeddings to its values",
+    "CanineSelfAttention": "reads two inputs",
+    "DogeAttention": "makes its mask from all heads",
+    "Gemma3nTextMLP": "is sparse by the mean of all its columns",
+    "ChameleonForConditionalGeneration": "writes into its logits",
+    "EncoderDecoderModel": "is two models in one",
+    "VisionEncoderDecoderModel": "is two models in one",
+    "SpeechEncoderDecoderModel": "is two models in one",
+}

@@ -1,0 +1,92 @@
+"""resolve(config, anatomy): what will be done, or why not. The only place that refuses.
+
+anatomy = read(model, config)        what the model is
+plan = resolve(config, anatomy)      what will be done to it: data that prints
+apply(model, plan, mesh)             does it (`parallelize.py`)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from hf_parallel.axes.axis import Axis
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.model.anatomy import Anatomy
+
+Part = TypeVar("Part")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be done to a model. `config`: sizes without -1, the schedule chosen.
+
+    `parts`: what each axis that is on will do, by its name, in the order in which they are applied. `problems`: what
+    stops it; of a plan that `resolve` returned there are none.
+    """
+
+    config: ParallelConfig
+    anatomy: Anatomy
+    parts: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    def part(self, axis: Axis[Any, Part]) -> Part | None:
+        """What this axis will do, or None if it is off."""
+        return self.parts.get(axis.name)
+
+
+def resolve(config: ParallelConfig, anatomy: Anatomy) -> Plan:
+    """The plan for a model.
+
+    Raises:
+        SpecError: the first thing that stops it.
+    """
+    plan = draft(config, anatomy)
+    if plan.problems:
+        raise SpecError(plan.problems[0])
+    return plan
+
+
+def draft(config: ParallelConfig, anatomy: Anatomy) -> Plan:
+    """The plan with everything that stops it; axes that refuse have no part in it."""
+    plan = Plan(config, anatomy, problems=tuple(_general_problems(anatomy)))
+    for axis in config.axes():
+        if axis.is_on(config):
+            plan = _with_axis(plan, axis)
+    return plan
+
+
+def _with_axis(plan: Plan, axis: Axis) -> Plan:
+    try:
+        if axis.inside and not plan.anatomy.is_transformers:
+            raise SpecError(_not_transformers(plan, axis))
+        part = axis.resolve(plan.config, plan.anatomy, plan.anatomy.facts[axis.name])
+    except SpecError as error:
+        return replace(plan, problems=(*plan.problems, str(error)))
+    notes = () if part is None else tuple(axis.notes(part))
+    return replace(
+        plan,
+        config=axis.settle(plan.config, part),
+        parts={**plan.parts, axis.name: part},
+        notes=(*plan.notes, *notes),
+    )
+
+
+def _not_transformers(plan: Plan, axis: Axis) -> str:
+    key = f"{axis.name}_size"
+    size = getattr(plan.config, key)
+    return f"{key}={size}: {plan.anatomy.name} is not a transformers model; {key}=1 with dp_shard works"
+
+
+def _general_problems(anatomy: Anatomy) -> list[str]:
+    found = [
+        (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
+        (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
+        (
+            anatomy.is_quantised,
+            "quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits",
+        ),
+    ]
+    return [line for stops, line in found if stops]
