@@ -211,6 +211,19 @@ def not_built(config: ParallelConfig) -> list[tuple[str, str]]:
     return found
 
 
+def key_table(cls: type[ParallelConfig]) -> str:
+    """The keys that this version runs, as the README's table: name, default and one line each."""
+    rows, fields = [], {key.name: key for key in dataclasses.fields(cls)}
+    for name in _names(cls):
+        key = fields[name]
+        if any(missing.values is None for missing in key.metadata["not_built"]):
+            continue
+        short = f" (`{name.removesuffix('_size')}`)" if name.endswith("_size") else ""
+        default = key.metadata["shown"] or ("none" if key.default is None else f"`{spell(key.default)}`")
+        rows.append(f"| `{name}`{short} | {default} | {key.metadata['doc']} |")
+    return "\n".join(rows)
+
+
 @dataclass(frozen=True)
 class PlannedConfig(ParallelConfig):
     """A config to think about, whether or not this version runs it."""

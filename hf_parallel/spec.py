@@ -72,8 +72,8 @@ def convert(name: str, annotation: Any, value: Any) -> Any:
     Raises:
         SpecError: it is none.
     """
-    kind = str(annotation).replace(" | None", "")
-    optional = "None" in str(annotation)
+    spelled = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    kind, optional = spelled.replace(" | None", ""), "None" in spelled
     if optional and (value is None or str(value).lower() in ("none", "null")):
         return None
     text = "" if value is None else str(value).strip()

@@ -10,7 +10,7 @@ from hf_parallel.axes.axis import Axis, Keys, MeshAxis, NotBuilt, key
 @dataclass(frozen=True)
 class ContextKeys(Keys):
     cp_size: int = key(1, "ranks that share every sequence", not_built=(NotBuilt("context parallelism", "cp_size=1"),))
-    context_parallel: str = key("ring", "how they do: `ring` or `ulysses`", choices=("ring", "ulysses"))
+    context_parallel: str = key("ring", "how `cp` shares sequences: `ring` or `ulysses`", choices=("ring", "ulysses"))
 
 
 class Context(Axis[None, None]):

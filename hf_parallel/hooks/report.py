@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.doctor.examine import report_of
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
@@ -52,11 +53,14 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
     mesh, model = runtime.mesh(), trainer.model
     state = runtime.parallel_state(model)
     per_rank = parameters_per_rank(model)
+    config = state.config if state is not None else mesh.config
+    plan = report_of(state.plan).to_dict() if state is not None else {}
     read = [batch for batch in batches if hasattr(batch, "get")]  # prompts of trainers that generate come as a list
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
-        "spec": mesh.config.to_spec(),
-        "config": mesh.config.to_dict(),
+        "spec": config.to_spec(),
+        "config": config.to_dict(),
+        "plan": plan,
         "axes": {axis: {"size": n, "ranks": axis_ranks(mesh.config, axis)} for axis, n in mesh.config.sizes.items()},
         "data_ranks": mesh.data_size,
         "model": type(model).__name__,
@@ -80,6 +84,7 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
             lines.append(f"  {axis:<12} {where['size']:>3}   ranks {shown}")
     counts, memory = facts["parameters_per_rank"], facts["estimated_state_bytes_per_rank"]
     lines.append(f"  parameters per rank  {min(counts):,} to {max(counts):,}")
+    lines += [f"  {name:<20} {value}" for name, value in facts["plan"].get("facts", {}).items()]
     tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
     lines.append(f"  global batch         {facts['global_batch']} rows{tokens}")
     lines.append(f"  attention            {facts['attention']}")
