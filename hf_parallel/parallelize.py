@@ -156,6 +156,8 @@ def _parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -
             parallelize(part, mesh=mesh)
     share_own(model, parts, mesh)
     notes = [note for part in parts.values() for note in part._hf_parallel.notes]
+    if mesh.data_size > 1:
+        notes.append("a loss that compares the rows of a batch sees those of one data rank, as under DDP")
     state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
     watch()
     model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)

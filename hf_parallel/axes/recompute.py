@@ -46,7 +46,7 @@ class Recompute(Axis[bool, str]):
         return config.activation_checkpointing
 
     def apply(self, model: Any, part: str, building: Building) -> None:
-        """SequenceParallelFlag it on; before transformers 5.23 by its former name."""
+        """Switch it on; before transformers 5.23 by its former name."""
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
 

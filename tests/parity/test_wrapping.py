@@ -1,0 +1,61 @@
+"""A module around a model that `from_pretrained` has made parallel: a pooled encoder with a layer of its own."""
+
+import os
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModel
+
+from tests import training
+from tests.distributed import RankFailure, run, run_alone
+from tests.rows import CLASSES, Sentences
+from tests.training import Script, Tolerance, axes, differences, none, spec_id
+
+
+class Pooled(nn.Module):
+    """The mean of the hidden states, a layer behind it, and a number of its own."""
+
+    def __init__(self, folder: str):
+        super().__init__()
+        self.encoder = AutoModel.from_pretrained(folder)
+        torch.manual_seed(5)
+        self.head = nn.Linear(64, CLASSES)
+        self.scale = nn.Parameter(torch.tensor([1.5]))
+
+    def forward(self, input_ids, attention_mask, labels=None):
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        kept = attention_mask.unsqueeze(-1)
+        logits = self.scale * self.head((hidden * kept).sum(1) / kept.sum(1))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def train(spec: str | None, folder: str, out: str) -> training.Outcome:
+    """The Trainer script with that model."""
+    if spec is not None:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    training.load_model = lambda script, folder, rank: Pooled(folder)
+    training.data = lambda model, size, seed, **kind: Sentences(size, seed)
+    data_ranks = axes(spec or "")["data_ranks"]
+    return training.train(Script(model="bert"), folder, out, data_ranks, int(os.environ.get("RANK", "0")))
+
+
+@pytest.fixture(scope="module")
+def reference(runs):
+    """What one process does."""
+    return run_alone(train, None, runs.initial("bert"), runs._folder())
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2"], ids=spec_id)
+def test_as_in_one_process(spec, runs, reference):
+    """Loss, norm, gradients of all weights, evaluation, and the saved weights of both."""
+    call = partial(train, spec, runs.initial("bert"), runs._folder())
+    none(differences(run(call, axes(spec)["world"], init=False), reference, Tolerance()))
+
+
+def test_a_pipeline_is_refused(runs):
+    with pytest.raises(RankFailure, match=r"pp_size=2: Pooled is a module around a model; pp_size=1 works"):
+        run(partial(train, "pp=2", runs.initial("bert"), runs._folder()), 2, init=False)
