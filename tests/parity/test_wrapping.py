@@ -58,4 +58,4 @@ def test_as_in_one_process(spec, runs, reference):
 
 def test_a_pipeline_is_refused(runs):
     with pytest.raises(RankFailure, match=r"pp_size=2: Pooled is a module around a model; pp_size=1 works"):
-        run(partial(train, "pp=2", runs.initial("bert"), runs._folder()), 2, init=False)
+        run(partial(train, "pp=2", runs.initial("llama"), runs._folder()), 2, init=False)

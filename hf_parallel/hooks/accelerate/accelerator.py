@@ -61,9 +61,10 @@ def make_parallel(model: nn.Module) -> None:
     else:
         make(model)
     runtime.equalise_random_state("tp")
-    reference = weakref.ref(model)
+    reference, current = weakref.ref(model), dict(model.named_parameters())
     for name, parameter in before:
-        _former[parameter] = (reference, name)
+        if current.get(name) is not parameter:  # of a model inside one that was parallel already it is the same
+            _former[parameter] = (reference, name)
 
 
 def follow_parameters(optimizer: Any) -> None:
