@@ -2,6 +2,7 @@
 
 import atexit
 import gzip
+import logging
 import os
 import signal
 import socket
@@ -311,7 +312,8 @@ def ending(folder: Path, train: str) -> tuple[int, dict[str, str]]:
             os.chdir(folder)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.stdout, sys.stderr = open("out", "w"), open("err", "w")  # noqa: SIM115
-            atexit._clear()
+            atexit._clear()  # pytest's
+            atexit.register(logging.shutdown)
             atexit.register(lambda: Path("group").write_text(str(dist.is_initialized())))
             runner.main(["--parallel", "dp_shard=-1", train])
         finally:
@@ -332,7 +334,7 @@ def ending(folder: Path, train: str) -> tuple[int, dict[str, str]]:
 )
 def test_everything_is_finished_when_a_rank_leaves(script, tmp_path, end, code, told):
     """Threads, exit callbacks (which still have the groups), open files; and Python does not take itself apart."""
-    for found, left in run(ending, 2, tmp_path, str(script(ENDING.format(end=end))), init=False):
+    for found, left in run(ending, 2, tmp_path, str(script(ENDING.replace("{end}", end))), init=False):
         assert found == code, left["err"]
         wanted = {"out": "printed", "text": "written", "packed": "packed", "log": "logged\n"}
         if found >= 0:  # Ctrl-C waits for nothing
