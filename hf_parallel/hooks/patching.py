@@ -21,7 +21,7 @@ from hf_parallel.config import SpecError
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
-    "transformers": ("5.18", "5.23"),
+    "transformers": ("5.20", "5.23"),
     "accelerate": ("1.12", "1.15"),
     "peft": ("0.21", "0.21"),
     "trl": ("1.16", "1.16"),
