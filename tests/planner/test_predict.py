@@ -101,10 +101,14 @@ def test_adapters_need_no_gradients_of_the_rest():
 
 @pytest.mark.parametrize("engine", ["standard", "hf_parallel"])
 def test_fp32_weights_under_autocast(engine):
-    """They travel and are kept as fp32, are multiplied as bf16, and are copied for that."""
+    """They travel and are kept as fp32, are multiplied as bf16, and are copied for that.
+
+    Of bf16 weights this engine sums the gradients in fp32, which Megatron's formulas leave out.
+    """
     bf16, mixed, fp32 = (changed(precision=name, engine=engine) for name in ("bf16", "mixed", "fp32"))
     sent = [sum(found.breakdown.bytes_by_axis.values()) for found in (bf16, mixed, fp32)]
-    assert sent[1] == sent[2] == 2 * sent[0]
+    assert sent[1] == sent[2]
+    assert sent[1] == 2 * sent[0] if engine == "standard" else 1.5 * sent[0] < sent[1] < 2 * sent[0]
     assert bf16.step_time_s < mixed.step_time_s < fp32.step_time_s
     assert mixed.breakdown.time["autocast"] > 0
     copies = 2 * mixed.shape.active_parameters / 2**30
