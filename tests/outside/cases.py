@@ -158,5 +158,6 @@ WAITING = {
     ("run_mlm", "dp_shard=2"): f"{TIED}; heads that count labels themselves",
     ("run_qa", "dp_shard=2"): "heads that count labels themselves",
     ("run_summarization", "dp_shard=2"): f"{TIED}; repeated rows in predict_with_generate",
-    **{("sentence-transformers", spec): "wrappers around parallel models" for spec in SPECS},
+    **{("complete_nlp_example, resumed", spec): "the order of rows after load_state" for spec in SPECS},
+    **{("sentence-transformers", spec): "wrappers around parallel models" for spec in ("dp_shard=2", "tp=2")},
 }
