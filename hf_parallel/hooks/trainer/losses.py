@@ -204,11 +204,3 @@ def _reads_item_count(function: Any) -> bool:
         names.add(code.co_varnames[positional])  # the name of **kwargs
     reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
     return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
-
-
-def share(weight: int) -> float:
-    """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
-    mesh = runtime.mesh()
-    total = torch.tensor(float(weight), device=mesh.device)
-    dist.all_reduce(total, group=mesh.data_group)
-    return weight * mesh.data_size / max(1.0, float(total))

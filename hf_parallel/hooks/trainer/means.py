@@ -188,3 +188,11 @@ def code_of(function: Any) -> Any:
     function = inspect.unwrap(function)
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return type(function).__call__.__code__ if code is None else code
+
+
+def share(weight: int) -> float:
+    """Means of data ranks over unequal numbers of rows or targets: weighted so, their average is the mean over all."""
+    mesh = runtime.mesh()
+    total = torch.tensor(float(weight), device=mesh.device)
+    dist.all_reduce(total, group=mesh.data_group)
+    return weight * mesh.data_size / max(1.0, float(total))

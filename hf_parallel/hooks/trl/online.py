@@ -17,7 +17,7 @@ import torch.distributed as dist
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.trainer.losses import share
+from hf_parallel.hooks.trainer.means import share
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
