@@ -146,18 +146,3 @@ CASES = {
         needs=("sentence_transformers",),
     ),
 }
-#: (script, layout) -> what has to be mended before its numbers are those of one process.
-TIED = "tied embeddings whose rows the data ranks do not divide"
-FOREIGN = "get_input_embeddings().weight.shape on a stage without it"
-WAITING = {
-    ("run_clm", "dp_shard=2"): TIED,
-    ("run_clm --streaming", "pp=2"): FOREIGN,
-    ("run_clm --streaming", "tp=2,pp=2"): FOREIGN,
-    ("run_clm_no_trainer", "pp=2"): FOREIGN,
-    ("run_clm_no_trainer", "tp=2,pp=2"): FOREIGN,
-    ("run_mlm", "dp_shard=2"): f"{TIED}; heads that count labels themselves",
-    ("run_qa", "dp_shard=2"): "heads that count labels themselves",
-    ("run_summarization", "dp_shard=2"): f"{TIED}; repeated rows in predict_with_generate",
-    **{("complete_nlp_example, resumed", spec): "the order of rows after load_state" for spec in SPECS},
-    **{("sentence-transformers", spec): "wrappers around parallel models" for spec in ("dp_shard=2", "tp=2")},
-}

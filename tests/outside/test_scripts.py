@@ -11,7 +11,7 @@ from tests.training import axes, none, spec_id
 pytest.importorskip("datasets")
 
 from tests.outside import materials, watching
-from tests.outside.cases import CASES, WAITING
+from tests.outside.cases import CASES
 
 
 class Desk:
@@ -55,8 +55,6 @@ def cases():
         for spec in case.specs:
             outcome = "refused" if spec in case.refused else "passed"
             marks = [pytest.mark.support(spec, name, outcome=outcome)]
-            if (name, spec) in WAITING:
-                marks.append(pytest.mark.xfail(reason=WAITING[name, spec], strict=False))
             marks += [
                 pytest.mark.skipif(importlib.util.find_spec(library) is None, reason=f"{library} is not installed")
                 for library in case.needs

@@ -35,6 +35,7 @@ ELSEWHERE = {
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
+    r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
     r"python -m tests.activations": "tests/parity/test_activation_memory.py::test_formula_in_one_process",
     r"(import hf_parallel|TrainingArguments\(parallel.*)": "tests/unit/test_flag.py::test_flag_before_transformers",

@@ -86,7 +86,8 @@ def _describe(sampler: Any) -> None:
         while part is not None:
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
-            part = getattr(part, "batch_sampler", None) or getattr(part, "sampler", None)
+            inside = (getattr(part, name, None) for name in ("batch_sampler", "sampler"))
+            part = next((found for found in inside if found is not None), None)  # some have no length to be true by
 
     sampler.set_epoch = set_epoch
 
