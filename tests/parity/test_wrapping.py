@@ -8,8 +8,10 @@ import torch
 from torch import nn
 from transformers import AutoModel
 
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.wrapping import models_inside
 from tests import training
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import run, run_alone
 from tests.rows import CLASSES, Sentences
 from tests.training import Script, Tolerance, axes, differences, none, spec_id
 
@@ -56,6 +58,8 @@ def test_as_in_one_process(spec, runs, reference):
     none(differences(run(call, axes(spec)["world"], init=False), reference, Tolerance()))
 
 
-def test_a_pipeline_is_refused(runs):
-    with pytest.raises(RankFailure, match=r"pp_size=2: Pooled is a module around a model; pp_size=1 works"):
-        run(partial(train, "pp=2", runs.initial("llama"), runs._folder()), 2, init=False)
+def test_a_pipeline_is_refused():
+    around = nn.Sequential(nn.Linear(1, 1))
+    around[0]._hf_parallel = "pipelined"
+    with pytest.raises(SpecError, match=r"pp_size=2: Sequential is a module around a model; pp_size=1 works"):
+        models_inside(around, ParallelConfig.parse("pp=2"))

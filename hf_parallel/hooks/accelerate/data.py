@@ -27,7 +27,8 @@ def prepare_data_loader(original: Callable) -> Callable:
 
     def replacement(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = runtime.mesh()
-        if kwargs.get("even_batches") is False and mesh.data_size > 1:
+        ragged = not getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False)
+        if kwargs.get("even_batches") is False and ragged and mesh.data_size > 1:
             raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
         prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
         # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
