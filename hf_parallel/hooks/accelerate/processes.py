@@ -76,7 +76,7 @@ def one_of_all(each_node: str) -> Callable:
 
 def is_world_process_zero(original: Callable) -> Callable:
     """Rank 0 of all."""
-    return lambda trainer: dist.get_rank() == 0
+    return lambda self: dist.get_rank() == 0
 
 
 def main_process_first(original: Callable) -> Callable:
