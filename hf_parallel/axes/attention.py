@@ -6,8 +6,6 @@ import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import SpecError
 
@@ -34,6 +32,8 @@ class Attention(Axis[str, str]):
         """Why this model or this machine does not have the kernel; None if it has."""
         if not hasattr(model, "set_attn_implementation"):
             return f"{type(model).__name__} is not a transformers model"
+        from torch import nn
+
         kind: Any = type(model)
         shell = kind.__new__(kind)  # a model without layers, to try it on
         nn.Module.__init__(shell)
