@@ -16,9 +16,10 @@ from hf_parallel.axes.data.late_parameters import have_gathered
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.resizing import resize_token_embeddings
+from hf_parallel.resolve import check_kernels
 from hf_parallel.whole import remember
 
 
@@ -113,17 +114,6 @@ def _take_values(new: nn.Module, model: nn.Module) -> None:
         buffer.copy_(former)
     for module, other in zip(new.modules(), model.modules(), strict=True):
         module.training = other.training
-
-
-def check_kernels(config: ParallelConfig) -> None:
-    """Kernels replace the forward passes of layers: of split ones too, which would not communicate any more.
-
-    Raises:
-        SpecError: layers or stages are split.
-    """
-    for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
-        if size > 1:
-            raise SpecError(f"use_kernels=True replaces split layers; {key}=1 with dp_shard works")
 
 
 def _set_use_kernels(config: ParallelConfig, model: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:

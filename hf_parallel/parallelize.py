@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.axis import Building
+from hf_parallel.axes.axis import Building, Packing
 from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
 from hf_parallel.axes.data.identical import make_identical
 from hf_parallel.axes.data.local_step import step_on_local_parts
@@ -81,7 +80,7 @@ def parallelize(
     model: Any,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
-    pack: Callable[[Any], None] | None = None,
+    pack: Packing | None = None,
 ) -> Any:
     """Make `model` parallel in place over all processes and return the same object.
 
@@ -92,7 +91,7 @@ def parallelize(
         model: with weights, which need not be equal on all ranks (rank 0's win), or on the meta device.
         config: a `ParallelConfig` or a spec such as "tp=2,pp=2"; default: all processes shard the data.
         mesh: reuse an existing mesh.
-        pack: called on the split model before it is sharded, to give it weights of another kind.
+        pack: gives the split model weights of another kind before it is sharded.
 
     Raises:
         SpecError: the layout cannot hold for this model or number of processes.
@@ -106,11 +105,14 @@ def parallelize(
         return _parallelize_around(model, inside, mesh)
     if any(parameter.is_meta for parameter in model.parameters()):
         retie(model)  # while it is loaded it is tied by name only
-    apply(model, resolve(mesh.config, read(model, mesh.config)), mesh, pack)
+    plan = resolve(mesh.config, read(model, mesh.config))
+    if pack is not None:
+        pack.check(model, plan)
+    apply(model, plan, mesh, pack)
     return model
 
 
-def apply(model: Any, plan: Plan, mesh: ParallelMesh, pack: Callable[[Any], None] | None = None) -> ParallelState:
+def apply(model: Any, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
     """Do what the plan says. From inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
     building = Building(mesh, plan.anatomy.on_meta, [(model, transformer_blocks(model))], pack)
     if not building.on_meta:

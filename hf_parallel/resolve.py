@@ -90,3 +90,14 @@ def _general_problems(anatomy: Anatomy) -> list[str]:
         ),
     ]
     return [line for stops, line in found if stops]
+
+
+def check_kernels(config: ParallelConfig) -> None:
+    """Kernels replace the forward passes of layers: of split ones too, which would not communicate any more.
+
+    Raises:
+        SpecError: layers or stages are split.
+    """
+    for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
+        if size > 1:
+            raise SpecError(f"use_kernels=True replaces split layers; {key}=1 with dp_shard works")

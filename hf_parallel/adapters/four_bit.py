@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.tensor.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local, rows_on
 from hf_parallel.collectives import copy_weight_to_group
-from hf_parallel.config import SpecError
 
 BLOCK = 64
 
@@ -144,22 +143,9 @@ _MIXINS: dict[type, type] = {ColumnParallel: FourBitColumn, RowParallel: FourBit
 _MIXINS |= {PartialGradient: FourBitPartial, nn.Linear: FourBit}
 
 
-def pack_linear(name: str, module: Any, quant_type: str, double: bool, compute_dtype: torch.dtype) -> None:
-    """Let a linear that is split already, and on the meta device, expect and use a packed weight.
-
-    Raises:
-        SpecError: a row, or this rank's part of it, is not whole blocks; or its products are overlapped.
-    """
+def pack_linear(module: Any, quant_type: str, double: bool, compute_dtype: torch.dtype) -> None:
+    """Let a linear that is split already, and on the meta device, expect and use a packed weight of whole blocks."""
     packing = Packing(module.weight.detach(), quant_type, double, compute_dtype)
-    for what, width in (("rows", module.in_features), ("this rank's parts of rows", packing.shape[1])):
-        if width % BLOCK:
-            raise SpecError(
-                f"load_in_4bit: {what} of {name} hold {width} weights, not whole blocks of {BLOCK}; "
-                f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"] works'
-            )
-    region = getattr(module, "region", None)
-    if region is not None and region.overlap:
-        raise SpecError("tp_overlap=true: products with weights of 4 bits are not overlapped; false works")
     if isinstance(module, ColumnParallel):
         del module.region.columns[module]
     mixin = next(mixin for kind, mixin in _MIXINS.items() if isinstance(module, kind))

@@ -8,11 +8,9 @@ without ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch import nn
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.mesh import ParallelMesh
     from hf_parallel.model.anatomy import Anatomy
+    from hf_parallel.resolve import Plan
 
 Facts = TypeVar("Facts")  # what an axis reads of a model
 Part = TypeVar("Part")  # what an axis will do: its part of the plan
@@ -67,6 +66,16 @@ class MeshAxis:
     layers: bool = False
 
 
+class Packing(Protocol):
+    """Gives a model weights of another kind, between splitting and sharding."""
+
+    def check(self, model: Any, plan: Plan) -> None:
+        """Refuse, with a SpecError, what cannot be packed; the model is not changed."""
+
+    def __call__(self, model: Any) -> None:
+        """Pack what is split."""
+
+
 @dataclass
 class Building:
     """A model while axes are applied to it: what one leaves for the next."""
@@ -74,7 +83,7 @@ class Building:
     mesh: ParallelMesh
     on_meta: bool  # the weights come later
     roots: list[tuple[nn.Module, list[nn.Module]]]  # what runs layers, and the layers: the model, or each stage
-    pack: Callable[[Any], None] | None = None  # gives the split model weights of another kind
+    pack: Packing | None = None
     sequence_flag: SequenceParallelFlag | None = None
     pipeline: PipelineEngine | None = None
 

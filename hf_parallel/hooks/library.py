@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from hf_parallel import hooks
+from hf_parallel.axes.axis import Packing
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import Patch, apply_when_imported, undo
@@ -28,7 +29,7 @@ def parallelize(
     model: Any,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
-    pack: Callable[[Any], None] | None = None,
+    pack: Packing | None = None,
 ) -> Any:
     if not hooks.active() and not _undo_list:
         _install()

@@ -29,6 +29,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig, SpecError
@@ -98,7 +99,7 @@ def dry_run(
     whole: bool = False,
     layers: int | None = None,
     adapt: Callable[[Any], None] | None = None,
-    pack: Callable[[Any], None] | None = None,
+    pack: Packing | None = None,
 ) -> DryRun:
     """Run `parallelize` and two training steps as `rank` of a world that is not there.
 
@@ -196,7 +197,7 @@ class _Run:
     optimizer: str
     precision: str
     adapt: Callable[[Any], None] | None
-    pack: Callable[[Any], None] | None
+    pack: Packing | None
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
         """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""

@@ -19,12 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.adapters.four_bit import BLOCK, FourBit, Packing, pack_linear
 from hf_parallel.axes.pipeline.stand_ins import StandIn
+from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import placed_as
 from hf_parallel.model.packed import StoredOrder
+from hf_parallel.resolve import Plan
 
 
 def check(config: Any) -> None:
@@ -39,21 +41,42 @@ def check(config: Any) -> None:
         raise SpecError("load_in_4bit: needs bitsandbytes 0.50 or later; pip install -U bitsandbytes")
 
 
-def pack(config: Any, model: Any) -> None:
+class Pack:
     """Between splitting and sharding: let the linears that bitsandbytes would replace expect packed weights."""
-    from transformers.quantizers.base import HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
 
-    skipped = HfQuantizer.get_modules_to_not_convert(model, config.llm_int8_skip_modules, model._keep_in_fp32_modules)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, StandIn) or not isinstance(module, nn.Linear | Conv1D):
-            continue
-        if not should_convert_module(name, skipped):
-            continue
-        if isinstance(module, Conv1D):
-            raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")
-        double, compute = config.bnb_4bit_use_double_quant, config.bnb_4bit_compute_dtype
-        pack_linear(name, module, config.bnb_4bit_quant_type, double, compute)
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def check(self, model: Any, plan: Plan) -> None:
+        """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
+        part = plan.part(TENSOR)
+        for name, module in self._linears(model):
+            if isinstance(module, Conv1D):
+                raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")
+            style = None if part is None else part.words.get(name)
+            parts = plan.config.tp_size if style == "rowwise" else 1
+            for what, width in (("rows", module.in_features), ("a rank's parts of rows", module.in_features // parts)):
+                if width % BLOCK:
+                    raise SpecError(
+                        f"load_in_4bit: {what} of {name} hold {width} weights, not whole blocks of {BLOCK}; "
+                        f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"] works'
+                    )
+            if style is not None and part is not None and part.overlap:
+                raise SpecError("tp_overlap=true: products with weights of 4 bits are not overlapped; false works")
+
+    def __call__(self, model: Any) -> None:
+        double, compute = self.config.bnb_4bit_use_double_quant, self.config.bnb_4bit_compute_dtype
+        for _, module in self._linears(model):
+            pack_linear(module, self.config.bnb_4bit_quant_type, double, compute)
+
+    def _linears(self, model: Any) -> list[tuple[str, Any]]:
+        from transformers.quantizers.base import HfQuantizer
+        from transformers.quantizers.quantizers_utils import should_convert_module
+
+        named = (self.config.llm_int8_skip_modules, model._keep_in_fp32_modules)
+        skipped = HfQuantizer.get_modules_to_not_convert(model, *named)
+        own = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+        return [(name, m) for name, m in own if not isinstance(m, StandIn) and should_convert_module(name, skipped)]
 
 
 def read_packed(module: Any, value: Any, own: torch.Tensor) -> torch.Tensor:

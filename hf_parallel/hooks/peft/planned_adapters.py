@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from hf_parallel.axes.axis import Packing
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import apply, undo
@@ -46,23 +47,24 @@ def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[A
     return adapt
 
 
-def four_bit(double: bool = False) -> Callable[[Any], None]:
+def four_bit(double: bool = False) -> Packing:
     """What makes a split model on the meta device expect weights packed to NF4, as loading in 4 bits does."""
+    from transformers import BitsAndBytesConfig
 
-    def pack(model: Any) -> None:
-        from transformers import BitsAndBytesConfig
+    from hf_parallel.hooks.bitsandbytes import four_bit as packing
 
-        from hf_parallel.hooks.bitsandbytes import four_bit as packing
+    class PackFrozen(packing.Pack):
+        """Gradients of what is packed do not exist; adapters come with theirs."""
 
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_compute_dtype=torch.bfloat16,
-            bnb_4bit_use_double_quant=double,
-        )
-        packing.check(config)
-        packing.pack(config, model)
-        for parameter in model.parameters():
-            parameter.requires_grad_(False)  # gradients of what is packed do not exist; adapters come with theirs
+        def __call__(self, model: Any) -> None:
+            super().__call__(model)
+            model.requires_grad_(False)
 
-    return pack
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_use_double_quant=double,
+    )
+    packing.check(config)
+    return PackFrozen(config)

@@ -6,7 +6,6 @@ fills it tensor by tensor (`loading.py`). We stand in for that one function. Eac
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -15,8 +14,8 @@ from hf_parallel.axes.pipeline.stand_ins import stand_ins
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes import four_bit
-from hf_parallel.model_methods import check_kernels
 from hf_parallel.parallelize import parallelize
+from hf_parallel.resolve import check_kernels
 
 
 class Requested:
@@ -79,7 +78,7 @@ def distribute(original: Callable) -> Callable:
             raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
         before = set(model.state_dict())
         quantization = distributed_config.quantization
-        pack = functools.partial(four_bit.pack, quantization) if quantization is not None else None
+        pack = four_bit.Pack(quantization) if quantization is not None else None
         parallelize(model, mesh=runtime.mesh(), pack=pack)
         local = set(model.state_dict())
         _ignore_foreign(model, before - local, local)
