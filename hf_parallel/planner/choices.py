@@ -1,15 +1,25 @@
-"""What a search is asked for and what it finds."""
+"""A layout with its batch, predicted: with growing micro-batches while it fits, saving memory only where it must.
+
+Activation checkpointing costs a third of the compute, offloading waits for PCIe and the CPU.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, not_built
+from hf_parallel.planner.candidates import Goal, configured, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.memory import GIB
-from hf_parallel.planner.model_shape import ModelShape
-from hf_parallel.planner.predict import Prediction
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
+from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
+from hf_parallel.planner.predict import Prediction, predict_step
+from hf_parallel.planner.shape import ModelShape, distinct
+from hf_parallel.planner.stage_time import block_times, stage_times
+from hf_parallel.planner.step_time import host_bytes
 
 
 @dataclass(frozen=True)
@@ -103,23 +113,93 @@ class Found:
         }
 
 
+# ---- trying ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Goal:
-    """What every candidate has in common. Without a `global_batch` it follows from `rows` and `accumulation`."""
+class TooLarge:
+    """A layout that needs `gib` on its fullest rank, or in its node's memory, which is more than there is."""
 
-    shape: ModelShape
-    cluster: Cluster
-    seq: int
-    global_batch: int | None
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    lora: int = 0
-    rows: int | None = None  # of a call, if the script fixes it
-    accumulation: int = 1  # calls per step, where the script fixes both
+    config: ParallelConfig
+    size: int
+    gib: float
 
-    def share(self, config: ParallelConfig) -> int | None:
-        """Rows per step of one data rank; None: the batch does not divide."""
-        ranks = config.data_parallel_size
-        if self.global_batch is None:
-            return (self.rows or 1) * self.accumulation
-        return None if self.global_batch % ranks else self.global_batch // ranks
+
+def variants(
+    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
+) -> Iterator[Choice | TooLarge]:
+    """Growing micro-batches in each of `ways`, up to the first in which any fits.
+
+    A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
+    """
+    share = goal.share(config)
+    sizes = micro_batches(goal, share, config) if share else []
+    for way in ways:
+        fitted = False
+        for size in sizes:
+            if limit < math.inf and _floor(goal, config, size, way["activation_checkpointing"]) > limit:
+                continue
+            choice = predicted(goal, configured(config, **way), size, limit)
+            if choice is None:
+                continue
+            yield choice
+            fitted = fitted or isinstance(choice, Choice)
+        if fitted:
+            return
+
+
+def _floor(goal: Goal, config: ParallelConfig, size: int, recompute: str) -> float:
+    """Seconds per row that its blocks alone take if no rank ever waits, however the data are shared out."""
+    layout = Layout(
+        tp=config.tp_size,
+        cp=config.cp_size,
+        ep=config.ep_size,
+        sequence_parallel=config.tp_size > 1,
+        context=config.context_parallel,
+    )
+    job = Job(goal.seq, size, 1, recompute, goal.precision, goal.lora, engine="hf_parallel")
+    busy = 0.0
+    for block, count in distinct(goal.shape.blocks).items():
+        busy += count * sum(block_times(block, goal.shape.hidden, layout, job, goal.cluster).totals)
+    return busy * config.tp_size * config.cp_size / (goal.cluster.gpus * size)
+
+
+def predicted(
+    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, measure: bool = False
+) -> Choice | TooLarge | None:
+    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit`.
+
+    Args:
+        limit: seconds per row.
+        measure: predict the time of what does not fit, too.
+    """
+    share = goal.share(config)
+    assert share is not None
+    rows = size if config.pp_size == 1 else goal.rows or share  # a pipeline gets all of a step in one call
+    if config.pp_size > 1:
+        config = configured(config, pipeline_microbatches=rows // size)
+    layout, job = to_layout(config), to_job(goal, config, size, share // size)
+    stages = make_stages(goal.shape, layout, job)
+    if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * share * layout.dp:
+        return None
+    peak = fullest(memory_of_ranks(stages, layout, job))
+    fitting = fits(peak, goal.cluster) and _offloaded(goal, layout, job) <= goal.cluster.gpu.host.memory_gib
+    if not measure and not fitting:
+        return TooLarge(config, size, peak.needed / GIB)
+    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, share // rows)
+
+
+def _offloaded(goal: Goal, layout: Layout, job: Job) -> float:
+    """GiB in the memory of a node."""
+    ranks = min(goal.cluster.per_node, goal.cluster.gpus)
+    return ranks * host_bytes(goal.shape.parameters / layout.tp / layout.pp / layout.shards, job) / GIB
+
+
+def _least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
+    """No schedule of one stage per rank is faster: the slowest computes, the others fill and drain its pipeline."""
+    ranks = [
+        sum(sum(stage_times(stage, layout, job, cluster).totals) for stage in mine)
+        for mine in stages_by_rank(stages, layout)
+    ]
+    filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
+    return job.micro_batches * max(ranks) + filling

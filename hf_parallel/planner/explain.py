@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from hf_parallel.planner.communication import ring_factor
-from hf_parallel.planner.memory import HABITS, StateBytes, activation_terms, fullest, kept_bytes, state_bytes
-from hf_parallel.planner.model_shape import distinct
-from hf_parallel.planner.own_engine import own_moments
-from hf_parallel.planner.stages import make_stages, stages_of_rank
+from hf_parallel.planner.activations import kept_bytes, terms_of
+from hf_parallel.planner.ledger import ring_factor
+from hf_parallel.planner.memory import adapter_bytes, fullest, state_bytes
+from hf_parallel.planner.pipeline import make_stages, stages_by_rank
+from hf_parallel.planner.shape import distinct
 
 if TYPE_CHECKING:
     from hf_parallel.planner.predict import Prediction
@@ -60,44 +60,34 @@ def _hardware(p: Prediction) -> Iterable[str]:
 
 
 def _states(p: Prediction) -> Iterable[str]:
-    per, stage = state_bytes(p.job, p.layout.zero_stage), p.layout.zero_stage
-    own = p.job.engine == "hf_parallel"
-    if own:  # all states have the weights' dtype, gradients are reduced once
-        per = StateBytes(p.job.stored, p.job.stored, own_moments(p.job))
-    peak = p.breakdown.memory
-    yield _title(
-        f"Memory of pipeline rank {fullest(list(p.breakdown.ranks)).rank}, the fullest: {p.memory_gib:.1f} GiB"
-    )
+    stage = p.layout.zero_stage
+    rank = fullest(list(p.breakdown.ranks)).rank
+    yield _title(f"Memory of pipeline rank {rank}, the fullest: {p.memory_gib:.1f} GiB")
+    per = adapter_bytes(p.job) if p.job.lora else state_bytes(p.job, stage)
     yield (
-        f"bytes per parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer {per.optimizer:g}; "
-        f"ZeRO-{stage} over {p.layout.shards} ranks divides {_divided(stage)} [arXiv:1910.02054, table 1]"
+        f"bytes per trained parameter: weights {per.weights:g}, gradients {per.gradients:g}, optimizer "
+        f"{per.optimizer:g}; ZeRO-{stage} over {p.layout.shards} ranks divides {_DIVIDED[stage]} "
+        "[arXiv:1910.02054, table 1]"
     )
-    if own:
+    if p.job.habits.fsdp2:
         yield "gathered: weights that FSDP2 holds whole, and gradients between micro-batches [docs/dry_run.md]"
-    for kind, size in peak.items():
-        if size >= 0.005:
-            yield f"  {kind:<24}{size:8.2f} GiB"
+    yield from (f"  {kind:<24}{size:8.2f} GiB" for kind, size in p.breakdown.memory.items() if size >= 0.005)
 
 
-def _divided(stage: int) -> str:
-    return ("nothing", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights")[stage]
+_DIVIDED = ("nothing", "the optimizer", "optimizer and gradients", "optimizer, gradients and weights")
 
 
 def _activations(p: Prediction) -> Iterable[str]:
-    shape, layout, job = p.shape, p.layout, p.job
+    layout, job, block, hidden = p.layout, p.job, p.shape.blocks[0], p.shape.hidden
     tokens = job.micro_batch * job.seq / layout.cp
-    kernels = HABITS[job.engine].kernels if job.attention == "flash" else "paper"
     yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
-    block = shape.blocks[0]
-    dropout = shape.dropout and kernels == "paper"
-    terms = activation_terms(block, shape.hidden, kernels, job.width, dropout, job.stored)
-    for term in terms:
-        size = (term.bytes + term.squared * job.seq) / shape.hidden
+    for term in terms_of(block, p.shape, job):
+        size = (term.bytes + term.squared * job.seq) / hidden
         if size:
             cut = f"/ tp={layout.tp}" if term.cut == "tp" or layout.sequence_parallel else "whole on each tp rank"
             yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
-    kept = kept_bytes(terms, layout, job.seq, job.recompute)
-    yield f"kept: {kept / shape.hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
+    kept = kept_bytes(block, p.shape, layout, job)
+    yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
 
 
 def _communication(p: Prediction) -> Iterable[str]:
@@ -120,6 +110,6 @@ def _time(p: Prediction) -> Iterable[str]:
     for kind, seconds in sorted(p.breakdown.time.items(), key=lambda item: -item[1]):
         yield f"  {kind:<28}{seconds:10.4f} s {seconds / p.step_time_s:7.1%}"
     if p.layout.pp > 1:
-        stages = make_stages(p.shape, p.layout, p.job)
-        counts = [sum(stages[i].layers for i in stages_of_rank(p.layout, rank)) for rank in range(p.layout.pp)]
+        by_rank = stages_by_rank(make_stages(p.shape, p.layout, p.job), p.layout)
+        counts = [sum(stage.layers for stage in mine) for mine in by_rank]
         yield f"{p.layout.schedule}: layers per rank {counts}, simulated bubble {p.bubble:.1%}"

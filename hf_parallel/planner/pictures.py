@@ -9,6 +9,8 @@ from typing import Any
 
 from hf_parallel.config import SpecError
 from hf_parallel.planner.choices import Choice, Found
+from hf_parallel.planner.pipeline import make_stages
+from hf_parallel.planner.step_time import predicted_timeline
 
 #: From what stays to what passes; told apart in grey too.
 COLOURS = ["#1f4e8c", "#5b8fd6", "#a9c7ee", "#d9822b", "#f1c27d", "#8d7bb5", "#66727f", "#c9ced6"]
@@ -139,11 +141,11 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
         SpecError: the layout has no pipeline, or a PNG is asked for without matplotlib.
     """
     from hf_parallel.pipeline import picture
-    from hf_parallel.planner.timelines import predicted_timeline
 
     if choice.config.pp_size == 1:
         raise SpecError(f"{path}: {choice.config.to_spec()} has no pipeline to draw; --parallel pp=4 works")
-    timeline, shown = predicted_timeline(choice.prediction)
+    p = choice.prediction
+    timeline, shown = predicted_timeline(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
     name = choice.config.pipeline_schedule
     if str(path).endswith(".png"):
         _png_timeline(path, timeline, name)

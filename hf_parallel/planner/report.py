@@ -151,16 +151,10 @@ def show_verified(choice: Choice, runs: list[Any], console: Any = None) -> None:
         parts = ", ".join(f"{kind} {size / 2**30:.2f}" for kind, size in run.peak.most_common())
         sent = {axis: sum(t.sent for t in kinds.values()) for axis, kinds in run.communication.items()}
         moved = ", ".join(f"{axis} {size / 2**30:.2f} GiB" for axis, size in sent.items())
-        counted = tensors_gib(planned[run.place["pp"]])
+        counted = planned[run.place["pp"]].tensors / 2**30
         place = f"{run.rank} (pp={run.place['pp']})"
         shown.add_row(
             place, f"{counted:.2f}", f"{run.peak_bytes / 2**30:.2f}", parts, moved or "nothing", f"{run.seconds:.1f}"
         )
     console.print(shown)
     console.print("Both count tensors: CUDA's context, communicators and the allocator's slack come on top.")
-
-
-def tensors_gib(memory: Any) -> float:
-    """What a rank's tensors take, by formula: without what is outside torch's allocator."""
-    outside = ("context", "communication buffers", "held by the allocator")
-    return sum(size for kind, size in memory.kinds.items() if kind not in outside) / 2**30

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from hf_parallel.config import SpecError
+from hf_parallel.dryrun import dry_run
 from hf_parallel.hooks.planned_adapters import four_bit, lora
-from hf_parallel.planner.dry_run import dry_run
 from tests import models
 from tests.distributed import run, run_alone
 from tests.planner.measuring import allocated, measured, measured_in_a_script, measured_with_adapters, numbers

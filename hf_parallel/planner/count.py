@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.anatomy import input_embedding, stacks, text_config, tied_to_embedding
 from hf_parallel.config import SpecError
-from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
+from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
 
 
 def count_model(model: Any) -> ModelShape:

@@ -139,7 +139,7 @@ def shape_of(model: Any) -> ModelShape:
         return model
     if isinstance(model, Mapping):
         return shape_from_numbers(model)
-    from hf_parallel.planner.model_count import count_model
+    from hf_parallel.planner.count import count_model
 
     return count_model(model)
 
