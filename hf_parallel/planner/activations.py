@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.ledger import ADAPTER_WIDTH
 from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import Block, ModelShape
+from hf_parallel.planner.states import ADAPTER_WIDTH
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
 from hf_parallel.planner.predict import Prediction, predict_step
 from hf_parallel.planner.shape import ModelShape, distinct
 from hf_parallel.planner.stage_time import block_times, stage_times
-from hf_parallel.planner.step_time import host_bytes
+from hf_parallel.planner.states import host_bytes
 
 
 @dataclass(frozen=True)

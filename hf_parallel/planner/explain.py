@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hf_parallel.planner.activations import kept_bytes, terms_of
-from hf_parallel.planner.ledger import ring_factor
-from hf_parallel.planner.memory import adapter_bytes, fullest, state_bytes
+from hf_parallel.planner.memory import fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.shape import distinct
+from hf_parallel.planner.states import adapter_bytes, state_bytes
+from hf_parallel.planner.transfer import ring_factor
 
 if TYPE_CHECKING:
     from hf_parallel.planner.predict import Prediction

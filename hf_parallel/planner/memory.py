@@ -18,7 +18,6 @@ from hf_parallel.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGH
 from hf_parallel.planner.activations import kept_bytes, lowered_parameters, output_numbers
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.ledger import ADAPTER_WIDTH, expert_shards
 from hf_parallel.planner.pipeline import (
     Stage,
     dense_parameters,
@@ -29,64 +28,10 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
+from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_bytes, state_bytes, zero_states
+from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
-#: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
-EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """Bytes per parameter of weights that compute, of gradients, and of what the optimizer alone reads (K)."""
-
-    weights: float = 2.0
-    gradients: float = 2.0
-    optimizer: float = 12.0
-
-
-def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | None = None) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer on each of `shards` ranks: ZeRO's table 1.
-
-    Stage 0 holds (2 + 2 + K) x parameters, 1 divides K by the shards, 2 the gradients too, 3 everything.
-    """
-    state = state or StateBytes()
-    return {
-        "weights": parameters * state.weights / (shards if stage >= 3 else 1),
-        "gradients": parameters * state.gradients / (shards if stage >= 2 else 1),
-        "optimizer": parameters * state.optimizer / (shards if stage >= 1 else 1),
-    }
-
-
-def moment_bytes(optimizer: str, width: float) -> float:
-    """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
-    known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
-    return known[optimizer]
-
-
-def state_bytes(job: Job, zero_stage: int) -> StateBytes:
-    """What training keeps per parameter that is not an adapter's.
-
-    Mixed bf16 reduces and accumulates gradients in fp32 (Megatron-LM, FSDP2), fp16 in fp16 behind its loss scale.
-    Under ZeRO-3 the sharded master copy is the only one: the 16-bit weights exist in gathered layers alone. Without
-    master weights, and in fp32, all states have the weights' own dtype.
-    """
-    habits, width = job.habits, job.stored
-    if job.lora:
-        return StateBytes(width, 0, 0)
-    if width == 4 or not habits.master_weights:
-        state = StateBytes(width, width, moment_bytes(job.optimizer, width))
-    else:
-        gradients = 2 if job.precision == "fp16" else 4 if zero_stage == 3 else habits.gradient_bytes
-        state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
-    if job.offload == "none":
-        return state
-    return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
-
-
-def adapter_bytes(job: Job) -> StateBytes:
-    """What training keeps per parameter of an adapter."""
-    moments = moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
-    return StateBytes(ADAPTER_WIDTH, ADAPTER_WIDTH, moments)
 
 
 # ---- a pipeline's schedule ------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ class Stage:
 
     def adapters(self, tp: int, rank: int) -> float:
         """Parameters of adapters of `rank` on one rank."""
-        return sum(count * adapter_parameters(block, tp, rank) for block, count in self.counts) if rank else 0.0
+        return sum(count * adapter_parameters(block, tp, rank) for block, count in self.counts)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -78,7 +78,7 @@ def adapted(block: Block) -> list[Matrix]:
 
 @functools.lru_cache(maxsize=4096)
 def adapter_parameters(block: Block, tp: int, rank: int) -> float:
-    """Parameters of a block's adapters of `rank` on one tp rank.
+    """Parameters of a block's adapters of `rank` on one tp rank; 0: none.
 
     A is whole beside columns and split beside rows, B the other way; heads that ranks share have both whole.
     """
@@ -134,22 +134,9 @@ def _split(shape: ModelShape, number: int, balanced: bool, recompute: str, lengt
         return tuple(even_split(shape.layers, number))
     passes = 4 / 3 if recompute == "full" else 1
     head = (shape.head_flops + 5 * shape.head_outputs) / passes
-    if not balanced and len(set(map(id, shape.blocks))) == 1:
-        return _split_around_head(shape.layers, number, head / shape.blocks[0].flops(length))
     blocks = tuple(Cost(block.flops(length) * passes, 2 * block.parameters) for block in shape.blocks)
     weights = shape.embedding_parameters if shape.tied else shape.head_parameters
     return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, Cost(head * passes, 2 * weights)), number)
-
-
-def _split_around_head(layers: int, number: int, head: float) -> tuple[int, ...]:
-    """Equal layers: the last stage gets as many as keep it from being the slowest, the first ones the fewer."""
-
-    def others(last: int) -> list[int]:
-        return list(reversed(even_split(layers - last, number - 1)))
-
-    fitting = [last for last in range(1, layers - number + 2) if layers - last >= number - 1]
-    best = min(fitting, key=lambda last: (max(*others(last), last + head), -last))
-    return (*others(best), best)
 
 
 def stages_of_rank(layout: Layout, rank: int) -> list[int]:

@@ -17,21 +17,10 @@ from dataclasses import dataclass
 
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.ledger import (
-    ATTENTION,
-    BACKWARD,
-    COMPUTE,
-    EXPOSED,
-    FACTORS,
-    FORWARD,
-    PRODUCTS,
-    Transfer,
-    block_transfers,
-    end_transfers,
-    groups,
-)
+from hf_parallel.planner.ledger import block_transfers, end_transfers
 from hf_parallel.planner.pipeline import Stage
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
+from hf_parallel.planner.transfer import ATTENTION, BACKWARD, COMPUTE, EXPOSED, FACTORS, FORWARD, PRODUCTS, Transfer
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
@@ -98,7 +87,7 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     _launch(gpu, forward, _KERNELS_FORWARD)
     _launch(gpu, backward, _KERNELS_BACKWARD)
     backward = plus(backward, _recomputed(forward, job))
-    transfers = block_transfers(block, hidden, layout, job, groups(layout, cluster))
+    transfers = block_transfers(block, hidden, layout, job, cluster)
     return Times(
         plus(forward, exposed((t for t in transfers if t.when == FORWARD), forward, gpu)),
         plus(backward, exposed((t for t in transfers if t.when == BACKWARD), backward, gpu)),
@@ -211,9 +200,9 @@ def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Tim
 
 def _end_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """Head and loss on the last stage, and what a stage sends beside its blocks."""
-    gpu, links = cluster.gpu, groups(layout, cluster)
+    gpu = cluster.gpu
     head = _head_times(stage.shape, layout, job, gpu) if stage.is_last else Times({}, {})
-    transfers = [t for t in end_transfers(stage, layout, job, links) if t.payload]
+    transfers = end_transfers(stage, layout, job, cluster)
     return Times(
         plus(head.forward, exposed((t for t in transfers if t.when == FORWARD), head.forward, gpu)),
         plus(head.backward, exposed((t for t in transfers if t.when == BACKWARD), head.backward, gpu)),

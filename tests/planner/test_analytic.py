@@ -12,9 +12,10 @@ from hf_parallel.hooks.planned_adapters import lora
 from hf_parallel.planner import make_cluster, shape_of
 from hf_parallel.planner.candidates import Goal, to_job, to_layout
 from hf_parallel.planner.ledger import ledger
-from hf_parallel.planner.memory import memory_of_ranks, moment_bytes
+from hf_parallel.planner.memory import memory_of_ranks
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.search import count_activations
+from hf_parallel.planner.states import moment_bytes
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.planner.measuring import measured

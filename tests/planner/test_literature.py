@@ -6,11 +6,19 @@ from hf_parallel.pipeline.orders import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
 from hf_parallel.planner.activations import activation_terms, kept_of_terms
 from hf_parallel.planner.layout import Job, make_job
-from hf_parallel.planner.ledger import busiest, groups, ring_factor
-from hf_parallel.planner.memory import GIB, StateBytes, zero_states
+from hf_parallel.planner.ledger import busiest
+from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.pipeline import live_forwards, make_stages, one_f_one_b, pipeline_seconds
 from hf_parallel.planner.shape import dense_block
-from hf_parallel.planner.step_time import host_bytes, nvme_bytes, offload_seconds, pcie_bytes
+from hf_parallel.planner.states import (
+    StateBytes,
+    host_bytes,
+    nvme_bytes,
+    offload_seconds,
+    pcie_bytes,
+    zero_states,
+)
+from hf_parallel.planner.transfer import groups, ring_factor
 
 LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
