@@ -41,6 +41,11 @@ class Goal:
     rows: int | None = None  # of a call, if the script fixes it
     accumulation: int = 1  # calls per step, where the script fixes both
 
+    @property
+    def where(self) -> str:
+        """Machines and length of rows, for headings."""
+        return f"{self.cluster.gpus} x {self.cluster.gpu.name}, {self.seq} tokens per row"
+
     def share(self, config: ParallelConfig) -> int | None:
         """Rows per step of one data rank; None: the batch does not divide."""
         ranks = config.data_parallel_size

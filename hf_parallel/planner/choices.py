@@ -17,8 +17,7 @@ from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
 from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
 from hf_parallel.planner.predict import Prediction, predict_step
-from hf_parallel.planner.shape import ModelShape, distinct
-from hf_parallel.planner.stage_time import block_times, stage_times
+from hf_parallel.planner.stage_time import stage_times
 from hf_parallel.planner.states import host_bytes
 
 
@@ -55,22 +54,15 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         p = self.prediction
+        rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
         return {
             "spec": self.config.to_spec(),
             "not_run_by_this_version": self.not_built,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
-            "step_time_s": p.step_time_s,
-            "uncertainty": p.uncertainty,
-            "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
-            "mfu": p.mfu,
-            "memory_gib": p.memory_gib,
+            **{name: getattr(p, name) for name in rates},
             "needed_gib": self.needed_gib,
-            "fits": p.fits,
-            "bubble": p.bubble,
-            "memory": p.breakdown.memory,
-            "time": p.breakdown.time,
-            "bytes_by_axis": p.breakdown.bytes_by_axis,
+            **{name: getattr(p.breakdown, name) for name in ("memory", "time", "bytes_by_axis")},
             "warnings": list(self.warnings),
         }
 
@@ -82,10 +74,7 @@ class Found:
     `beyond`: lines about layouts that this version does not run and that would be much better.
     """
 
-    shape: ModelShape
-    cluster: Cluster
-    seq: int
-    global_batch: int | None
+    goal: Goal
     choices: list[Choice]
     best: Choice | None = None  # the fastest that this version runs
     why_not: list[tuple[str, str]] = field(default_factory=list)
@@ -96,14 +85,15 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
+        goal = self.goal
         return {
-            "model": self.shape.name,
-            "parameters": self.shape.parameters,
-            "gpu": self.cluster.gpu.name,
-            "gpus": self.cluster.gpus,
-            "gpus_per_node": self.cluster.per_node,
-            "seq": self.seq,
-            "global_batch": self.global_batch,
+            "model": goal.shape.name,
+            "parameters": goal.shape.parameters,
+            "gpu": goal.cluster.gpu.name,
+            "gpus": goal.cluster.gpus,
+            "gpus_per_node": goal.cluster.per_node,
+            "seq": goal.seq,
+            "global_batch": goal.global_batch,
             "layouts_looked_at": self.looked_at,
             "layouts": [choice.to_dict() for choice in self.choices],
             "why_not": dict(self.why_not),
@@ -135,33 +125,10 @@ def variants(
     share = goal.share(config)
     sizes = micro_batches(goal, share, config) if share else []
     for way in ways:
-        fitted = False
-        for size in sizes:
-            if limit < math.inf and _floor(goal, config, size, way["activation_checkpointing"]) > limit:
-                continue
-            choice = predicted(goal, configured(config, **way), size, limit)
-            if choice is None:
-                continue
-            yield choice
-            fitted = fitted or isinstance(choice, Choice)
-        if fitted:
+        tried = [predicted(goal, configured(config, **way), size, limit) for size in sizes]
+        yield from (choice for choice in tried if choice is not None)
+        if any(isinstance(choice, Choice) for choice in tried):
             return
-
-
-def _floor(goal: Goal, config: ParallelConfig, size: int, recompute: str) -> float:
-    """Seconds per row that its blocks alone take if no rank ever waits, however the data are shared out."""
-    layout = Layout(
-        tp=config.tp_size,
-        cp=config.cp_size,
-        ep=config.ep_size,
-        sequence_parallel=config.tp_size > 1,
-        context=config.context_parallel,
-    )
-    job = Job(goal.seq, size, 1, recompute, goal.precision, goal.lora, engine="hf_parallel")
-    busy = 0.0
-    for block, count in distinct(goal.shape.blocks).items():
-        busy += count * sum(block_times(block, goal.shape.hidden, layout, job, goal.cluster).totals)
-    return busy * config.tp_size * config.cp_size / (goal.cluster.gpus * size)
 
 
 def predicted(

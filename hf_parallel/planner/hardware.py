@@ -152,7 +152,8 @@ def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) ->
     """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
     like = like or (find_gpu(entry["like"]) if "like" in entry else None)
     known = vars(like) if like else {}
-    given = {key: entry[key] for key in ("memory_gib", "units", "scale_up", "scale_out") if key in entry}
+    plain = ("memory_gib", "units", "scale_up", "scale_out")
+    given: dict[str, Any] = {key: entry[key] for key in plain if key in entry}
     if "bandwidth" in entry:
         given["bandwidth"] = entry["bandwidth"] * 1e9
     if "tflops" in entry:

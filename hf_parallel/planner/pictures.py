@@ -47,7 +47,7 @@ def kinds_of(choices: list[Choice]) -> list[str]:
 def svg_memory(found: Found) -> str:
     """The picture as text."""
     choices, kinds = found.choices, kinds_of(found.choices)
-    limit = found.cluster.gpu.memory_gib
+    limit = found.goal.cluster.gpu.memory_gib
     scale = _PLOT / max(limit, *(choice.prediction.memory_gib for choice in choices))
     foot = _TOP + len(choices) * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 74
@@ -56,8 +56,13 @@ def svg_memory(found: Found) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(24, 34, f"{found.shape.name}: memory of the fullest rank", size=19),
-        _text(24, 56, f"{found.cluster.gpus} x {found.cluster.gpu.name}, {found.seq} tokens per row", fill=_QUIET),
+        _text(24, 34, f"{found.goal.shape.name}: memory of the fullest rank", size=19),
+        _text(
+            24,
+            56,
+            found.goal.where,
+            fill=_QUIET,
+        ),
         *(line for row, choice in enumerate(choices) for line in _bar(row, choice, kinds, scale)),
         f'<path d="M{x:.1f} {_TOP - 8}V{foot}" stroke="{_INK}" stroke-dasharray="4 3"/>',
         _text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"),
@@ -126,7 +131,7 @@ def _png_memory(path: Any, found: Found) -> None:
         sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
         axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
         left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.axvline(found.cluster.gpu.memory_gib, color=_INK, linestyle="--")
+    axes.axvline(found.goal.cluster.gpu.memory_gib, color=_INK, linestyle="--")
     axes.invert_yaxis()
     axes.set_xlabel("GiB on the fullest rank")
     axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))

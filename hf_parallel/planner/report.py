@@ -28,12 +28,12 @@ def show(found: Found, dollars: float | None = None, console: Any = None) -> Non
 
 
 def _heading(found: Found) -> str:
-    cluster, shape = found.cluster, found.shape
+    cluster, shape = found.goal.cluster, found.goal.shape
     where = f"{cluster.gpus} x {cluster.gpu.name}"
     if cluster.gpus > 1:
         between = f", {cluster.between.name} between" if cluster.nodes > 1 else ""
         where += f" ({cluster.inside.name} in nodes of {cluster.per_node}{between})"
-    batch = f"{found.global_batch or 'rows'} x {found.seq} tokens per step"
+    batch = f"{found.goal.global_batch or 'rows'} x {found.goal.seq} tokens per step"
     what = f"{shape.name}, {shape.parameters / 1e9:.2f} B parameters"
     return f"{what}, on {where}: {batch}; {found.looked_at} layouts looked at"
 
@@ -128,7 +128,7 @@ def spec_file(found: Found, choice: Choice) -> str:
     """The text of one such file."""
     p = choice.prediction
     lines = [
-        f"# {found.shape.name} on {found.cluster.gpus} x {found.cluster.gpu.name}, {found.seq} tokens per row",
+        f"# {found.goal.shape.name} on {found.goal.where}",
         f"# predicted: {p.step_time_s:.3g} s per step, {p.memory_gib:.1f} GiB, MFU {p.mfu:.1%}",
         f"# with per_device_train_batch_size={choice.rows}, gradient_accumulation_steps={choice.accumulation}",
         *(f"# note: {warning}" for warning in choice.warnings),

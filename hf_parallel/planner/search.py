@@ -85,37 +85,30 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    rank = 16 if lora is True else int(lora)
-    goal = Goal(
-        measured_shape(model, known_precision(precision), adapt),
-        cluster,
-        seq,
-        global_batch,
-        known_precision(precision),
-        optimizer,
-        rank,
-        rows,
-        accumulation,
-    )
+    precision, rank = known_precision(precision), 16 if lora is True else int(lora)
+    shape = measured_shape(model, precision, adapt)
+    goal = Goal(shape, cluster, seq, global_batch, precision, optimizer, rank, rows, accumulation)
     looking = _Search(goal, accept)
     ranked = looking.run()
-    shared_out = looking.looked_at > 0
-    best = ranked[0] if ranked else None
+    looked_at, best = looking.looked_at, ranked[0] if ranked else None
     wanted = _NEAR if include_unsupported else 1 / MUCH_BETTER
     others = looking.beyond(_pace(best) * wanted if best else math.inf)
     lines = better_but_refused(others, best, looking.accepts)
-    if not shared_out and not (include_unsupported and others):
+    if not looked_at and not (include_unsupported and others):
         raise SpecError("; ".join([_cannot_share(goal), *lines]))
     shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
     shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
-    shown = [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown]
-    notes = list(notes_about(goal, getattr(model, "max_position_embeddings", None)))
-    found = Found(
-        goal.shape, cluster, seq, global_batch, shown, best, [], looking.looked_at, beyond=lines, notes=notes
-    )
     yours = [] if expected is None else [why_not_expected(goal, expected, best)]
-    advice = "" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept)))
-    return dataclasses.replace(found, why_not=[*yours, *why_not_usual(goal, best)], advice=advice)
+    return Found(
+        goal,
+        [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown],
+        best,
+        why_not=[*yours, *why_not_usual(goal, best)],
+        looked_at=looking.looked_at,
+        advice="" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept))),
+        beyond=lines,
+        notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
+    )
 
 
 def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
