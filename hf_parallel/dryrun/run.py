@@ -263,9 +263,7 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
         return run.continued(fewest, counts)
     one, two = (
         dataclasses.replace(
-            run,
-            config=dataclasses.replace(run.config, pipeline_microbatches=count),
-            rows=run.rows // asked * count,
+            run, config=dataclasses.replace(run.config, pipeline_microbatches=count), rows=run.rows // asked * count
         ).continued(fewest, counts)
         for count in (few, few + ranks)
     )

@@ -72,7 +72,7 @@ class Prediction:
 
     def explain(self) -> str:
         """Each formula with its numbers and source."""
-        from hf_parallel.planner.explain import explain
+        from hf_parallel.planner.report import explain
 
         return explain(self)
 
@@ -119,19 +119,10 @@ def predict(
     shape = shape_of(model)
     sizes = make_layout(layout, gpus)
     cluster = make_cluster(gpu, gpus or sizes.gpus, gpus_per_node or 8, network)
-    job = make_job(
-        sizes,
-        seq,
-        micro_batch,
-        global_batch,
-        recompute=recompute,
-        precision=precision,
-        lora=16 if lora is True else int(lora or 0),
-        optimizer=optimizer,
-        offload=offload,
-        attention=attention,
-        engine=engine,
-    )
+    rank = 16 if lora is True else int(lora or 0)
+    how = {"recompute": recompute, "precision": precision, "optimizer": optimizer, "offload": offload}
+    how |= {"attention": attention, "engine": engine}
+    job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, **how)
     return predict_step(shape, cluster, sizes, job)
 
 
