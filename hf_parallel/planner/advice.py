@@ -10,7 +10,7 @@ from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
 from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, runs, sizes_of
 from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED, Prediction
+from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
@@ -28,38 +28,44 @@ _KINDS = {
 
 def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     """What an experienced user would say about a layout."""
-    config, prediction, cluster = choice.config, choice.prediction, goal.cluster
-    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
-    if config.tp_size > cluster.per_node:
-        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
-    if config.tp_size > 1 and "pcie" in cluster.inside.name:
-        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
-    exposed = _share(prediction, "ZeRO-3 communication")
-    if exposed > 0.1 and config.dp_replicate_size == 1 and slow:
-        inside = max(1, cluster.per_node // config.tp_size)
-        replicas = config.dp_shard_size // inside
-        states = sum(prediction.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
-        fits = prediction.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
-        if replicas > 1 and inside > 1 and config.dp_shard_size % inside == 0 and fits:
-            yield (
-                f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
-                f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
-            )
+    yield from _about_links(choice, goal.cluster)
+    config, prediction = choice.config, choice.prediction
     if choice.accumulation > 1 and config.pp_size == 1 and config.data_parallel_size > 1:
         yield (
             f"gradient_accumulation_steps={choice.accumulation} holds whole gradients between the calls, not shards; "
             "a larger batch per call, or fewer rows per step, does not"
         )
     if prediction.bubble > 0.2:
-        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, cluster)}"
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, goal.cluster)}"
     tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
     if prediction.job.micro_batch * goal.seq < 1024:
         yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
-    needed = choice.needed_gib
-    if needed > 0.92 * cluster.gpu.memory_gib:
-        yield f"needs {needed:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
+    needed, there = choice.needed_gib, goal.cluster.gpu.memory_gib
+    if needed > 0.92 * there:
+        yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
+
+
+def _about_links(choice: Choice, cluster: Cluster) -> Iterator[str]:
+    """tp over slow links, and ZeRO-3 over a network where shards of a node would fit."""
+    config, p = choice.config, choice.prediction
+    if config.tp_size > cluster.per_node:
+        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
+    if config.tp_size > 1 and "pcie" in cluster.inside.name:
+        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
+    exposed = p.breakdown.time.get("ZeRO-3 communication", 0.0) / p.step_time_s
+    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
+    inside = max(1, cluster.per_node // config.tp_size)
+    replicas = config.dp_shard_size // inside
+    shareable = config.dp_replicate_size == 1 and min(replicas, inside) > 1 and config.dp_shard_size % inside == 0
+    states = sum(p.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
+    fits = p.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
+    if exposed > 0.1 and slow and shareable and fits:
+        yield (
+            f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
+            f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
+        )
 
 
 def _why_idle(choice: Choice, cluster: Cluster) -> str:
@@ -69,10 +75,6 @@ def _why_idle(choice: Choice, cluster: Cluster) -> str:
     return (
         f"stages wait for what travels over {link.name}, or the slowest of them; larger micro-batches wait less often"
     )
-
-
-def _share(prediction: Prediction, kind: str) -> float:
-    return prediction.breakdown.time.get(kind, 0.0) / prediction.step_time_s
 
 
 def why_not(choice: Choice, best: Choice | None) -> str:

@@ -119,11 +119,6 @@ class ModelShape:
         return ends + sum(block.parameters for block in self.blocks)
 
     @property
-    def active_parameters(self) -> float:
-        """Weights whose products one token meets, without the embedding's lookup and the head."""
-        return sum(matrix.flops / 2 for block in self.blocks for matrix in block.matrices)
-
-    @property
     def head_flops(self) -> float:
         """Of the logits, forward, per token."""
         return 2.0 * self.hidden * self.head_outputs

@@ -173,18 +173,6 @@ def kind_of(transfer: Transfer) -> str:
     return f"{axis} communication" if axis in ("tp", "cp", "ep", "pp") else "ZeRO-3 communication"
 
 
-@functools.lru_cache(maxsize=4096)
-def end_times(shape: ModelShape, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """Head and loss, on the last stage."""
-    gpu, tokens = cluster.gpu, job.micro_batch * job.seq / layout.cp
-    if not shape.head_outputs:
-        return Times({}, {})
-    columns = shape.head_outputs / layout.tp
-    product = gemm_seconds(gpu, "bf16", tokens, columns, shape.hidden)
-    loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
-    return Times({"head": product + loss}, {"head": 2 * product + loss})
-
-
 # ---- a stage --------------------------------------------------------------------------------------------------------
 
 
