@@ -226,7 +226,8 @@ class _Sends:
         """
         axis, fsdp2, stage, link = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage, self.links[group]
         if stage == 3 or (stage and fsdp2 and self.layout.pp == 1):
-            yield Transfer(axis, "all_gather", weights, 1, link, "weights", FORWARD, COMPUTE)
+            what = "weights" if stage == 3 else "updated weights"
+            yield Transfer(axis, "all_gather", weights, 1, link, what, FORWARD, COMPUTE)
         if stage == 3:
             rounds = 1 / self.job.micro_batches if fsdp2 else 1
             yield Transfer(axis, "all_gather", weights, not (kept and fsdp2), link, "weights", BACKWARD, COMPUTE)

@@ -169,8 +169,9 @@ def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) 
 
 def kind_of(transfer: Transfer) -> str:
     """Under which name a collective's seconds are counted."""
-    axis = transfer.axis
-    return f"{axis} communication" if axis in ("tp", "cp", "ep", "pp") else "ZeRO-3 communication"
+    if transfer.axis in ("tp", "cp", "ep"):
+        return f"{transfer.axis} communication"
+    return "gathering updated weights" if transfer.what == "updated weights" else "ZeRO-3 communication"
 
 
 # ---- a stage --------------------------------------------------------------------------------------------------------
