@@ -199,8 +199,8 @@ class _Rank:
         if not self.reshards:
             return self.width * (self.numbers + self.experts) + ADAPTER_WIDTH * self.adapters
         blocks = [block for stage in self.stages for block, _ in stage.counts]
-        layer = max(self._block_numbers(block) for block in blocks)
-        one_of = ADAPTER_WIDTH * self.adapters / len(blocks)
+        layer = max((self._block_numbers(block) for block in blocks), default=0.0)
+        one_of = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
         return self.width * (self.ends + self.habits.gathered_layers * layer) + one_of + reduced
 
