@@ -33,7 +33,7 @@ class Habits:
     gathered_layers: float = 2.0  # alive at a time under ZeRO-3
     balanced: bool = False  # stages are cut by cost also where an even cut is possible
     # activations
-    kernels: str = "fused"  # which activations a block keeps: see memory.activation_terms
+    kernels: str = "fused"  # which activations a block keeps: see activations.activation_terms
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
     split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward

@@ -63,12 +63,13 @@ def busiest(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluste
 
 def ledger(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """Every transfer in one step of the rank that holds `stages`; equal ones are one entry."""
-    found = step_transfers(stages, layout, job, cluster)
+    found: list[Transfer] = []
     for stage in stages:
-        found += [t.times(job.micro_batches) for t in end_transfers(stage, layout, job, cluster)]
         for block, count in stage.counts:
             each = block_transfers(block, stage.shape.hidden, layout, job, cluster)
             found += [t.times(count * job.micro_batches) for t in each]
+        found += [t.times(job.micro_batches) for t in end_transfers(stage, layout, job, cluster)]
+    found += step_transfers(stages, layout, job, cluster)
     merged: dict[tuple, Transfer] = {}
     for t in found:
         known = merged.get(key := (t.axis, t.kind, t.payload, t.group))
