@@ -20,7 +20,6 @@ from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import (
     Stage,
-    dense_parameters,
     live_forwards,
     remote_neighbours,
     schedule_order,
@@ -198,14 +197,14 @@ class _Rank:
             return 0.0
         if not self.reshards:
             return self.width * (self.numbers + self.experts) + ADAPTER_WIDTH * self.adapters
-        blocks = [block for stage in self.stages for block, _ in stage.counts]
-        layer = max((self._block_numbers(block) for block in blocks), default=0.0)
-        one_of = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
+        alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
+        layer = max((one.dense(self.layout.tp) + one.experts(self.layout.ep) for one in alone), default=0.0)
+        adapters = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
-        return self.width * (self.ends + self.habits.gathered_layers * layer) + one_of + reduced
+        return self.width * (self.ends + self.habits.gathered_layers * layer) + adapters + reduced
 
-    def _block_numbers(self, block: Block) -> float:
-        return dense_parameters(block, self.layout.tp) + block.expert_parameters / self.layout.ep
+    def _alone(self, block: Block) -> Stage:
+        return Stage(self.shape, ((block, 1),), False, False)
 
     # ---- moments of a step ---------------------------------------------------------------------------------------
 
@@ -314,8 +313,8 @@ class _Rank:
         if self.job.recompute == "none" or not stage.counts:
             return 0.0
         block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
-        once = Stage(self.shape, ((block, 1),), False, False)
-        again = self._kept(once, "none") - self._kept(once, self.job.recompute)
-        lowered = self._lowered(once, "none") - self._lowered(once, self.job.recompute)
+        one, recompute = self._alone(block), self.job.recompute
+        again = self._kept(one, "none") - self._kept(one, recompute)
+        lowered = self._lowered(one, "none") - self._lowered(one, recompute)
         gradients = 2 * self.width * (block.inner / self.layout.tp + self.shape.hidden / self.parts)
         return self.tokens * (again + gradients) + lowered
