@@ -1,4 +1,4 @@
-"""Bytes per token that one block keeps for its backward on one rank.
+"""What a block keeps for its backward on one rank, in bytes per token; what a pipeline holds at its fullest moment.
 
 The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4), or of Transformers' modules
 (docs/activation_memory.md). Where `measure.py` counted a block by running it, that number stands in for their sum.
@@ -6,8 +6,11 @@ The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4), o
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from hf_parallel.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, flat
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import Block, ModelShape
@@ -164,3 +167,61 @@ def lowered_parameters(block: Block, layout: Layout, frozen: bool = False) -> fl
     lowered = [m for m in block.matrices if m.split != "expert"]
     kept = [m for m in lowered if m.split == "row" or frozen or not layout.sequence_parallel]
     return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in kept)
+
+
+# ---- a pipeline's schedule ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one micro-batch on one stage.
+
+    kept: by its forward. between: gradients of outputs, from one half of a backward to the other. begin, end: what
+    else a backward needs when it begins, and its first half at its end. gradients: of weights, from the first
+    backward on.
+    """
+
+    kept: float
+    between: float
+    begin: float
+    end: float
+    gradients: float
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment: activations held, needed in passing, gradients of weights."""
+
+    held: float = 0.0
+    passing: float = 0.0
+    gradients: float = 0.0
+
+
+def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> Moment:
+    """When a rank needs most.
+
+    A backward in one piece frees a stage's activations as it goes. Of one in two halves (Qi et al., 2023) the first
+    frees nothing, since the graph is needed once more, and leaves the gradient of every output beside it.
+
+    Args:
+        actions: of the rank, in order.
+        stages: of the rank, by index.
+    """
+    held, most = 0.0, Moment()
+    summed: set[int] = set()
+    for action in flat(actions):
+        stage = stages[action.stage]
+        whole = sum(stages[index].gradients for index in summed)
+        if action.kind == FORWARD:
+            held += stage.kept
+            most = max(most, Moment(held, 0.0, whole), key=sum)
+        if action.kind in (BACKWARD, BACKWARD_INPUT):
+            most = max(most, Moment(held, stage.begin, whole), key=sum)
+        if action.kind == BACKWARD_INPUT:
+            held += stage.between
+            most = max(most, Moment(held, stage.end, whole), key=sum)
+        if action.kind == BACKWARD_WEIGHT:
+            held -= stage.between
+        if action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            held -= stage.kept
+            summed.add(action.stage)
+    return most

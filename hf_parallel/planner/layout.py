@@ -153,8 +153,13 @@ class Job:
 
     @property
     def products(self) -> str:
-        """The precision of matrix products."""
+        """The precision of matrix products in the blocks."""
         return "bf16" if self.precision == "mixed" else self.precision
+
+    @property
+    def products_beside(self) -> str:
+        """The precision of attention and head, which fp8 leaves in 16 bits."""
+        return "bf16" if self.products == "fp8" else self.products
 
 
 def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> Layout:

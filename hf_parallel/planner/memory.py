@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from hf_parallel.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, flat
-from hf_parallel.planner.activations import kept_bytes, lowered_parameters, output_numbers
+from hf_parallel.planner.activations import (
+    Moment,
+    StageBytes,
+    fullest_moment,
+    kept_bytes,
+    lowered_parameters,
+    output_numbers,
+)
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import (
@@ -31,64 +35,6 @@ from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_bytes, state_bytes
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
-
-
-# ---- a pipeline's schedule ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class StageBytes:
-    """Bytes of one micro-batch on one stage.
-
-    kept: by its forward. between: gradients of outputs, from one half of a backward to the other. begin, end: what
-    else a backward needs when it begins, and its first half at its end. gradients: of weights, from the first
-    backward on.
-    """
-
-    kept: float
-    between: float
-    begin: float
-    end: float
-    gradients: float
-
-
-class Moment(NamedTuple):
-    """Bytes at one moment: activations held, needed in passing, gradients of weights."""
-
-    held: float = 0.0
-    passing: float = 0.0
-    gradients: float = 0.0
-
-
-def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> Moment:
-    """When a rank needs most.
-
-    A backward in one piece frees a stage's activations as it goes. Of one in two halves (Qi et al., 2023) the first
-    frees nothing, since the graph is needed once more, and leaves the gradient of every output beside it.
-
-    Args:
-        actions: of the rank, in order.
-        stages: of the rank, by index.
-    """
-    held, most = 0.0, Moment()
-    summed: set[int] = set()
-    for action in flat(actions):
-        stage = stages[action.stage]
-        whole = sum(stages[index].gradients for index in summed)
-        if action.kind == FORWARD:
-            held += stage.kept
-            most = max(most, Moment(held, 0.0, whole), key=sum)
-        if action.kind in (BACKWARD, BACKWARD_INPUT):
-            most = max(most, Moment(held, stage.begin, whole), key=sum)
-        if action.kind == BACKWARD_INPUT:
-            held += stage.between
-            most = max(most, Moment(held, stage.end, whole), key=sum)
-        if action.kind == BACKWARD_WEIGHT:
-            held -= stage.between
-        if action.kind in (BACKWARD, BACKWARD_WEIGHT):
-            held -= stage.kept
-            summed.add(action.stage)
-    return most
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------

@@ -133,7 +133,7 @@ def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens:
     e, heads = gpu.efficiency, layout.tp
     flops = attention.flops(job.seq) * tokens / heads
     exponentials = attention.heads * attention.keys(job.seq) * tokens / heads / (16 * gpu.units * _CLOCK)
-    rate = gpu.peak("bf16") * e.attention
+    rate = gpu.peak(job.products_beside) * e.attention
     return exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
 
 
@@ -202,7 +202,7 @@ def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
     if not shape.head_outputs:
         return Times({}, {})
     tokens, columns = job.micro_batch * job.seq / layout.cp, shape.head_outputs / layout.tp
-    product = gemm_seconds(gpu, "bf16", tokens, columns, shape.hidden)
+    product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
     loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
     return Times({"head": product + loss}, {"head": 2 * product + loss})
 

@@ -108,6 +108,7 @@ def test_fp32_weights_under_autocast(engine):
     sent = [sum(found.breakdown.bytes_by_axis.values()) for found in (bf16, mixed, fp32)]
     assert sent[1] == sent[2] == 2 * sent[0]
     assert bf16.step_time_s < mixed.step_time_s < fp32.step_time_s
+    assert fp32.breakdown.time["head"] > 1.5 * mixed.breakdown.time["head"] == 1.5 * bf16.breakdown.time["head"]
     assert mixed.breakdown.time["autocast"] > 0
     copies = sum(matrix.flops for block in mixed.shape.blocks for matrix in block.matrices) / 2**30  # 2 bytes each
     assert mixed.breakdown.memory["optimizer"] == fp32.breakdown.memory["optimizer"]
