@@ -92,7 +92,7 @@ def test_adapters_are_those_of_a_script(folder, spec, bits):
 
 
 def test_number_of_collectives_is_what_another_counter_counts():
-    """`sums` come from a loop and a counter that share nothing with the ledger."""
+    """`sums` come from a loop and a counter that share nothing with the recorder."""
     counted = run(measured, 4, "llama", "tp=4", ROWS, LENGTH)[0]["sums"]
     plan = run_alone(planned, "llama", "tp=4", 0)["traffic"]["tp"]
     assert plan["all_gather"][0] == counted["number of gathers"]
