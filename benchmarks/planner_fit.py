@@ -13,7 +13,7 @@ from unittest import mock
 from benchmarks import published
 from hf_parallel.planner import Job, Layout, Prediction, step_time
 from hf_parallel.planner.hardware import Efficiency, find_gpu
-from hf_parallel.planner.stages import make_stages, stages_of_rank
+from hf_parallel.planner.pipeline import make_stages, pace_of_1f1b, stages_of_rank
 
 TYPES = ("a100-80gb", "h100-80gb")  # each with efficiencies of its own
 #: Where a fit starts and what it is drawn to, and the range of each parameter. What is not here is not fitted.
@@ -124,7 +124,7 @@ def _seconds(asked: Prediction, efficiency: Efficiency) -> float:
     gpu = dataclasses.replace(asked.cluster.gpu, efficiency=efficiency)
     cluster = dataclasses.replace(asked.cluster, gpu=gpu)
     stages = make_stages(asked.shape, asked.layout, asked.job)
-    return step_time.step_time(asked.shape, stages, asked.layout, asked.job, cluster).seconds
+    return step_time.step_time(stages, asked.layout, asked.job, cluster).seconds
 
 
 def _as_1f1b(layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float) -> tuple[float, float]:
@@ -133,7 +133,7 @@ def _as_1f1b(layout: Layout, job: Job, stages: list[tuple[float, float]], sendin
     if layout.pp == 1:
         return job.micro_batches * busy[0], 0.0
     one_way = sum(busy) / layout.virtual_stages + 2 * (layout.pp - 1) * sending
-    pace = step_time.pace_of_1f1b(busy, sending) if layout.virtual_stages == 1 else max(busy)
+    pace = pace_of_1f1b(busy, sending) if layout.virtual_stages == 1 else max(busy)
     return one_way + (job.micro_batches - 1 / layout.virtual_stages) * pace, 0.0
 
 

@@ -22,7 +22,7 @@ EVERY = {
     "test_lora_weights.py": 3,
     "test_loading.py": 2,
     "test_new_heads.py": 3,
-    "test_own_engine.py": 2,
+    "test_analytic.py": 2,
     "test_pipeline.py": 2,
     "test_resume.py": 2,
     "test_scripts.py": 11,

@@ -161,9 +161,8 @@ def _adapters(args: argparse.Namespace) -> Any:
 
 
 def _cluster(args: argparse.Namespace) -> Any:
-    from hf_parallel.planner.clusters import read_cluster
     from hf_parallel.planner.detect import detect
-    from hf_parallel.planner.hardware import find_link, make_cluster
+    from hf_parallel.planner.hardware import find_link, make_cluster, read_cluster
 
     given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
     if len(given) != 1:
@@ -199,7 +198,7 @@ def _draw(args: argparse.Namespace, found: Any) -> None:
 
 def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
     """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
-    from hf_parallel.planner.dry_run import dry_run
+    from hf_parallel.dryrun import dry_run
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):

@@ -176,7 +176,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
         raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
     rows, precision = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens", batch["precision"]
     counted = f"{rows} per data rank, precision {precision}"
-    lines = [f"auto, for {found.cluster.gpus} x {found.cluster.gpu.name} and {counted}, chooses"]
+    lines = [f"auto, for {found.goal.cluster.gpus} x {found.goal.cluster.gpu.name} and {counted}, chooses"]
     for i, choice in enumerate(found.choices):
         word = "  " if i == 0 else "  then "
         p = choice.prediction
@@ -190,7 +190,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
 def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
     """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
     from hf_parallel.doctor import examine
-    from hf_parallel.planner.model_count import build_on_meta
+    from hf_parallel.planner.count import build_on_meta
 
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}

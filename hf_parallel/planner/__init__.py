@@ -2,8 +2,8 @@
 
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, find_gpu, find_link, make_cluster
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.model_shape import ModelShape, shape_of
 from hf_parallel.planner.predict import Prediction, predict, predict_step
+from hf_parallel.planner.shape import ModelShape, shape_of
 
 __all__ = [
     "Cluster",

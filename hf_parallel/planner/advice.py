@@ -6,6 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
+from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, runs, sizes_of
+from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
+from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
 
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
@@ -22,43 +26,49 @@ _KINDS = {
 }
 
 
-def warnings_about(choice: Any, goal: Any) -> Iterator[str]:
+def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     """What an experienced user would say about a layout."""
-    config, prediction, cluster = choice.config, choice.prediction, goal.cluster
-    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
-    if config.tp_size > cluster.per_node:
-        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
-    if config.tp_size > 1 and "pcie" in cluster.inside.name:
-        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
-    exposed = _share(prediction, "ZeRO-3 communication")
-    if exposed > 0.1 and config.dp_replicate_size == 1 and slow:
-        inside = max(1, cluster.per_node // config.tp_size)
-        replicas = config.dp_shard_size // inside
-        states = sum(prediction.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
-        fits = prediction.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
-        if replicas > 1 and inside > 1 and config.dp_shard_size % inside == 0 and fits:
-            yield (
-                f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
-                f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
-            )
+    yield from _about_links(choice, goal.cluster)
+    config, prediction = choice.config, choice.prediction
     if choice.accumulation > 1 and config.pp_size == 1 and config.data_parallel_size > 1:
         yield (
             f"gradient_accumulation_steps={choice.accumulation} holds whole gradients between the calls, not shards; "
             "a larger batch per call, or fewer rows per step, does not"
         )
     if prediction.bubble > 0.2:
-        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, cluster)}"
+        yield f"{prediction.bubble:.0%} of the pipeline is idle: {_why_idle(choice, goal.cluster)}"
     tokens = goal.seq * choice.rows * choice.accumulation * config.data_parallel_size
     if tokens > LARGE_BATCH:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
     if prediction.job.micro_batch * goal.seq < 1024:
         yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
-    needed = choice.needed_gib
-    if needed > 0.92 * cluster.gpu.memory_gib:
-        yield f"needs {needed:.1f} of {cluster.gpu.memory_gib:.1f} GiB: --verify before a long run"
+    needed, there = choice.needed_gib, goal.cluster.gpu.memory_gib
+    if needed > 0.92 * there:
+        yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
 
 
-def _why_idle(choice: Any, cluster: Any) -> str:
+def _about_links(choice: Choice, cluster: Cluster) -> Iterator[str]:
+    """tp over slow links, and ZeRO-3 over a network where shards of a node would fit."""
+    config, p = choice.config, choice.prediction
+    if config.tp_size > cluster.per_node:
+        yield f"tp={config.tp_size} crosses nodes of {cluster.per_node}: every layer waits for {cluster.between.name}"
+    if config.tp_size > 1 and "pcie" in cluster.inside.name:
+        yield f"tp={config.tp_size} without NVLink: its collectives run over {cluster.inside.name}; prefer pp or dp"
+    exposed = p.breakdown.time.get("ZeRO-3 communication", 0.0) / p.step_time_s
+    slow = cluster.nodes > 1 and cluster.between.bandwidth < 0.2 * cluster.inside.bandwidth
+    inside = max(1, cluster.per_node // config.tp_size)
+    replicas = config.dp_shard_size // inside
+    shareable = config.dp_replicate_size == 1 and min(replicas, inside) > 1 and config.dp_shard_size % inside == 0
+    states = sum(p.breakdown.memory.get(kind, 0.0) for kind in ("weights", "gradients", "optimizer"))
+    fits = p.memory_gib + states * (replicas - 1) < cluster.gpu.memory_gib
+    if exposed > 0.1 and slow and shareable and fits:
+        yield (
+            f"{exposed:.0%} of the step waits for weights over {cluster.between.name}: hybrid sharding "
+            f"(dp_replicate={replicas},dp_shard={inside}) keeps them in the node"
+        )
+
+
+def _why_idle(choice: Choice, cluster: Cluster) -> str:
     if choice.prediction.job.micro_batches < 4 * choice.config.pp_size:
         return "more micro-batches, or fewer stages"
     link = cluster.between if cluster.nodes > 1 else cluster.inside
@@ -67,11 +77,7 @@ def _why_idle(choice: Any, cluster: Any) -> str:
     )
 
 
-def _share(prediction: Any, kind: str) -> float:
-    return prediction.breakdown.time.get(kind, 0.0) / prediction.step_time_s
-
-
-def why_not(choice: Any, best: Any) -> str:
+def why_not(choice: Choice, best: Choice | None) -> str:
     """One line: it does not fit, or what it spends its time on instead."""
     prediction, memory = choice.prediction, choice.prediction.cluster.gpu.memory_gib
     if not prediction.fits:
@@ -90,13 +96,13 @@ def why_not(choice: Any, best: Any) -> str:
     return f"{times} x the time of the best: {more:.0%} of its step is additional {kind}{link}"
 
 
-def _crosses(choice: Any, kind: str) -> bool:
+def _crosses(choice: Choice, kind: str) -> bool:
     prediction = choice.prediction
     many = prediction.cluster.nodes > 1
     return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
 
 
-def nothing_fits(goal: Any, needed: float, others: list[tuple[str, Any]]) -> str:
+def nothing_fits(goal: Goal, needed: float, others: list[tuple[str, Any]]) -> str:
     """What to do when no layout fits.
 
     Args:
@@ -114,7 +120,7 @@ def nothing_fits(goal: Any, needed: float, others: list[tuple[str, Any]]) -> str
     return "; ".join(advice)
 
 
-def notes_about(goal: Any, positions: int | None) -> Iterator[str]:
+def notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
     """What holds for every layout of a plan.
 
     Args:
@@ -141,7 +147,7 @@ def notes_about(goal: Any, positions: int | None) -> Iterator[str]:
         yield f"--seq {goal.seq}: the model was made for {positions} positions"
 
 
-def better_but_refused(others: Any, best: Any, accepts: Callable[[Any], bool]) -> list[str]:
+def better_but_refused(others: Any, best: Choice | None, accepts: Callable[[Any], bool]) -> list[str]:
     """A line for each set of settings that this version does not run and that would be much better, or would fit.
 
     Fewer settings come first; one more must be much better still.
@@ -156,8 +162,64 @@ def better_but_refused(others: Any, best: Any, accepts: Callable[[Any], bool]) -
     return [_refused_line(choice, best) for choice in list(shown.values())[:_MOST_LINES]]
 
 
-def _refused_line(choice: Any, best: Any) -> str:
+def _refused_line(choice: Choice, best: Choice | None) -> str:
     gain = (
         "would fit" if best is None else f"would take {choice.seconds_per_row / best.seconds_per_row:.2f} x the time"
     )
     return f"{' and '.join(choice.not_built)} {gain} ({choice.config.to_spec()}), which this version does not run"
+
+
+# ---- layouts that one would expect ----------------------------------------------------------------------------------
+
+
+def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
+    """The layouts that people ask about first, and what keeps them from being the best."""
+    gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
+    stages = math.gcd(goal.cluster.nodes, 8)
+    asked = {
+        "plain data parallelism": {"dp_replicate": gpus},
+        "ZeRO-3 over all GPUs": {"dp_shard": gpus},
+        "tensor parallelism in the node": {"tp": inside, "dp_shard": gpus // inside},
+        "tensor parallelism across nodes": {"tp": min(2 * inside, gpus), "dp_shard": gpus // min(2 * inside, gpus)},
+        "hybrid sharding in the node": {"dp_replicate": gpus // inside, "dp_shard": inside},
+        "tp in the node, pp between nodes": {"tp": inside, "pp": stages, "dp_shard": gpus // inside // stages},
+    }
+    seen = {sizes_of(best.config)} if best else set()
+    for name, sizes in asked.items():
+        config = ParallelConfig.from_mapping(sizes).resolve(gpus)
+        if sizes_of(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
+            seen.add(sizes_of(config))
+            yield f"{name} ({config.to_spec()})", explain_absence(goal, config, best)
+
+
+def why_not_expected(goal: Goal, expected: ParallelConfig | str, best: Choice | None) -> tuple[str, str]:
+    """What is to be said of the layout that the user expects, whether this version runs it or not."""
+    config = PlannedConfig.parse(expected) if isinstance(expected, str) else expected
+    config = config.resolve(goal.cluster.gpus)
+    refused = "; ".join(refusal for _, refusal in not_built(config))
+    reason = explain_absence(goal, config, best)
+    return f"yours ({config.to_spec()})", f"{reason}; {refused}" if refused else reason
+
+
+def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
+    """In one line what keeps a layout from being first."""
+    if not heads_divide(goal.shape, config.tp_size):
+        return f"tp={config.tp_size} does not divide the attention heads"
+    if config.pp_size > goal.shape.layers:
+        return f"pp={config.pp_size}: the model has {goal.shape.layers} layers"
+    if goal.share(config) is None:
+        ranks = config.data_parallel_size
+        return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
+    given = config.activation_checkpointing != "none" or config.offload != "none"
+    mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
+    ways = [mine] if given else [way for way in WAYS if runs(configured(**way))]
+    found = list(variants(goal, config, math.inf, ways))
+    if not found:
+        return f"a global batch of {goal.global_batch} leaves too few micro-batches"
+    fitting = [choice for choice in found if isinstance(choice, Choice)]
+    if fitting:
+        chosen: Any = min(fitting, key=lambda choice: choice.seconds_per_row)
+    else:
+        least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
+        chosen = predicted(goal, least.config, least.size, measure=True)
+    return why_not(chosen, best)

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.axes.pipeline.axis import recomputes_in_parts
 from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
-from hf_parallel.planner.choices import Choice, Goal
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.model_shape import ModelShape
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.shape import ModelShape
 
 _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
@@ -25,6 +26,33 @@ WAYS: tuple[dict[str, Any], ...] = tuple(
     for offload in ("none", "cpu", "nvme:PATH")
     for recompute in ("none", "selective", "full")
 )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What every candidate has in common. Without a `global_batch` it follows from `rows` and `accumulation`."""
+
+    shape: ModelShape
+    cluster: Cluster
+    seq: int
+    global_batch: int | None
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+    lora: int = 0
+    rows: int | None = None  # of a call, if the script fixes it
+    accumulation: int = 1  # calls per step, where the script fixes both
+
+    @property
+    def where(self) -> str:
+        """Machines and length of rows, for headings."""
+        return f"{self.cluster.gpus} x {self.cluster.gpu.name}, {self.seq} tokens per row"
+
+    def share(self, config: ParallelConfig) -> int | None:
+        """Rows per step of one data rank; None: the batch does not divide."""
+        ranks = config.data_parallel_size
+        if self.global_batch is None:
+            return (self.rows or 1) * self.accumulation
+        return None if self.global_batch % ranks else self.global_batch // ranks
 
 
 def configured(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
@@ -43,6 +71,12 @@ def runnable_part(config: ParallelConfig) -> ParallelConfig:
     """The config without the settings that this version does not run: what a model can be asked about."""
     keys = {spelled.partition("=")[0] for spelled, _ in not_built(config)}
     return configured(config, **{f.name: f.default for f in dataclasses.fields(config) if f.name in keys})
+
+
+def sizes_of(config: ParallelConfig) -> tuple:
+    """The sizes of all axes, how cp shares attention, and ZeRO's stage."""
+    names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
+    return (*(getattr(config, name) for name in names), config.context_parallel, config.zero_stage)
 
 
 def layouts(goal: Goal) -> Iterator[ParallelConfig]:
@@ -127,18 +161,51 @@ def micro_batches(goal: Goal, share: int, config: ParallelConfig) -> list[int]:
     return [n for n in sizes if call // n >= config.pp_size]
 
 
-def other_schedules(goal: Goal, choice: Choice) -> Iterator[ParallelConfig]:
-    """The same sizes under schedules that may shorten the bubble."""
-    config, size = choice.config, choice.prediction.job.micro_batch
-    if config.pp_size == 1:
+def other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> Iterator[ParallelConfig]:
+    """The same sizes under schedules that may shorten the bubble of `micro_batches` per call."""
+    if config.pp_size == 1 or goal.shape.layers < 2 * config.pp_size or micro_batches % config.pp_size:
         return
     for name in _SCHEDULES:
         tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.data_parallel_size > 1
-        enough = goal.shape.layers >= 2 * config.pp_size
-        if (
-            enough
-            and not recomputes_in_parts(config, name)
-            and not tied_v
-            and choice.rows // size % config.pp_size == 0
-        ):
+        if not recomputes_in_parts(config, name) and not tied_v:
             yield configured(config, pipeline_schedule=name)
+
+
+# ---- what a config is to the formulas -------------------------------------------------------------------------------
+
+
+def to_layout(config: ParallelConfig) -> Layout:
+    """What the planner calls this config: in a pipeline weights stay whole, as they do in ZeRO-2."""
+    sharded = config.dp_shard_size * config.cp_size > 1
+    stage = 0 if not sharded else min(2, config.zero_stage) if config.pp_size > 1 else config.zero_stage
+    return Layout(
+        tp=config.tp_size,
+        pp=config.pp_size,
+        dp=config.data_parallel_size,
+        cp=config.cp_size,
+        ep=config.ep_size,
+        zero_stage=stage,
+        virtual_stages=config.stages_per_rank,
+        sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
+        dp_replicate=config.dp_replicate_size if sharded else 1,
+        schedule=config.pipeline_schedule,
+        context=config.context_parallel,
+        split=config.pipeline_split,
+    )
+
+
+def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> Job:
+    """What a config and a batch are to the planner."""
+    in_a_call = config.pipeline_microbatches if config.pp_size > 1 else None
+    return Job(
+        goal.seq,
+        micro_batch,
+        count,
+        recompute=config.activation_checkpointing,
+        precision=goal.precision,
+        lora=goal.lora,
+        optimizer=goal.optimizer,
+        offload=config.offload.partition(":")[0],
+        engine="hf_parallel",
+        calls=count // (in_a_call or count),
+    )

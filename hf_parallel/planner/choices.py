@@ -1,15 +1,24 @@
-"""What a search is asked for and what it finds."""
+"""A layout with its batch, predicted: with growing micro-batches while it fits, saving memory only where it must.
+
+Activation checkpointing costs a third of the compute, offloading waits for PCIe and the CPU.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, not_built
+from hf_parallel.planner.candidates import Goal, configured, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.memory import GIB
-from hf_parallel.planner.model_shape import ModelShape
-from hf_parallel.planner.predict import Prediction
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
+from hf_parallel.planner.pipeline import Stage, make_stages, stages_by_rank
+from hf_parallel.planner.predict import Prediction, predict_step
+from hf_parallel.planner.stage_time import stage_times
+from hf_parallel.planner.states import host_bytes
 
 
 @dataclass(frozen=True)
@@ -45,22 +54,15 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         p = self.prediction
+        rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
         return {
             "spec": self.config.to_spec(),
             "not_run_by_this_version": self.not_built,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
-            "step_time_s": p.step_time_s,
-            "uncertainty": p.uncertainty,
-            "tokens_per_s_per_gpu": p.tokens_per_s_per_gpu,
-            "mfu": p.mfu,
-            "memory_gib": p.memory_gib,
+            **{name: getattr(p, name) for name in rates},
             "needed_gib": self.needed_gib,
-            "fits": p.fits,
-            "bubble": p.bubble,
-            "memory": p.breakdown.memory,
-            "time": p.breakdown.time,
-            "bytes_by_axis": p.breakdown.bytes_by_axis,
+            **{name: getattr(p.breakdown, name) for name in ("memory", "time", "bytes_by_axis")},
             "warnings": list(self.warnings),
         }
 
@@ -72,10 +74,7 @@ class Found:
     `beyond`: lines about layouts that this version does not run and that would be much better.
     """
 
-    shape: ModelShape
-    cluster: Cluster
-    seq: int
-    global_batch: int | None
+    goal: Goal
     choices: list[Choice]
     best: Choice | None = None  # the fastest that this version runs
     why_not: list[tuple[str, str]] = field(default_factory=list)
@@ -86,14 +85,15 @@ class Found:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
+        goal = self.goal
         return {
-            "model": self.shape.name,
-            "parameters": self.shape.parameters,
-            "gpu": self.cluster.gpu.name,
-            "gpus": self.cluster.gpus,
-            "gpus_per_node": self.cluster.per_node,
-            "seq": self.seq,
-            "global_batch": self.global_batch,
+            "model": goal.shape.name,
+            "parameters": goal.shape.parameters,
+            "gpu": goal.cluster.gpu.name,
+            "gpus": goal.cluster.gpus,
+            "gpus_per_node": goal.cluster.per_node,
+            "seq": goal.seq,
+            "global_batch": goal.global_batch,
             "layouts_looked_at": self.looked_at,
             "layouts": [choice.to_dict() for choice in self.choices],
             "why_not": dict(self.why_not),
@@ -103,23 +103,70 @@ class Found:
         }
 
 
+# ---- trying ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
-class Goal:
-    """What every candidate has in common. Without a `global_batch` it follows from `rows` and `accumulation`."""
+class TooLarge:
+    """A layout that needs `gib` on its fullest rank, or in its node's memory, which is more than there is."""
 
-    shape: ModelShape
-    cluster: Cluster
-    seq: int
-    global_batch: int | None
-    precision: str = "bf16"
-    optimizer: str = "adamw"
-    lora: int = 0
-    rows: int | None = None  # of a call, if the script fixes it
-    accumulation: int = 1  # calls per step, where the script fixes both
+    config: ParallelConfig
+    size: int
+    gib: float
 
-    def share(self, config: ParallelConfig) -> int | None:
-        """Rows per step of one data rank; None: the batch does not divide."""
-        ranks = config.data_parallel_size
-        if self.global_batch is None:
-            return (self.rows or 1) * self.accumulation
-        return None if self.global_batch % ranks else self.global_batch // ranks
+
+def variants(
+    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
+) -> Iterator[Choice | TooLarge]:
+    """Growing micro-batches in each of `ways`, up to the first in which any fits.
+
+    A larger one may fit where a smaller does not: the last needs no accumulation, which holds whole gradients.
+    """
+    share = goal.share(config)
+    sizes = micro_batches(goal, share, config) if share else []
+    for way in ways:
+        tried = [predicted(goal, configured(config, **way), size, limit) for size in sizes]
+        yield from (choice for choice in tried if choice is not None)
+        if any(isinstance(choice, Choice) for choice in tried):
+            return
+
+
+def predicted(
+    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, measure: bool = False
+) -> Choice | TooLarge | None:
+    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit`.
+
+    Args:
+        limit: seconds per row.
+        measure: predict the time of what does not fit, too.
+    """
+    share = goal.share(config)
+    assert share is not None
+    rows = size if config.pp_size == 1 else goal.rows or share  # a pipeline gets all of a step in one call
+    if config.pp_size > 1:
+        config = configured(config, pipeline_microbatches=rows // size)
+    layout, job = to_layout(config), to_job(goal, config, size, share // size)
+    stages = make_stages(goal.shape, layout, job)
+    if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * share * layout.dp:
+        return None
+    peak = fullest(memory_of_ranks(stages, layout, job))
+    fitting = fits(peak, goal.cluster) and _offloaded(goal, layout, job) <= goal.cluster.gpu.host.memory_gib
+    if not measure and not fitting:
+        return TooLarge(config, size, peak.needed / GIB)
+    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, share // rows)
+
+
+def _offloaded(goal: Goal, layout: Layout, job: Job) -> float:
+    """GiB in the memory of a node."""
+    ranks = min(goal.cluster.per_node, goal.cluster.gpus)
+    return ranks * host_bytes(goal.shape.parameters / layout.tp / layout.pp / layout.shards, job) / GIB
+
+
+def _least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, job: Job) -> float:
+    """No schedule of one stage per rank is faster: the slowest computes, the others fill and drain its pipeline."""
+    ranks = [
+        sum(sum(stage_times(stage, layout, job, cluster).totals) for stage in mine)
+        for mine in stages_by_rank(stages, layout)
+    ]
+    filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
+    return job.micro_batches * max(ranks) + filling

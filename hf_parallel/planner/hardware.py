@@ -1,7 +1,12 @@
-"""Which GPU, which links, and what part of their datasheet they reach: a catalogue in YAML, or a cluster of your own.
+"""GPUs, links and what part of their data sheets they reach: from the catalogue, or a cluster of your own in YAML.
 
-gpu = find_gpu("H100-80GB")                                    # spelling, case and maker do not matter
-cluster = Cluster(gpu, gpus=64, per_node=8)                    # links as the catalogue says, or network="ethernet-25g"
+gpu = find_gpu("H100-80GB")                     # spelling, case and maker do not matter
+cluster = make_cluster("h100-80gb", gpus=64)    # links as the catalogue says, or network="ethernet-25g"
+
+# cluster.yaml; a GPU or a link is a name of the catalogue, or an entry in its form
+gpu: {like: h100-80gb, name: my-h100, memory_gib: 94.0}
+gpus_per_node: 4
+network: {name: 2x100g, gb_s: 6.2, latency_us: 12, source: measured}
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import difflib
 import functools
 import importlib.resources
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,30 +151,20 @@ def find_gpu(name: str) -> Gpu:
 def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) -> Gpu:
     """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
     like = like or (find_gpu(entry["like"]) if "like" in entry else None)
-    efficiency = dataclasses.replace(like.efficiency if like else Efficiency(), **entry.get("efficiency", {}))
-
-    def value(key: str, scale: float = 1) -> Any:
-        return entry[key] * scale if key in entry or like is None else getattr(like, key)
-
-    peaks = (
-        {key: tflops * 1e12 for key, tflops in entry["tflops"].items()}
-        if "tflops" in entry or not like
-        else like.peaks
-    )
-    return Gpu(
-        name,
-        peaks,
-        value("memory_gib"),
-        value("bandwidth", 1e9),
-        value("units"),
-        value("scale_up"),
-        value("scale_out"),
-        efficiency,
-        entry.get("source", ""),
-        host_from_entry(entry["host"]) if "host" in entry or like is None else like.host,
-        like.like or like.name if like and entry.get("unmeasured") else "",
-        entry.get("note", ""),
-    )
+    known = vars(like) if like else {}
+    plain = ("memory_gib", "units", "scale_up", "scale_out")
+    given: dict[str, Any] = {key: entry[key] for key in plain if key in entry}
+    if "bandwidth" in entry:
+        given["bandwidth"] = entry["bandwidth"] * 1e9
+    if "tflops" in entry:
+        given["peaks"] = {key: tflops * 1e12 for key, tflops in entry["tflops"].items()}
+    if "host" in entry or like is None:
+        given["host"] = host_from_entry(entry["host"])
+    given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **entry.get("efficiency", {}))
+    about = {"source": entry.get("source", ""), "note": entry.get("note", ""), "like": ""}
+    if like:
+        about["like"] = like.like or (like.name if entry.get("unmeasured") else "")
+    return Gpu(**{**known, **given, **about, "name": name})
 
 
 def host_from_entry(entry: str | dict[str, Any]) -> Host:
@@ -186,13 +182,15 @@ def find_link(name: str | Link) -> Link:
     """
     if isinstance(name, Link):
         return name
-    entries = _catalogue()["links"]
-    known = {_plain(own): own for own in entries}
+    known = {_plain(own): own for own in link_names()}
     own = known.get(_plain(name))
     if own is None:
         raise SpecError(f"network={name}: not in the catalogue; nearest: {_nearest(name, known)}")
-    entry = entries[own]
-    return Link(own, entry["gb_s"] * 1e9, entry["latency_us"] * 1e-6, entry["source"])
+    return _link_from_entry(own, _catalogue()["links"][own])
+
+
+def _link_from_entry(name: str, entry: dict[str, Any]) -> Link:
+    return Link(name, entry["gb_s"] * 1e9, entry["latency_us"] * 1e-6, str(entry.get("source", "")))
 
 
 def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network: str | Link | None = None) -> Cluster:
@@ -210,3 +208,63 @@ def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network
         raise SpecError(f"gpus={gpus}, gpus_per_node={per_node}: there must be one at least; gpus=8 works")
     found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     return Cluster(found, gpus, per_node, find_link(found.scale_up), find_link(network or found.scale_out))
+
+
+# ---- a cluster of your own ------------------------------------------------------------------------------------------
+
+_KEYS = ("gpu", "gpus", "gpus_per_node", "inside", "network")
+_GPU_KEYS = ("like", "name", "tflops", "memory_gib", "bandwidth", "units", "scale_up", "scale_out", "host")
+
+
+def read_cluster(path: str, gpus: int | None = None) -> Cluster:
+    """The cluster that a YAML file describes.
+
+    Args:
+        gpus: how many; default: what the file says.
+
+    Raises:
+        SpecError: no such file, an unknown key or name, or no number of GPUs.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError) as error:
+        raise SpecError(f"{path}: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict) or "gpu" not in values:
+        raise SpecError(f"{path}: needs the key gpu; a line such as `gpu: h100-80gb` works")
+    _check_keys(path, values, _KEYS)
+    gpus = gpus or values.get("gpus")
+    if not isinstance(gpus, int) or gpus < 1:
+        raise SpecError(f"{path}: how many GPUs? A line `gpus: 8`, or --gpus 8, works")
+    gpu = _own_gpu(path, values["gpu"])
+    inside = _own_link(path, values.get("inside", gpu.scale_up))
+    between = _own_link(path, values.get("network", gpu.scale_out))
+    return Cluster(gpu, gpus, int(values.get("gpus_per_node", 8)), inside, between)
+
+
+def _check_keys(where: str, values: dict[str, Any], known: Iterable[str]) -> None:
+    for key in values:
+        if key not in known:
+            raise SpecError(f"{where}: {key} is no key; {', '.join(known)} are")
+
+
+def _own_gpu(path: str, entry: Any) -> Gpu:
+    """A GPU of the catalogue, or one like it; precisions whose peak the entry does not name keep theirs."""
+    if isinstance(entry, str):
+        return find_gpu(entry)
+    names = [field.name for field in dataclasses.fields(Efficiency)]
+    _check_keys(f"{path}: gpu", entry, (*_GPU_KEYS, "efficiency", "source"))
+    _check_keys(f"{path}: efficiency", entry.get("efficiency", {}), names)
+    base = find_gpu(entry.get("like", "a100-80gb"))
+    gpu = gpu_from_entry(entry.get("name", base.name), entry, base)
+    about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
+    return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
+
+
+def _own_link(path: str, entry: Any) -> Link:
+    if isinstance(entry, str):
+        return find_link(entry)
+    try:
+        return _link_from_entry(str(entry["name"]), {"source": path, **entry})
+    except (KeyError, TypeError) as error:
+        raise SpecError(f"{path}: a link is a name, or has name, gb_s and latency_us; {error} is missing") from error

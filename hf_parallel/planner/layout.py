@@ -1,4 +1,4 @@
-"""What is asked of the planner: the sizes of the axes, the batch, and how the step is computed."""
+"""What is asked of the planner: sizes of the axes, batch, how a step is computed, and the habits of an engine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,63 @@ from hf_parallel.config import SpecError
 #: DeepSpeed and FSDP's policy have it; to this package's engine, and as a Transformers checkpoint is loaded, "bf16" is
 #: everything in bf16. "mixed": fp32 weights under torch.autocast to bf16, which is what bf16=True of Trainer does.
 WIDTHS = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 2, "mixed": 2}
+
+
+@dataclass(frozen=True)
+class Habits:
+    """What engines do differently, as numbers and switches; the formulas are the same for all.
+
+    The defaults are those of Megatron-LM, DeepSpeed and FSDP in published runs. Those without a source are fitted once
+    over all published rows: see docs/planner.md.
+    """
+
+    # states
+    master_weights: bool = True  # 16-bit training keeps fp32 weights and moments beside the 16-bit weights
+    gradient_bytes: float = 6.0  # per parameter, bf16 before ZeRO-3: the fp32 sum and the 16-bit gradient
+    gradient_buffers: bool = True  # gradients are allocated for the whole run, not by each backward
+    fsdp2: bool = False  # weights are sharded at every ZeRO stage, gathered for a step or a schedule, reduced once
+    gathered_layers: float = 2.0  # alive at a time under ZeRO-3
+    balanced: bool = False  # stages are cut by cost also where an even cut is possible
+    # activations
+    kernels: str = "fused"  # which activations a block keeps: see activations.activation_terms
+    logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
+    split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
+    kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
+    receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
+    # beside the tensors
+    fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
+    context_gib: float = 1.0  # CUDA, kernels
+    communicator_gib: float = 1.5  # per axis
+    bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
+    # communication
+    data_axis: str = "dp"  # what the data axis is called
+    recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
+    regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
+    counts_ends: bool = False  # embedding, loss and norms are counted, too; the efficiencies were fitted without
+
+
+#: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
+HABITS = {
+    "standard": Habits(),
+    "hf_parallel": Habits(
+        master_weights=False,
+        gradient_buffers=False,
+        fsdp2=True,
+        gathered_layers=1.0,
+        balanced=True,
+        kernels="transformers",
+        logit_bytes=12.0,
+        split_logit_bytes=10.0,
+        kept_logit_bytes=4.0,
+        receive_buffers=True,
+        communicator_gib=0.5,
+        bucket_gib=0.0,
+        data_axis="dp_shard",
+        recomputed_outputs=1,
+        regathers=True,
+        counts_ends=True,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -55,7 +112,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Job:
-    """The batch and how a step is computed. `engine`: whose habits hold where engines differ; see docs/planner.md."""
+    """The batch and how a step is computed; `engine` is a key of `HABITS`."""
 
     seq: int
     micro_batch: int
@@ -70,6 +127,11 @@ class Job:
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
 
     @property
+    def habits(self) -> Habits:
+        """The habits of the engine."""
+        return HABITS[self.engine]
+
+    @property
     def micro_batches_per_call(self) -> int:
         """Of one run of a pipeline's schedule."""
         return self.micro_batches // self.calls
@@ -82,7 +144,7 @@ class Job:
     @property
     def autocast(self) -> bool:
         """Are weights stored in fp32 and lowered for each product by torch.autocast?"""
-        return self.precision == "mixed" or (self.precision == "fp16" and self.engine == "hf_parallel")
+        return self.precision == "mixed" or (self.precision == "fp16" and not self.habits.master_weights)
 
     @property
     def stored(self) -> int:
@@ -91,8 +153,13 @@ class Job:
 
     @property
     def products(self) -> str:
-        """The precision of matrix products."""
+        """The precision of matrix products in the blocks."""
         return "bf16" if self.precision == "mixed" else self.precision
+
+    @property
+    def products_beside(self) -> str:
+        """The precision of attention and head, which fp8 leaves in 16 bits."""
+        return "bf16" if self.products == "fp8" else self.products
 
 
 def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> Layout:
@@ -137,12 +204,14 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
     """Count the micro-batches of a step: global_batch / (dp x micro_batch), rounded up.
 
     Raises:
-        SpecError: an unknown recomputation, precision or optimizer.
+        SpecError: an unknown recomputation, precision or engine.
     """
     micro_batch = micro_batch or (max(1, global_batch // layout.dp) if global_batch else 1)
     count = max(1, math.ceil((global_batch or micro_batch * layout.dp) / (micro_batch * layout.dp)))
     how["precision"] = known_precision(how.get("precision"))
     how["recompute"] = known_recompute(how.get("recompute"))
+    if how.get("engine", "standard") not in HABITS:
+        raise SpecError(f"engine={how['engine']}: not one of {', '.join(HABITS)}")
     return Job(seq, micro_batch, count, **how)
 
 

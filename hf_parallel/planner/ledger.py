@@ -1,217 +1,284 @@
-"""What a step keeps in memory and sends, noted tensor by tensor: of real tensors, and of fake ones that have none.
+"""Every collective of a training step: axis, kind, payload, number, and what it can run behind.
 
-    with Ledger({group_name: axis}) as ledger:
-        loss.backward()
-    ledger.traffic["tp"]["all_reduce"]              # Traffic(count=8, payload=…, sent=…)
-    ledger.peak({storage_number: "gradients"})      # bytes by kind at the fullest moment
+One entry yields both the bytes that a rank sends and the seconds that it takes, so that the two cannot disagree.
+They are:
 
-Memory is that of storages: a view is free, what several tensors share counts once, and FSDP2's buffers that are
-emptied and filled again count only while they are full. Not seen: what a kernel needs while it runs, the allocator's
-rounding and fragmentation, buffers of the communication library.
+    tp          2 all-reduces per layer in the forward, 2 in the backward (Shoeybi et al., 2019, arXiv:1909.08053)
+    tp + sp     each as a reduce-scatter and an all-gather (Korthikanti et al., 2022, arXiv:2205.05198, section 4.2.2)
+    cp, ring    keys and values pass by all ranks; backward again, with their gradients (Liu et al., 2023,
+                arXiv:2310.01889, section 3)
+    cp, Ulysses an all-to-all of queries, keys, values, outputs per pass (Jacobs et al., 2023, arXiv:2309.14509, 3.2)
+    ep          2 all-to-alls of top_k tokens per pass (GShard, Lepikhin et al., 2020, arXiv:2006.16668, section 3.2)
+    dp          ZeRO 0 to 2: 2 parameters' worth of traffic, 3: 3 (Rajbhandari et al., 2020, arXiv:1910.02054, 7)
+    pp          an activation on and a gradient back per boundary and micro-batch
+
+Where engines differ `Habits` decides. Bytes of this package's engine are compared with dry runs and real runs.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, cast
+import dataclasses
+from collections.abc import Iterable, Iterator
 
-import torch
-from torch._C._distributed_c10d import ProcessGroup
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.pipeline import (
+    Stage,
+    adapted,
+    adapter_parameters,
+    dense_parameters,
+    remote_neighbours,
+    shared_projections,
+    split_backwards,
+    stages_by_rank,
+)
+from hf_parallel.planner.shape import Block
+from hf_parallel.planner.states import ADAPTER_WIDTH
+from hf_parallel.planner.transfer import (
+    ATTENTION,
+    BACKWARD,
+    COMPUTE,
+    EXPOSED,
+    FORWARD,
+    LAST_BACKWARD,
+    PRODUCTS,
+    SCHEDULE,
+    STEP,
+    Transfer,
+    groups,
+    transfer_seconds,
+)
 
-#: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
-_KINDS = {
-    "reduce_scatter": "reduce_scatter",
-    "all_reduce": "all_reduce",
-    "allreduce": "all_reduce",
-    "all_gather": "all_gather",
-    "allgather": "all_gather",
-    "alltoall": "all_to_all",
-    "all_to_all": "all_to_all",
-    "broadcast": "broadcast",
-    "send": "send",
-    "recv": "receive",
-}
-_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-REST = "activations"  # what has no other kind
-WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buffers
-
-
-@dataclass
-class Traffic:
-    """A kind of collective along an axis. `payload`: bytes of the whole tensors; `sent`: by this rank, in a ring."""
-
-    count: int = 0
-    payload: int = 0
-    sent: float = 0.0
-
-    def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(self.count + other.count, self.payload + other.payload, self.sent + other.sent)
-
-    def grown(self, one: Traffic, two: Traffic, times: int) -> Traffic:
-        """This, and `times` times the step from `one` to `two`."""
-        return Traffic(
-            self.count + times * (two.count - one.count),
-            self.payload + times * (two.payload - one.payload),
-            self.sent + times * (two.sent - one.sent),
-        )
+_LOSS_WIDTH = 4  # bytes: fp32
 
 
-class Ledger(TorchDispatchMode):
-    """Notes every storage that appears inside, when it changes its size and when it goes; and every collective.
+# ---- the ledger of a rank -------------------------------------------------------------------------------------------
 
-    Args:
-        axes: names of process groups and what to call them; collectives of groups of one rank move nothing.
-        data_axes: those along which FSDP2 gathers and reduces.
-        scalars: what a tensor without a value says when it is asked for its value; None: it has one.
+
+def busiest(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+    """The transfers per step of the pipeline rank that sends most bytes."""
+    ledgers = (ledger(mine, layout, job, cluster) for mine in stages_by_rank(stages, layout))
+    return max(ledgers, key=lambda transfers: sum(transfer.bytes for transfer in transfers))
+
+
+def ledger(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+    """Every transfer in one step of the rank that holds `stages`; equal ones are one entry."""
+    found: list[Transfer] = []
+    for stage in stages:
+        for block, count in stage.counts:
+            each = block_transfers(block, stage.shape.hidden, layout, job, cluster)
+            found += [t.times(count * job.micro_batches) for t in each]
+        found += [t.times(job.micro_batches) for t in end_transfers(stage, layout, job, cluster)]
+    found += step_transfers(stages, layout, job, cluster)
+    merged: dict[tuple, Transfer] = {}
+    for t in found:
+        known = merged.get(key := (t.axis, t.kind, t.payload, t.group))
+        if known:
+            what = known.what if t.what in known.what else f"{known.what}, {t.what}"
+            t = dataclasses.replace(known, count=known.count + t.count, what=what)
+        merged[key] = t
+    return [t for t in merged.values() if t.count]
+
+
+def block_transfers(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+    """What one block sends with one micro-batch on one rank."""
+    sends = _Sends(hidden, layout, job, cluster)
+    found = [*sends.regions(), *sends.adapters(block), *sends.context(block), *sends.experts(block)]
+    return _real([*found, *sends.weights(block)])
+
+
+def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+    """What a stage sends with one micro-batch beside its blocks: embedding, head, loss, norms."""
+    sends = _Sends(stage.shape.hidden, layout, job, cluster)
+    weights = stage.ends(layout.tp) * job.stored
+    found = list(sends.zero(weights, 0.0 if job.lora else weights, "zero", kept=True))
+    if job.habits.counts_ends:
+        found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage), *sends.second_halves(stage)]
+    return _real(found)
+
+
+def step_transfers(stages: list[Stage], layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
+    """What the rank that holds `stages` sends once per step, or once per call of a pipeline's schedule."""
+    sends = _Sends(stages[0].shape.hidden, layout, job, cluster)
+    return _real([*sends.gradients(stages), *sends.pipeline(stages)])
+
+
+def _real(transfers: Iterable[Transfer]) -> list[Transfer]:
+    """Axes of one rank, and what has no bytes, send nothing."""
+    return [t for t in transfers if t.payload and t.count and t.group.size > 1]
+
+
+class _Sends:
+    """The transfers of one layout and batch on one rank; counts are per micro-batch, those of STEP per step.
+
+    `stream`, `product`: bytes of a micro-batch's residual stream [tokens, hidden] as it is stored, and in the dtype of
+    matrix products.
     """
 
-    def __init__(
-        self, axes: Mapping[str, str], data_axes: Iterable[str] = ("dp_shard", "dp_replicate"), scalars: Any = None
-    ) -> None:
-        super().__init__()
-        self.axes, self.data_axes, self.scalars = dict(axes), set(data_axes), scalars
-        self.traffic: defaultdict[str, defaultdict[str, Traffic]] = defaultdict(lambda: defaultdict(Traffic))
-        self._events: list[tuple[int, int]] = []  # storage number, by how many bytes it grew
-        self._numbers: dict[int, int] = {}  # address of a storage -> its number, while it lives
-        self._sizes: list[int] = []  # now, by number
-        self._whole: set[int] = set()
-        self._watchers: dict[int, weakref.ref] = {}
-        self.moments: list[int] = []  # places in the log that the observed code asked to remember
+    def __init__(self, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> None:
+        self.layout, self.job, self.habits, self.links = layout, job, job.habits, groups(layout, cluster)
+        self.tokens = job.micro_batch * job.seq / layout.cp
+        self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
+        self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
 
-    def __enter__(self) -> Ledger:
-        self._resize = torch.UntypedStorage.resize_
-        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
-        super().__enter__()
-        return self
+    def tp(
+        self, kind: str, payload: float, count: float, what: str, when: str = FORWARD, behind: str = EXPOSED
+    ) -> Transfer:
+        return Transfer("tp", kind, payload, count, self.links["tp"], what, when, behind)
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+    # ---- tensor parallelism --------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if DTensor in types:
-            return NotImplemented  # it calls its own operations on local tensors: those are seen
-        if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
-            return self.scalars
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # which has a shape, but no memory
-                self.note(leaf)
-        if func.namespace in _NAMESPACES:
-            self._collective(func._opname, args, result)
-        elif func.namespace == "fsdp":  # copies in and out of its buffers
-            self._whole |= {self.note(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        return result
+    def regions(self) -> Iterator[Transfer]:
+        """Attention and MLP: inputs and their gradients in the stream's dtype, outputs in the products'."""
+        again_in = {"none": 0, "selective": 1, "full": 2}[self.job.recompute]
+        again_out = {"none": 0, "selective": 1, "full": self.habits.recomputed_outputs}[self.job.recompute]
+        inputs, outputs = "inputs of attention and MLP", "outputs of attention and MLP"
+        yield self.tp(self.reduce, self.product, 2, outputs)
+        yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD)
+        yield self.tp(self.reduce, self.stream, 2, "gradients of inputs", BACKWARD)
+        if self.layout.sequence_parallel:
+            yield self.tp("all_gather", self.stream, 2, inputs)
+            yield self.tp("all_gather", self.stream, again_in, inputs, BACKWARD)
+            yield self.tp("all_gather", self.product, 2, "gradients of outputs", BACKWARD)
+            wide = not (self.job.lora and self.job.stored < ADAPTER_WIDTH)  # adapters keep what they would gather
+            yield self.tp("all_gather", self.product, 2 * self.habits.regathers * wide, inputs, BACKWARD, PRODUCTS)
 
-    # ---- memory --------------------------------------------------------------------------------------------------
+    def adapters(self, block: Block) -> Iterator[Transfer]:
+        """The half of each adapter that is whole on every rank; both halves of those beside shared heads."""
+        if self.job.lora and self.habits.counts_ends:
+            summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
+            shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
+            summed += sum(a.kv_heads * (a.qk_width + a.v_width) for a in shared)
+            payload = ADAPTER_WIDTH * self.job.lora * summed
+            yield self.tp("all_reduce", payload, 1, "gradients of adapters", BACKWARD, PRODUCTS)
 
-    def note(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, which exists from now on if it was not known."""
-        storage = local(tensor).untyped_storage()
-        address = storage._cdata
-        if address not in self._numbers:
-            number = self._numbers[address] = len(self._sizes)
-            self._sizes.append(0)
-            self._grow(number, storage.nbytes())
-            self._watchers[address] = weakref.ref(storage, lambda _: self._gone(address))
-        return self._numbers[address]
+    def vocabulary(self, stage: Stage) -> Iterator[Transfer]:
+        """The embedding's sum, the head's gradient; of the loss a maximum and two sums per token."""
+        gathers, losses = self.layout.sequence_parallel, self.tokens * _LOSS_WIDTH
+        if stage.is_first:
+            yield self.tp("all_reduce", self.stream, 1, "embedding")
+            if self.job.lora:  # the first layer's input is frozen: it has no gradient
+                yield self.tp(self.reduce, self.stream, -1, "gradients of inputs", BACKWARD)
+            else:
+                yield self.tp("all_gather", self.stream, gathers, "gradient of the embedding", BACKWARD)
+        if stage.is_last:
+            yield self.tp("all_gather", self.stream, gathers, "input of the head")
+            yield self.tp("all_reduce", self.stream, 1, "gradient of the head's input", BACKWARD)
+            yield self.tp("all_reduce", losses, 1, "largest logits")
+            yield self.tp("all_reduce", 2 * losses, 1, "sums of the loss")
 
-    def _grow(self, number: int, size: int) -> None:
-        if size != self._sizes[number]:
-            self._events.append((number, size - self._sizes[number]))
-            self._sizes[number] = size
+    def whole_on_all_ranks(self, stage: Stage) -> Iterator[Transfer]:
+        """Gradients of what tp does not split: norms under sequence parallelism, projections of shared heads."""
+        norms = sum(count * block.others for block, count in stage.counts)
+        norms += stage.shape.other_parameters if stage.is_last else 0
+        shared = sum(count * shared_projections(block, self.layout.tp) for block, count in stage.counts)
+        if not self.job.lora:
+            gathers = self.layout.sequence_parallel
+            yield self.tp("all_reduce", norms * self.job.stored, gathers, "gradients of norms", BACKWARD)
+            yield self.tp("all_reduce", shared * self.job.stored, 1, "gradients of k and v", BACKWARD)
 
-    def _gone(self, address: int) -> None:
-        number = self._numbers.pop(address)
-        del self._watchers[address]
-        self._grow(number, 0)
+    def second_halves(self, stage: Stage) -> Iterator[Transfer]:
+        """A backward in two halves gathers the inputs of its regions for each half."""
+        if self.layout.sequence_parallel and not self.job.lora:
+            count = 2 * stage.layers * split_backwards(stage.index, self.layout, self.job) / self.job.micro_batches
+            yield self.tp("all_gather", self.product, count, "inputs of attention and MLP", BACKWARD, PRODUCTS)
 
-    def _resizing(self) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = self._resize(storage, size)
-            number = self._numbers.get(storage._cdata)
-            if number is not None:
-                self._grow(number, size)
-            return result
+    # ---- context, experts ----------------------------------------------------------------------------------------
 
-        return resize_
+    def context(self, block: Block) -> Iterator[Transfer]:
+        """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
 
-    def remember(self) -> None:
-        """Let one part of the log end here and the next begin."""
-        self.moments.append(len(self._events))
-
-    def peaks(self, kinds: Mapping[int, str]) -> list[Counter[str]]:
-        """Bytes by kind at the fullest moment between each two remembered ones.
-
-        Storages that `kinds` leaves out are FSDP2's, or activations and temporary results.
+        Ulysses exchanges 4 N h / P numbers where all heads are alike.
         """
-        return [
-            self._by_kind(self._events[: self._fullest(first, last)], kinds)
-            for first, last in zip(self.moments, self.moments[1:], strict=False)
-        ]
+        rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
+        keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
+        queries = sum(a.heads * (a.qk_width + a.v_width) for a in block.attentions)
+        back, group = 1 + (self.job.recompute == "full"), self.links["cp"]
+        if self.layout.context == "ring":
+            yield Transfer("cp", "all_gather", rows * keys, 1, group, "keys, values", FORWARD, ATTENTION)
+            yield Transfer("cp", "all_gather", rows * keys, back + 1, group, "keys, values", BACKWARD, ATTENTION)
+        else:
+            payload = rows * (queries + keys) / self.layout.cp
+            yield Transfer("cp", "all_to_all", payload, 1, group, "queries, keys, values, outputs")
+            yield Transfer("cp", "all_to_all", payload, back, group, "queries, keys, values, outputs", BACKWARD)
 
-    def _fullest(self, first: int, last: int) -> int:
-        total = most = sum(size for _, size in self._events[:first])
-        moment = first
-        for i, (_, size) in enumerate(self._events[first:last], first + 1):
-            total += size
-            if total > most:
-                most, moment = total, i
-        return moment
+    def experts(self, block: Block) -> Iterator[Transfer]:
+        """Tokens to their experts and back."""
+        payload, what = self.product / self.layout.tp * block.top_k, "tokens to experts and back"
+        again = {"none": 0, "selective": 1, "full": 2}[self.job.recompute]
+        yield Transfer("ep", "all_to_all", payload, 2, self.links["ep"], what)
+        yield Transfer("ep", "all_to_all", payload, 2 + again, self.links["ep"], what, BACKWARD)
 
-    def now(self, kinds: Mapping[int, str]) -> Counter[str]:
-        """Bytes by kind that are held now."""
-        return self._by_kind(self._events, kinds)
+    # ---- data parallelism ----------------------------------------------------------------------------------------
 
-    def _by_kind(self, events: list[tuple[int, int]], kinds: Mapping[int, str]) -> Counter[str]:
-        held: Counter[str] = Counter()
-        for number, size in events:
-            held[kinds.get(number, WHOLE if number in self._whole else REST)] += size
-        return +held
+    def weights(self, block: Block) -> Iterator[Transfer]:
+        """ZeRO's transfers of one block."""
+        dense = dense_parameters(block, self.layout.tp) * self.job.stored
+        adapters = ADAPTER_WIDTH * adapter_parameters(block, self.layout.tp, self.job.lora)
+        experts = block.expert_parameters / self.layout.ep * self.job.stored
+        yield from self.zero(dense + adapters, adapters if self.job.lora else dense, "zero")
+        yield from self.zero(experts, 0.0 if self.job.lora else experts, "experts")
 
-    # ---- communication -------------------------------------------------------------------------------------------
+    def zero(self, weights: float, gradients: float, group: str, kept: bool = False) -> Iterator[Transfer]:
+        """ZeRO-3 gathers weights in each pass and reduces gradients, FSDP2 in the last micro-batch only.
 
-    def _collective(self, name: str, args: tuple, result: Any) -> None:
-        name = name.lstrip("_")
-        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
-        group = _group_of(args)
-        if kind is None or group is None or group.size() == 1:
-            return
-        axis = self.axes.get(group.group_name, "other")
-        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
-        sizes = [leaf.nbytes for leaf in tensors]
-        payload = min(sizes) * group.size() if kind in ("all_gather", "reduce_scatter") else max(sizes)
-        self.traffic[axis][kind] += Traffic(1, payload, payload * sent_share(kind, group.size()))
-        if axis in self.data_axes:
-            self._whole |= {self.note(tensor) for tensor in tensors}
+        FSDP2 at stages 1 and 2 keeps weights from the forward to the backward, those of the ends (`kept`) at every
+        stage; in a pipeline it keeps all of them for the whole schedule.
+        """
+        axis, fsdp2, stage, link = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage, self.links[group]
+        if stage == 3 or (stage and fsdp2 and self.layout.pp == 1):
+            what = "weights" if stage == 3 else "updated weights"
+            yield Transfer(axis, "all_gather", weights, 1, link, what, FORWARD, COMPUTE)
+        if stage == 3:
+            rounds = 1 / self.job.micro_batches if fsdp2 else 1
+            yield Transfer(axis, "all_gather", weights, not (kept and fsdp2), link, "weights", BACKWARD, COMPUTE)
+            yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", BACKWARD, COMPUTE)
+
+    def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
+        """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
+        dense = sum(stage.dense(self.layout.tp) for stage in stages) * self.job.stored
+        experts = sum(stage.experts(self.layout.ep) for stage in stages) * self.job.stored
+        adapters = ADAPTER_WIDTH * sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
+        yield from self.once(dense + adapters, adapters if self.job.lora else dense, "zero")
+        yield from self.once(experts, 0.0 if self.job.lora else experts, "experts")
+
+    def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
+        """Of one step: an all-reduce, or a reduce-scatter and a gather, and what replicas reduce."""
+        axis, fsdp2, stage = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage
+        rounds, link = self.job.calls, self.links[group]
+        if stage == 0:
+            axis = "dp_replicate" if fsdp2 else axis
+            yield Transfer(axis, "all_reduce", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
+        elif stage < 3:
+            yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
+            if self.layout.pp > 1 or not fsdp2:
+                updated = weights if fsdp2 else gradients
+                yield Transfer(axis, "all_gather", updated, rounds, link, "updated weights", STEP)
+        part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
+        yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)
+
+    # ---- pipeline ------------------------------------------------------------------------------------------------
+
+    def pipeline(self, stages: list[Stage]) -> Iterator[Transfer]:
+        """Activations and gradients to neighbours; the loss to all ranks, a tied embedding's gradient at both ends."""
+        shape, layout, link, calls = stages[0].shape, self.layout, self.links["pp"], self.job.calls
+        count = remote_neighbours(stages) * self.job.micro_batches
+        yield Transfer("pp", "p2p", self.boundary, count, link, "between stages", STEP, SCHEDULE)
+        if self.habits.counts_ends:
+            yield Transfer("pp", "p2p", _LOSS_WIDTH, calls, link, "loss", STEP, SCHEDULE)
+            if shape.tied and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
+                shards = layout.shards if layout.zero_stage else 1
+                payload = shape.embedding_parameters * self.job.stored / layout.tp / shards
+                both = dataclasses.replace(link, size=min(2, link.size))
+                yield Transfer("pp", "all_reduce", payload, calls, both, "gradients of the tied embedding", STEP)
+
+    @property
+    def boundary(self) -> float:
+        """Bytes of what one stage sends the next for one micro-batch."""
+        return self.stream / (self.layout.tp if self.layout.sequence_parallel else 1)
 
 
-def sent_share(kind: str, ranks: int) -> float:
-    """Bytes that one of `ranks` sends in a ring, per byte of the whole tensor (Thakur et al., 2005)."""
-    if kind in ("send", "broadcast"):  # a broadcast passes all of it on, except at the end of the chain
-        return 1.0
-    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "receive": 0}[kind]
-    return share * (ranks - 1) / ranks
-
-
-def local(tensor: Any) -> torch.Tensor:
-    """The tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
-    tensor = getattr(tensor, "_local_tensor", tensor)
-    return getattr(tensor, "elem", tensor)
-
-
-def _group_of(args: tuple) -> Any:
-    """The process group among the arguments of a collective: an object, or the name that functional ones take."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    for leaf in tree_leaves(args):
-        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
-            return ProcessGroup.unbox(leaf)
-    names = [leaf for leaf in tree_leaves(args) if isinstance(leaf, str)]
-    return _resolve_process_group(cast(Any, names[-1])) if names else None
+def sending_seconds(hidden: int, layout: Layout, job: Job, cluster: Cluster) -> float:
+    """From one pipeline rank to the next, per micro-batch."""
+    sends = _Sends(hidden, layout, job, cluster)
+    return transfer_seconds("p2p", sends.boundary, sends.links["pp"])

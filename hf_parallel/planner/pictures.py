@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from hf_parallel.axes.pipeline import picture
+from hf_parallel.axes.pipeline.timeline import Timeline
 from hf_parallel.config import SpecError
 from hf_parallel.planner.choices import Choice, Found
+from hf_parallel.planner.pipeline import make_stages
+from hf_parallel.planner.step_time import predicted_timeline
 
 #: From what stays to what passes; told apart in grey too.
 COLOURS = ["#1f4e8c", "#5b8fd6", "#a9c7ee", "#d9822b", "#f1c27d", "#8d7bb5", "#66727f", "#c9ced6"]
@@ -45,7 +50,7 @@ def kinds_of(choices: list[Choice]) -> list[str]:
 def svg_memory(found: Found) -> str:
     """The picture as text."""
     choices, kinds = found.choices, kinds_of(found.choices)
-    limit = found.cluster.gpu.memory_gib
+    limit = found.goal.cluster.gpu.memory_gib
     scale = _PLOT / max(limit, *(choice.prediction.memory_gib for choice in choices))
     foot = _TOP + len(choices) * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 74
@@ -54,8 +59,8 @@ def svg_memory(found: Found) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(24, 34, f"{found.shape.name}: memory of the fullest rank", size=19),
-        _text(24, 56, f"{found.cluster.gpus} x {found.cluster.gpu.name}, {found.seq} tokens per row", fill=_QUIET),
+        _text(24, 34, f"{found.goal.shape.name}: memory of the fullest rank", size=19),
+        _text(24, 56, found.goal.where, fill=_QUIET),
         *(line for row, choice in enumerate(choices) for line in _bar(row, choice, kinds, scale)),
         f'<path d="M{x:.1f} {_TOP - 8}V{foot}" stroke="{_INK}" stroke-dasharray="4 3"/>',
         _text(x, _TOP - 12, f"{limit:.0f} GiB", anchor="middle"),
@@ -101,49 +106,16 @@ def _text(
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{full}{escape(text)}</text>'
 
 
-# ---- PNG ---------------------------------------------------------------------------------------------------------
-
-
-def _pyplot(path: Any) -> Any:
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as pyplot
-    except ImportError as error:
-        raise SpecError(f"{path}: PNG needs matplotlib (pip install 'hf-parallel[plots]'); .svg works") from error
-    return pyplot
-
-
-def _png_memory(path: Any, found: Found) -> None:
-    pyplot = _pyplot(path)
-    figure, axes = pyplot.subplots(figsize=(12, 1.5 + 0.4 * len(found.choices)))
-    names = [_name(choice) for choice in found.choices]
-    left = [0.0] * len(names)
-    for i, kind in enumerate(kinds_of(found.choices)):
-        sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
-        axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
-        left = [a + b for a, b in zip(left, sizes, strict=True)]
-    axes.axvline(found.cluster.gpu.memory_gib, color=_INK, linestyle="--")
-    axes.invert_yaxis()
-    axes.set_xlabel("GiB on the fullest rank")
-    axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
-    figure.savefig(path, bbox_inches="tight", dpi=110)
-    pyplot.close(figure)
-
-
 def write_timeline(path: str | Path, choice: Choice) -> str:
     """The simulated step of a pipeline, with its stages' predicted times; returns a line about it.
 
     Raises:
         SpecError: the layout has no pipeline, or a PNG is asked for without matplotlib.
     """
-    from hf_parallel.axes.pipeline import picture
-    from hf_parallel.planner.timelines import predicted_timeline
-
     if choice.config.pp_size == 1:
         raise SpecError(f"{path}: {choice.config.to_spec()} has no pipeline to draw; --parallel pp=4 works")
-    timeline, shown = predicted_timeline(choice.prediction)
+    p = choice.prediction
+    timeline, shown = predicted_timeline(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
     name = choice.config.pipeline_schedule
     if str(path).endswith(".png"):
         _png_timeline(path, timeline, name)
@@ -152,21 +124,46 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
     return f"{path}: {name}, {shown} micro-batches, bubble {timeline.bubble:.1%}"
 
 
-def _png_timeline(path: Any, timeline: Any, name: str) -> None:
-    from hf_parallel.axes.pipeline.picture import COLOURS as KINDS
+# ---- PNG ---------------------------------------------------------------------------------------------------------
 
-    pyplot = _pyplot(path)
-    figure, axes = pyplot.subplots(figsize=(14, 1.2 + 0.45 * timeline.ranks))
-    for kind, (colour, label) in KINDS.items():
-        spans = [span for span in timeline.spans if span.kind == kind]
-        for i, span in enumerate(spans):
-            place = [(span.start - timeline.start, span.end - span.start)]
-            label_once = label if i == 0 else None
-            axes.broken_barh(place, (span.rank - 0.4, 0.8), color=colour, edgecolor="white", label=label_once)
+
+@contextlib.contextmanager
+def _png(path: Any, size: tuple[float, float]) -> Iterator[Any]:
+    """Axes of a picture that is written at the end."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as pyplot
+    except ImportError as error:
+        raise SpecError(f"{path}: PNG needs matplotlib (pip install 'hf-parallel[plots]'); .svg works") from error
+    figure, axes = pyplot.subplots(figsize=size)
+    yield axes
     axes.invert_yaxis()
-    axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
-    axes.set_xlabel("seconds")
-    axes.set_title(f"{name}, bubble {timeline.bubble:.1%}")
-    axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.12))
     figure.savefig(path, bbox_inches="tight", dpi=110)
     pyplot.close(figure)
+
+
+def _png_memory(path: Any, found: Found) -> None:
+    names, left = [_name(choice) for choice in found.choices], [0.0] * len(found.choices)
+    with _png(path, (12, 1.5 + 0.4 * len(names))) as axes:
+        for i, kind in enumerate(kinds_of(found.choices)):
+            sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]
+            axes.barh(names, sizes, left=left, label=kind, color=COLOURS[i % len(COLOURS)])
+            left = [a + b for a, b in zip(left, sizes, strict=True)]
+        axes.axvline(found.goal.cluster.gpu.memory_gib, color=_INK, linestyle="--")
+        axes.set_xlabel("GiB on the fullest rank")
+        axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
+
+
+def _png_timeline(path: Any, timeline: Timeline, name: str) -> None:
+    with _png(path, (14, 1.2 + 0.45 * timeline.ranks)) as axes:
+        for kind, (colour, label) in picture.COLOURS.items():
+            for i, span in enumerate(span for span in timeline.spans if span.kind == kind):
+                place = [(span.start - timeline.start, span.end - span.start)]
+                label_once = None if i else label
+                axes.broken_barh(place, (span.rank - 0.4, 0.8), color=colour, edgecolor="white", label=label_once)
+        axes.set_yticks(range(timeline.ranks), [f"rank {rank}" for rank in range(timeline.ranks)])
+        axes.set_xlabel("seconds")
+        axes.set_title(f"{name}, bubble {timeline.bubble:.1%}")
+        axes.legend(fontsize=8, ncols=5, loc="upper center", bbox_to_anchor=(0.5, -0.12))

@@ -11,20 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.planner.communication import Transfer
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
-from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, rank_memory
-from hf_parallel.planner.model_shape import ModelShape, shape_of
-from hf_parallel.planner.own_engine import own_memory
-from hf_parallel.planner.own_traffic import busiest_traffic
-from hf_parallel.planner.stages import Stage, make_stages, stages_of_rank
-from hf_parallel.planner.step_time import live_forwards, step_time
-from hf_parallel.planner.traffic import traffic
+from hf_parallel.planner.ledger import Transfer, busiest
+from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of_ranks
+from hf_parallel.planner.pipeline import make_stages
+from hf_parallel.planner.shape import ModelShape, shape_of
+from hf_parallel.planner.step_time import step_time
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
 #: on which nothing was fitted (docs/planner.md).
-MEASURED, TRANSFERRED, EXPERTS = 0.25, 0.45, 0.5
+MEASURED, TRANSFERRED, EXPERTS = 0.25, 0.45, 0.65
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,7 @@ class Prediction:
 
     def explain(self) -> str:
         """Each formula with its numbers and source."""
-        from hf_parallel.planner.explain import explain
+        from hf_parallel.planner.report import explain
 
         return explain(self)
 
@@ -122,57 +119,38 @@ def predict(
     shape = shape_of(model)
     sizes = make_layout(layout, gpus)
     cluster = make_cluster(gpu, gpus or sizes.gpus, gpus_per_node or 8, network)
-    job = make_job(
-        sizes,
-        seq,
-        micro_batch,
-        global_batch,
-        recompute=recompute,
-        precision=precision,
-        lora=16 if lora is True else int(lora or 0),
-        optimizer=optimizer,
-        offload=offload,
-        attention=attention,
-        engine=engine,
-    )
+    rank = 16 if lora is True else int(lora or 0)
+    how = {"recompute": recompute, "precision": precision, "optimizer": optimizer, "offload": offload}
+    how |= {"attention": attention, "engine": engine}
+    job = make_job(sizes, seq, micro_batch, global_batch, lora=rank, **how)
     return predict_step(shape, cluster, sizes, job)
 
 
 def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> Prediction:
     """`predict` with everything read and checked: what a search calls many times."""
     stages = make_stages(shape, layout, job)
-    time = step_time(shape, stages, layout, job, cluster)
-    ranks = memory_of_ranks(shape, stages, layout, job)
+    time = step_time(stages, layout, job, cluster)
+    ranks = memory_of_ranks(stages, layout, job)
     peak = fullest(ranks)
-    tokens = job.seq * job.micro_batch * job.micro_batches * layout.dp
-    per_gpu = tokens / time.seconds / layout.gpus
+    held = peak.held(cluster.gpu.memory_gib * GIB)
+    kinds = {**peak.kinds, "held by the allocator": held - peak.needed}
+    per_gpu = job.seq * job.micro_batch * job.micro_batches * layout.dp / time.seconds / layout.gpus
     flops = 3 * shape.forward_flops(job.seq, full_attention=True)
-    capacity = cluster.gpu.memory_gib * GIB
-    kinds = {**peak.kinds, "held by the allocator": peak.held(capacity) - peak.needed}
-    breakdown = Breakdown(
-        {kind: size / GIB for kind, size in kinds.items()},
-        time.kinds,
-        tuple((busiest_traffic if job.engine == "hf_parallel" else traffic)(shape, stages, layout, job, cluster)),
-        tuple(ranks),
-    )
     return Prediction(
         step_time_s=time.seconds,
         tokens_per_s_per_gpu=per_gpu,
         mfu=per_gpu * flops / cluster.gpu.peak("bf16"),
-        memory_gib=peak.held(capacity) / GIB,
+        memory_gib=held / GIB,
         fits=fits(peak, cluster),
         bubble=time.bubble,
-        breakdown=breakdown,
+        breakdown=Breakdown(
+            {kind: size / GIB for kind, size in kinds.items()},
+            time.kinds,
+            tuple(busiest(stages, layout, job, cluster)),
+            tuple(ranks),
+        ),
         shape=shape,
         cluster=cluster,
         layout=layout,
         job=job,
     )
-
-
-def memory_of_ranks(shape: ModelShape, stages: tuple[Stage, ...], layout: Layout, job: Job) -> list[RankMemory]:
-    """The peak of every pipeline rank."""
-    live = live_forwards(layout, job)
-    held = [[stages[index] for index in stages_of_rank(layout, rank)] for rank in range(layout.pp)]
-    of_rank = own_memory if job.engine == "hf_parallel" else rank_memory
-    return [of_rank(shape, held[rank], live[rank], layout, job, rank) for rank in range(layout.pp)]

@@ -14,31 +14,34 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, PlannedConfig, SpecError, not_built
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.dryrun.run import PRECISIONS, dry_run
+from hf_parallel.planner.activations import counted_as, lowered_parameters
 from hf_parallel.planner.advice import (
     MUCH_BETTER,
     better_but_refused,
     notes_about,
     nothing_fits,
     warnings_about,
-    why_not,
+    why_not_expected,
+    why_not_usual,
 )
 from hf_parallel.planner.candidates import (
     WAYS,
+    Goal,
     configured,
-    heads_divide,
     layouts,
     other_schedules,
     runnable_part,
     runs,
+    sizes_of,
 )
-from hf_parallel.planner.choices import Choice, Found, Goal
+from hf_parallel.planner.choices import Choice, Found, predicted, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
-from hf_parallel.planner.layout import known_precision
-from hf_parallel.planner.model_shape import ModelShape, shape_of
-from hf_parallel.planner.own_layers import count_activations
-from hf_parallel.planner.trial import TooLarge, predicted, variants
+from hf_parallel.planner.layout import Layout, known_precision
+from hf_parallel.planner.shape import ModelShape, shape_of
 
+_TOKENS = 65536  # of a dry run: so many that nothing but activations decides when memory is fullest
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
@@ -82,37 +85,30 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    rank = 16 if lora is True else int(lora)
-    goal = Goal(
-        _counted(model, known_precision(precision), adapt),
-        cluster,
-        seq,
-        global_batch,
-        known_precision(precision),
-        optimizer,
-        rank,
-        rows,
-        accumulation,
-    )
+    precision, rank = known_precision(precision), 16 if lora is True else int(lora)
+    shape = measured_shape(model, precision, adapt)
+    goal = Goal(shape, cluster, seq, global_batch, precision, optimizer, rank, rows, accumulation)
     looking = _Search(goal, accept)
     ranked = looking.run()
-    shared_out = looking.looked_at > 0
-    best = ranked[0] if ranked else None
+    looked_at, best = looking.looked_at, ranked[0] if ranked else None
     wanted = _NEAR if include_unsupported else 1 / MUCH_BETTER
     others = looking.beyond(_pace(best) * wanted if best else math.inf)
     lines = better_but_refused(others, best, looking.accepts)
-    if not shared_out and not (include_unsupported and others):
+    if not looked_at and not (include_unsupported and others):
         raise SpecError("; ".join([_cannot_share(goal), *lines]))
     shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
     shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
-    shown = [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown]
-    notes = list(notes_about(goal, getattr(model, "max_position_embeddings", None)))
-    found = Found(
-        goal.shape, cluster, seq, global_batch, shown, best, [], looking.looked_at, beyond=lines, notes=notes
+    yours = [] if expected is None else [why_not_expected(goal, expected, best)]
+    return Found(
+        goal,
+        [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown],
+        best,
+        why_not=[*yours, *why_not_usual(goal, best)],
+        looked_at=looking.looked_at,
+        advice="" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept))),
+        beyond=lines,
+        notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
     )
-    yours = [] if expected is None else [_about_yours(goal, expected, found)]
-    advice = "" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept)))
-    return dataclasses.replace(found, why_not=[*yours, *_why_not(goal, found)], advice=advice)
 
 
 def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
@@ -162,11 +158,12 @@ class _Search:
                 if _pace(choice) * _WORTH < limit and not self.accepts(choice):
                     break  # one that the model forbids must not set the pace
                 if self._keep(best, choice) and choice.config.activation_checkpointing == "none":
-                    self.plain.add(_sizes(config))
+                    self.plain.add(sizes_of(config))
                 limit = min(limit, _pace(choice) * _WORTH)
         for choice in sorted(best.values(), key=_pace)[:_RESCHEDULED]:
-            for config in other_schedules(self.goal, choice):
-                other = predicted(self.goal, config, choice.prediction.job.micro_batch)
+            size = choice.prediction.job.micro_batch
+            for config in other_schedules(self.goal, choice.config, choice.rows // size):
+                other = predicted(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accepts(other):
                     self._keep(best, other)
@@ -181,8 +178,8 @@ class _Search:
                     limit = min(limit, _pace(choice) * _NEAR)
                     self._keep(best, choice)
                     if choice.config.activation_checkpointing == "none":
-                        self.plain.add(_sizes(config))
-            if _sizes(config) not in self.plain:
+                        self.plain.add(sizes_of(config))
+            if sizes_of(config) not in self.plain:
                 for choice in self._tried(config, self.refused, limit, also=False):
                     limit = min(limit, _pace(choice) * _NEAR)
                     self._keep(best, choice)
@@ -201,15 +198,15 @@ class _Search:
 
     def _keep(self, best: dict[tuple, Choice], choice: Choice) -> bool:
         """Whether it is the fastest of its sizes and settings."""
-        key = (_sizes(choice.config), tuple(choice.not_built))
+        key = (sizes_of(choice.config), tuple(choice.not_built))
         if key in best and _pace(best[key]) <= _pace(choice):
             return False
         best[key] = choice
         return True
 
 
-def _counted(model: Any, precision: str, adapt: Callable[[Any], None] | None) -> ModelShape:
-    """The shape of a model; of one of Transformers also what its layers keep, from dry runs, if this process can."""
+def measured_shape(model: Any, precision: str, adapt: Callable[[Any], None] | None = None) -> ModelShape:
+    """The shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
     import torch.distributed as dist
 
     shape = shape_of(model)
@@ -219,6 +216,29 @@ def _counted(model: Any, precision: str, adapt: Callable[[Any], None] | None) ->
         return count_activations(shape, model, precision, adapt)
     except Exception:  # whatever its own code raises on rows of tokens that have no values: the formula holds
         return shape
+
+
+def count_activations(
+    shape: ModelShape, model: Any, precision: str, adapt: Callable[[Any], None] | None = None
+) -> ModelShape:
+    """The shape with what its blocks really keep for their backward, from two dry runs of one process.
+
+    Models whose layers differ stay as they are: for them the formula holds.
+
+    Args:
+        adapt: see `dry_run`; what is counted then holds for jobs with adapters.
+    """
+    if len(set(shape.blocks)) != 1 or shape.layers < 2 or precision not in PRECISIONS:
+        return shape
+    seq = 256 if shape.blocks[0].attentions else 8  # a recurrence may go token by token
+    given: dict[str, Any] = {"rows": _TOKENS // seq, "seq": seq, "precision": precision, "optimizer": "sgd"}
+    runs = [dry_run(model, "dp_shard=1", layers=layers, adapt=adapt, **given) for layers in (2, 3)]
+    kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / _TOKENS
+    if PRECISIONS[precision][1] is not None:  # the copies of weights do not grow with the tokens
+        kept -= 2 * lowered_parameters(shape.blocks[0], Layout()) / _TOKENS
+    known = (*shape.blocks[0].kept, (counted_as(precision, adapt is not None), kept))
+    block = dataclasses.replace(shape.blocks[0], kept=known)
+    return dataclasses.replace(shape, blocks=(block,) * shape.layers)
 
 
 def plan(
@@ -240,61 +260,3 @@ def plan(
 def _cannot_share(goal: Goal) -> str:
     gpus, batch = goal.cluster.gpus, goal.global_batch
     return f"global_batch={batch}: no layout of {gpus} GPUs can share it out; global_batch={4 * gpus} works"
-
-
-def _sizes(config: ParallelConfig) -> tuple:
-    names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
-    return (*(getattr(config, name) for name in names), config.context_parallel, config.zero_stage)
-
-
-def _why_not(goal: Goal, found: Found) -> Iterator[tuple[str, str]]:
-    """The layouts that people ask about first, and what keeps them from being the best."""
-    gpus, inside = goal.cluster.gpus, min(goal.cluster.per_node, goal.cluster.gpus)
-    stages = math.gcd(goal.cluster.nodes, 8)
-    asked = {
-        "plain data parallelism": {"dp_replicate": gpus},
-        "ZeRO-3 over all GPUs": {"dp_shard": gpus},
-        "tensor parallelism in the node": {"tp": inside, "dp_shard": gpus // inside},
-        "tensor parallelism across nodes": {"tp": min(2 * inside, gpus), "dp_shard": gpus // min(2 * inside, gpus)},
-        "hybrid sharding in the node": {"dp_replicate": gpus // inside, "dp_shard": inside},
-        "tp in the node, pp between nodes": {"tp": inside, "pp": stages, "dp_shard": gpus // inside // stages},
-    }
-    seen = {_sizes(found.best.config)} if found.best else set()
-    for name, sizes in asked.items():
-        config = ParallelConfig.from_mapping(sizes).resolve(gpus)
-        if _sizes(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
-            seen.add(_sizes(config))
-            yield f"{name} ({config.to_spec()})", explain_absence(goal, config, found.best)
-
-
-def _about_yours(goal: Goal, expected: ParallelConfig | str, found: Found) -> tuple[str, str]:
-    """What is to be said of the layout that the user expects, whether this version runs it or not."""
-    config = PlannedConfig.parse(expected) if isinstance(expected, str) else expected
-    config = config.resolve(goal.cluster.gpus)
-    refused = "; ".join(refusal for _, refusal in not_built(config))
-    reason = explain_absence(goal, config, found.best)
-    return f"yours ({config.to_spec()})", f"{reason}; {refused}" if refused else reason
-
-
-def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
-    """In one line what keeps a layout from being first."""
-    if not heads_divide(goal.shape, config.tp_size):
-        return f"tp={config.tp_size} does not divide the attention heads"
-    if config.pp_size > goal.shape.layers:
-        return f"pp={config.pp_size}: the model has {goal.shape.layers} layers"
-    if goal.share(config) is None:
-        ranks = config.data_parallel_size
-        return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
-    given = config.activation_checkpointing != "none" or config.offload != "none"
-    mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
-    ways = [mine] if given else [way for way in WAYS if runs(configured(**way))]
-    found = list(variants(goal, config, math.inf, ways))
-    if not found:
-        return f"a global batch of {goal.global_batch} leaves too few micro-batches"
-    fitting = [choice for choice in found if isinstance(choice, Choice)]
-    if fitting:
-        chosen: Any = min(fitting, key=_pace)
-    else:
-        least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
-        chosen = predicted(goal, least.config, least.size, measure=True)
-    return why_not(chosen, best)

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hf_parallel.planner.ledger import local
-from hf_parallel.planner.observe import build_optimizer, observe
+from hf_parallel.dryrun.observe import build_optimizer, observe
+from hf_parallel.dryrun.recorder import local
 from tests import models
 from tests.counting import CountCollectives
 

@@ -5,8 +5,8 @@ import torch
 from transformers import LlamaConfig
 
 from hf_parallel.config import SpecError
+from hf_parallel.dryrun import dry_run
 from hf_parallel.hooks.peft.planned_adapters import four_bit, lora
-from hf_parallel.planner.dry_run import dry_run
 from tests import models
 from tests.distributed import run, run_alone
 from tests.planner.measuring import allocated, measured, measured_in_a_script, measured_with_adapters, numbers
@@ -92,7 +92,7 @@ def test_adapters_are_those_of_a_script(folder, spec, bits):
 
 
 def test_number_of_collectives_is_what_another_counter_counts():
-    """`sums` come from a loop and a counter that share nothing with the ledger."""
+    """`sums` come from a loop and a counter that share nothing with the recorder."""
     counted = run(measured, 4, "llama", "tp=4", ROWS, LENGTH)[0]["sums"]
     plan = run_alone(planned, "llama", "tp=4", 0)["traffic"]["tp"]
     assert plan["all_gather"][0] == counted["number of gathers"]

@@ -4,14 +4,21 @@ import pytest
 
 from hf_parallel.axes.pipeline.orders import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
-from hf_parallel.planner.communication import groups, ring_factor
+from hf_parallel.planner.activations import activation_terms, kept_of_terms
 from hf_parallel.planner.layout import Job, make_job
-from hf_parallel.planner.memory import GIB, StateBytes, activation_terms, kept_bytes, zero_states
-from hf_parallel.planner.model_shape import dense_block
-from hf_parallel.planner.offload import host_bytes, nvme_bytes, offload_times, pcie_bytes
-from hf_parallel.planner.stages import make_stages
-from hf_parallel.planner.step_time import live_forwards, one_f_one_b, pipeline_seconds
-from hf_parallel.planner.traffic import traffic
+from hf_parallel.planner.ledger import busiest
+from hf_parallel.planner.memory import GIB
+from hf_parallel.planner.pipeline import live_forwards, make_stages, one_f_one_b, pipeline_seconds
+from hf_parallel.planner.shape import dense_block
+from hf_parallel.planner.states import (
+    StateBytes,
+    host_bytes,
+    nvme_bytes,
+    offload_seconds,
+    pcie_bytes,
+    zero_states,
+)
+from hf_parallel.planner.transfer import groups, ring_factor
 
 LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
@@ -62,7 +69,7 @@ def test_traffic_of_zero_is_two_or_three_times_the_parameters(stage, volume):
     """Section 7: per step and rank, in elements, for many ranks; stage 3 gathers its weights twice."""
     shape, layout, job = shape_of(LLAMA_8B), Layout(dp=1024, zero_stage=stage), Job(2048, 1, 1)
     cluster = make_cluster("h100-80gb", 1024)
-    sent = in_bytes(traffic(shape, make_stages(shape, layout, job), layout, job, cluster), "dp")
+    sent = in_bytes(busiest(make_stages(shape, layout, job), layout, job, cluster), "dp")
     assert sent / (2 * shape.parameters) == pytest.approx(volume, rel=0.002)
 
 
@@ -70,7 +77,7 @@ def test_zero_3_gathers_again_for_every_micro_batch():
     shape, layout = shape_of(LLAMA_8B), Layout(dp=8, zero_stage=3)
     cluster = make_cluster("h100-80gb", 8)
     one, four = (
-        in_bytes(traffic(shape, make_stages(shape, layout, job), layout, job, cluster), "dp")
+        in_bytes(busiest(make_stages(shape, layout, job), layout, job, cluster), "dp")
         for job in (Job(2048, 1, 1), Job(2048, 1, 4))
     )
     assert four == pytest.approx(4 * one)
@@ -91,7 +98,7 @@ def test_tensor_parallelism_reduces_four_times_per_layer(recompute):
     """Shoeybi et al., 2019: two in the forward, two in the backward; recomputation repeats those of the forward."""
     shape, layout = shape_of(GPT_22B), Layout(tp=8)
     job = make_job(layout, 2048, 4, 4, recompute=recompute)
-    found = traffic(shape, make_stages(shape, layout, job), layout, job, make_cluster("a100-80gb", 8))
+    found = busiest(make_stages(shape, layout, job), layout, job, make_cluster("a100-80gb", 8))
     (reductions,) = [t for t in found if t.axis == "tp"]
     assert reductions.count / shape.layers == (4 if recompute == "none" else 6)
     assert reductions.payload == 4 * 2048 * 6144 * 2
@@ -101,7 +108,7 @@ def test_sequence_parallelism_sends_the_same_bytes():
     """Korthikanti et al., 2022, section 4.2.2: an all-reduce is a reduce-scatter and an all-gather."""
     shape, job, cluster = shape_of(GPT_22B), Job(2048, 4, 1), make_cluster("a100-80gb", 8)
     sent = [
-        in_bytes(traffic(shape, make_stages(shape, layout, job), layout, job, cluster), "tp")
+        in_bytes(busiest(make_stages(shape, layout, job), layout, job, cluster), "tp")
         for layout in (Layout(tp=8), Layout(tp=8, sequence_parallel=True))
     ]
     assert sent[0] == sent[1]
@@ -126,7 +133,7 @@ MIXTRAL = {**LLAMA_8B, "vocab": 32000, "experts": 8, "top_k": 2}
 
 def transfers(numbers, layout, job, axis, gpus=None):
     shape, cluster = shape_of(numbers), make_cluster("h100-80gb", gpus or layout.gpus)
-    found = traffic(shape, make_stages(shape, layout, job), layout, job, cluster)
+    found = busiest(make_stages(shape, layout, job), layout, job, cluster)
     return [t for t in found if t.axis == axis]
 
 
@@ -184,7 +191,7 @@ def test_zero_offload_moves_four_bytes_per_parameter_and_step():
 def test_adam_of_the_host(billions, seconds):
     """The same, table 4, on two Xeons: the time per parameter is that of the memory it reads and writes."""
     cluster = make_cluster("a100-80gb", 1, 1)
-    found = offload_times(billions * 1e9, Job(1024, 1, 1, offload="cpu"), cluster, backward=10.0)
+    found = offload_seconds(billions * 1e9, Job(1024, 1, 1, offload="cpu"), cluster, backward=10.0)
     assert found["optimizer"] == pytest.approx(seconds, rel=0.25)
     assert found["gradients to the host"] == 0
 
@@ -199,7 +206,7 @@ def test_arithmetic_intensity_of_nvme():
 
 def test_all_ranks_of_a_node_share_its_memory():
     job = Job(1024, 1, 1, offload="cpu")
-    one, eight = (offload_times(1e9, job, make_cluster("h100-80gb", n), 0.0) for n in (1, 8))
+    one, eight = (offload_seconds(1e9, job, make_cluster("h100-80gb", n), 0.0) for n in (1, 8))
     assert eight["optimizer"] == pytest.approx(8 * one["optimizer"])
     assert eight["gradients to the host"] == one["gradients to the host"] > 0
 
@@ -209,7 +216,7 @@ def test_all_ranks_of_a_node_share_its_memory():
 
 def per_sbh(layout, recompute="none", heads=96, hidden=12288, seq=2048):
     block = dense_block(hidden, heads, heads, 4 * hidden, gated=False)
-    return kept_bytes(activation_terms(block, hidden, "paper", dropout=True), layout, seq, recompute) / hidden
+    return kept_of_terms(activation_terms(block, hidden, "paper", dropout=True), layout, seq, recompute) / hidden
 
 
 def test_activations_of_a_layer_by_table_2():

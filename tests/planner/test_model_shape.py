@@ -22,7 +22,7 @@ from transformers import (
 
 from hf_parallel.config import SpecError
 from hf_parallel.planner import shape_of
-from hf_parallel.planner.model_count import build_on_meta
+from hf_parallel.planner.count import build_on_meta
 from tests.models import DECODER, without
 
 LENGTH = 32

@@ -7,8 +7,8 @@ import pytest
 
 from hf_parallel import cli
 from hf_parallel.config import ParallelConfig
-from hf_parallel.planner.clusters import read_cluster
 from hf_parallel.planner.detect import detect
+from hf_parallel.planner.hardware import read_cluster
 from tests import models
 from tests.distributed import run_alone
 

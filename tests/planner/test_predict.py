@@ -1,5 +1,7 @@
 """`predict` as a call: names, defaults, refusals, and that it reacts to each argument as it should."""
 
+import dataclasses
+
 import pytest
 from transformers import LlamaConfig
 
@@ -110,10 +112,49 @@ def test_fp32_weights_under_autocast(engine):
     assert sent[1] == sent[2]
     assert sent[1] == 2 * sent[0] if engine == "standard" else 1.5 * sent[0] < sent[1] < 2 * sent[0]
     assert bf16.step_time_s < mixed.step_time_s < fp32.step_time_s
+    assert fp32.breakdown.time["head"] > 1.5 * mixed.breakdown.time["head"] == 1.5 * bf16.breakdown.time["head"]
     assert mixed.breakdown.time["autocast"] > 0
-    copies = 2 * mixed.shape.active_parameters / 2**30
+    copies = sum(matrix.flops for block in mixed.shape.blocks for matrix in block.matrices) / 2**30  # 2 bytes each
     assert mixed.breakdown.memory["optimizer"] == fp32.breakdown.memory["optimizer"]
     assert mixed.memory_gib > copies + mixed.breakdown.memory["weights"]
+
+
+@pytest.mark.parametrize("engine", ["standard", "hf_parallel"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"zero_stage": 0},
+        {"zero_stage": 1},
+        {"zero_stage": 3, "dp_replicate": 8},
+        {"tp": 8, "zero_stage": 2},
+        {"tp": 8, "zero_stage": 3, "sequence_parallel": True},
+        {"cp": 4, "zero_stage": 3},
+        {"cp": 4, "zero_stage": 3, "context": "ulysses"},
+        {"ep": 8, "zero_stage": 3},
+    ],
+    ids=str,
+)
+def test_bytes_and_seconds_are_of_the_same_transfers(engine, layout):
+    """Where nothing hides behind compute, a step waits for exactly what the breakdown lists."""
+    gpu = find_gpu("h100-80gb")
+    nothing = dict.fromkeys(("hidden", "hidden_gradients", "contention", "wait_us"), 0.0)
+    gpu = dataclasses.replace(gpu, efficiency=dataclasses.replace(gpu.efficiency, **nothing))
+    model = LLAMA | ({"experts": 8, "top_k": 2} if "ep" in layout else {})
+    found = changed(gpu=gpu, model=model, layout=layout, engine=engine, recompute="full")
+    listed = sum(transfer.seconds for transfer in found.breakdown.communication)
+    kinds = ("gradients' reduction", "gathering updated weights")
+    waited = sum(s for kind, s in found.breakdown.time.items() if kind in kinds or "communication" in kind)
+    assert waited == pytest.approx(listed)
+
+
+def test_an_engine_that_accumulates_reduces_once_per_step():
+    """FSDP2 without synchronisation between the calls of a step; its seconds say so as its bytes do."""
+    few, many = (changed(engine="hf_parallel", global_batch=64 * count, layout={"zero_stage": 3}) for count in (1, 8))
+    for kind, factor in (("all_gather", 8), ("reduce_scatter", 1)):
+        one, all_ = (sum(t.bytes for t in p.breakdown.communication if t.kind == kind) for p in (few, many))
+        assert all_ == pytest.approx(factor * one)
+    slow = [changed(engine=engine, network="ethernet-25g").step_time_s for engine in ("hf_parallel", "standard")]
+    assert slow[0] < 0.8 * slow[1]
 
 
 def test_names_of_precisions():

@@ -1,4 +1,4 @@
-"""A world that is not there: this process as one rank of any number, and memory that a model only seems to have."""
+"""A process group of any size in one process, and a model's weights as fake tensors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def taken_for_real() -> Iterator[None]:
+def fake_tensors_pass_as_real() -> Iterator[None]:
     """Let Transformers run what it runs on real tensors.
 
     It takes fake tensors for a traced graph and makes masks there that a training step does not need. And torch knows

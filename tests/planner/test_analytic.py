@@ -7,19 +7,15 @@ import pytest
 import torch
 
 from hf_parallel.config import ParallelConfig
+from hf_parallel.dryrun.run import dry_run, on_meta, settled
 from hf_parallel.hooks.peft.planned_adapters import lora
-from hf_parallel.planner import make_cluster
-from hf_parallel.planner.choices import Goal
-from hf_parallel.planner.communication import groups
-from hf_parallel.planner.dry_run import _settled, dry_run, on_meta
-from hf_parallel.planner.memory import MOMENTS
-from hf_parallel.planner.model_shape import shape_of
-from hf_parallel.planner.own_layers import count_activations
-from hf_parallel.planner.own_traffic import own_traffic
-from hf_parallel.planner.predict import memory_of_ranks
-from hf_parallel.planner.report import tensors_gib
-from hf_parallel.planner.stages import make_stages, stages_of_rank
-from hf_parallel.planner.trial import to_job, to_layout
+from hf_parallel.planner import make_cluster, shape_of
+from hf_parallel.planner.candidates import Goal, to_job, to_layout
+from hf_parallel.planner.ledger import ledger
+from hf_parallel.planner.memory import memory_of_ranks
+from hf_parallel.planner.pipeline import make_stages, stages_by_rank
+from hf_parallel.planner.search import count_activations
+from hf_parallel.planner.states import moment_bytes
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.planner.measuring import measured
@@ -54,18 +50,16 @@ def both(name, spec, rows, rank=0, accumulation=1, precision="bf16", seq=SEQ, wo
     adapters, optimizer = training.get("adapters", 0), training.get("optimizer", "adamw")
     adapt = lora(adapters) if adapters else None
     ran = dry_run(config, layout, rank=rank, adapt=adapt, optimizer=optimizer, **given)
-    settled, _ = _settled(on_meta(config), layout, rank)
+    resolved, _ = settled(on_meta(config), layout, rank)
     shape = counted(name, precision, adapters) if name else shape_of(config)
-    size = rows // (settled.pipeline_microbatches or 1)
+    size = rows // (resolved.pipeline_microbatches or 1)
     cluster = make_cluster("a100-80gb", world)
     goal = Goal(shape, cluster, seq, None, precision, optimizer, adapters, rows=rows, accumulation=accumulation)
-    where, job = to_layout(settled), to_job(goal, settled, size, rows * accumulation // size)
-    stages = make_stages(shape, where, job)
-    place = ran.place["pp"]
-    planned = tensors_gib(memory_of_ranks(shape, stages, where, job)[place]) * 2**30
-    held = [stages[index] for index in stages_of_rank(where, place)]
+    where, job = to_layout(resolved), to_job(goal, resolved, size, rows * accumulation // size)
+    stages, place = make_stages(shape, where, job), ran.place["pp"]
+    planned = memory_of_ranks(stages, where, job)[place].tensors
     sent: dict[str, float] = {}
-    for transfer in own_traffic(shape, held, where, job, groups(where, goal.cluster), accumulation):
+    for transfer in ledger(stages_by_rank(stages, where)[place], where, job, cluster):
         sent[transfer.axis] = sent.get(transfer.axis, 0.0) + transfer.bytes
     counted_ = {axis: sum(t.sent for t in kinds.values()) for axis, kinds in ran.communication.items()}
     return planned, ran.peak_bytes, sent, counted_
@@ -146,7 +140,7 @@ def states_in_8_bits():
 def test_moments_in_8_bits():
     pytest.importorskip("bitsandbytes")
     kept, numbers = run_alone(states_in_8_bits)
-    assert MOMENTS["adamw_8bit"] * numbers == pytest.approx(kept, rel=0.01)  # norms keep theirs in fp32
+    assert moment_bytes("adamw_8bit", 4) * numbers == pytest.approx(kept, rel=0.01)  # norms keep theirs in fp32
 
 
 TINY = {"num_hidden_layers": 4}

@@ -119,11 +119,6 @@ class ModelShape:
         return ends + sum(block.parameters for block in self.blocks)
 
     @property
-    def active_parameters(self) -> float:
-        """Weights whose products one token meets, without the embedding's lookup and the head."""
-        return sum(matrix.flops / 2 for block in self.blocks for matrix in block.matrices)
-
-    @property
     def head_flops(self) -> float:
         """Of the logits, forward, per token."""
         return 2.0 * self.hidden * self.head_outputs
@@ -139,7 +134,7 @@ def shape_of(model: Any) -> ModelShape:
         return model
     if isinstance(model, Mapping):
         return shape_from_numbers(model)
-    from hf_parallel.planner.model_count import count_model
+    from hf_parallel.planner.count import count_model
 
     return count_model(model)
 
@@ -186,51 +181,21 @@ def _layers_from_parameters(known: Mapping[str, Any]) -> int:
     return max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
 
 
-_USED = (
-    "hidden",
-    "vocab",
-    "heads",
-    "kv_heads",
-    "ffn_hidden",
-    "experts",
-    "top_k",
-    "head_dim",
-    "layers",
-    "model",
-    "name",
-)
-
-
 def _build(known: Mapping[str, Any], gated: bool, tied: bool) -> ModelShape:
-    return _built(tuple((key, known[key]) for key in _USED if key in known), gated, tied)
+    """A shape of equal layers; what is not known gets the usual value."""
+    hidden, name = known["hidden"], str(known.get("model") or known.get("name") or "model")
+    heads, inner = known.get("heads") or usual_heads(hidden), known.get("ffn_hidden") or 4 * hidden
+    experts, top_k = known.get("experts") or 0, known.get("top_k") or 2
+    layer = (hidden, heads, known.get("kv_heads"), inner, gated, experts, top_k, known.get("head_dim"))
+    return _built(name, known.get("vocab", 50257), known["layers"], tied, layer)
 
 
 @functools.lru_cache(maxsize=1024)  # equal numbers are one shape, so that what is computed of it is found again
-def _built(numbers: tuple[tuple[str, Any], ...], gated: bool, tied: bool) -> ModelShape:
-    known = dict(numbers)
-    hidden, vocab = known["hidden"], known.get("vocab", 50257)
-    block = dense_block(
-        hidden,
-        heads=known.get("heads") or usual_heads(hidden),
-        kv_heads=known.get("kv_heads"),
-        ffn_hidden=known.get("ffn_hidden") or 4 * hidden,
-        gated=gated,
-        experts=known.get("experts") or 0,
-        top_k=known.get("top_k") or 2,
-        head_width=known.get("head_dim"),
-    )
-    return ModelShape(
-        name=str(known.get("model") or known.get("name") or "model"),
-        hidden=hidden,
-        vocab=vocab,
-        blocks=(block,) * known["layers"],
-        tied=tied,
-        embedding_parameters=vocab * hidden,
-        head_parameters=0 if tied else vocab * hidden,
-        other_parameters=hidden,
-        dropout=not gated,
-        head_outputs=vocab,
-    )
+def _built(name: str, vocab: int, layers: int, tied: bool, layer: tuple) -> ModelShape:
+    block, hidden = dense_block(*layer), layer[0]
+    head = 0 if tied else vocab * hidden
+    blocks, dropout = (block,) * layers, not block.gated
+    return ModelShape(name, hidden, vocab, blocks, tied, vocab * hidden, head, hidden, dropout, head_outputs=vocab)
 
 
 def usual_heads(hidden: int) -> int:

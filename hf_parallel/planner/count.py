@@ -6,6 +6,7 @@ experts, what is below a module whose class is called attention belongs to atten
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -15,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import input_embedding, stacks, text_config, tied_to_embedding
-from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
+from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
 
 
 def count_model(model: Any) -> ModelShape:
@@ -104,41 +105,35 @@ def hidden_size(config: Any) -> int:
 
 def _count_layer(layer: nn.Module, config: Any) -> tuple[Any, ...]:
     """The fields of its Block."""
-    hidden = hidden_size(config)
-    attentions = {name: module for name, module in layer.named_modules() if _is_attention(module)}
-    top_k, experts = _experts(layer, config)
-    matrices: list[Matrix] = []
-    for name, module in layer.named_modules():
-        if isinstance(module, nn.Embedding):
-            continue
-        for key, parameter in module.named_parameters(recurse=False):
-            full = f"{name}.{key}".lstrip(".").removesuffix(".weight")
-            inside = any(full.startswith(f"{attention}.") for attention in attentions)
-            found = _matrix(full, module, parameter, hidden, inside, top_k, experts)
-            matrices += [found] if found else []
-    merged = _merged(matrices)
-    total = sum(parameter.numel() for parameter in layer.parameters())
-    mlp = [m for m in merged if not _below(m.name, attentions) and m.split != "whole"]
+    hidden, attentions = hidden_size(config), {n: m for n, m in layer.named_modules() if _is_attention(m)}
+    innermost = [n for n in attentions if not any(other.startswith(f"{n}.") for other in attentions)]
+    inside, (top_k, experts) = tuple(f"{name}." for name in attentions), _experts(layer, config)
+    matrices = _matrices(layer, hidden, inside, top_k, experts)
+    mlp = [m for m in matrices if not m.name.startswith(inside) and m.split != "whole"]
     inner = sum(m.inputs * m.count * m.share for m in mlp if _leads_back(m, hidden))
     into = sum(m.outputs * m.count * m.share for m in mlp if m.inputs == hidden and not _leads_back(m, hidden))
     return (
-        tuple(merged),
-        tuple(
-            _attention(name, module, config) for name, module in attentions.items() if not _contains(name, attentions)
-        ),
+        tuple(matrices),
+        tuple(_attention(name, attentions[name], config) for name in innermost),
         inner,
         into > 1.5 * inner,
-        total - sum(m.parameters for m in merged),
-        top_k if any(m.split == "expert" for m in merged) else 0,
+        sum(parameter.numel() for parameter in layer.parameters()) - sum(m.parameters for m in matrices),
+        top_k if any(m.split == "expert" for m in matrices) else 0,
     )
 
 
-def _below(name: str, attentions: dict[str, nn.Module]) -> bool:
-    return any(name.startswith(f"{attention}.") for attention in attentions)
-
-
-def _contains(name: str, attentions: dict[str, nn.Module]) -> bool:
-    return any(other.startswith(f"{name}.") for other in attentions)
+def _matrices(layer: nn.Module, hidden: int, attentions: tuple[str, ...], top_k: int, experts: int) -> list[Matrix]:
+    """All matrices of a layer; experts kept as separate modules become one entry with their number."""
+    found: dict[Any, Matrix] = {}
+    for name, module in layer.named_modules():
+        for key, parameter in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
+            full = f"{name}.{key}".lstrip(".").removesuffix(".weight")
+            m = _matrix(full, module, parameter, hidden, full.startswith(attentions), top_k, experts)
+            if m:
+                same = (m.name, m.inputs, m.outputs, m.split, m.share)
+                count = m.count + (found[same].count if same in found else 0)
+                found[same] = dataclasses.replace(m, count=count)
+    return list(found.values())
 
 
 def _leads_back(matrix: Matrix, hidden: int) -> bool:
@@ -214,16 +209,6 @@ def _split_of(name: str, inputs: int, outputs: int, hidden: int, in_attention: b
         re.search(r"(^|[._])(o|out|output|dense|c|wo)(_?proj|_lin)?($|[._])", name.rpartition(".")[2]) is not None
     )
     return "row" if is_output or inputs != hidden else "column"
-
-
-def _merged(matrices: list[Matrix]) -> list[Matrix]:
-    """Experts kept as separate modules become one entry with their number."""
-    found: dict[Any, Matrix] = {}
-    for m in matrices:
-        key = (m.name, m.inputs, m.outputs, m.split, m.share)
-        count = m.count + (found[key].count if key in found else 0)
-        found[key] = Matrix(m.name, m.inputs, m.outputs, m.split, count, m.share)
-    return list(found.values())
 
 
 def _attention(name: str, module: nn.Module, config: Any) -> Attention:

@@ -1,4 +1,4 @@
-"""Two training steps of a parallel model, with a `Ledger` beside them: in a real process or in a dry run."""
+"""Two training steps of a parallel model, with a `Recorder` beside them: in a real process or in a dry run."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.config import SpecError
+from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
-from hf_parallel.planner.ledger import Ledger, Traffic
 
 Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
@@ -55,31 +55,31 @@ def observe(
         batches: what one step accumulates over.
         autocast: compute products in this dtype, whatever weights are stored in.
         layers: of each of this rank's stages, to part the step where layers begin and end.
-        scalars: see `Ledger`.
+        scalars: see `Recorder`.
     """
     state = state_of(model)
     assert state is not None
     tied = state.pipeline.tied_group if state.pipeline else None
-    with Ledger(axis_names(state.mesh, tied), scalars=scalars) as ledger, _parted(ledger, layers):
-        kinds = {ledger.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
+    with Recorder(axis_names(state.mesh, tied), scalars=scalars) as recorder, _parted(recorder, layers):
+        kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         update = build_optimizer(optimizer, model)
         for _ in range(2):
-            ledger.traffic.clear()
-            ledger.moments.clear()
-            ledger.remember()
+            recorder.traffic.clear()
+            recorder.moments.clear()
+            recorder.remember()
             _accumulate(model, batches, autocast)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
-            kinds |= {ledger.note(gradient): "gradients" for gradient in gradients}
-            ledger.remember()
+            kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
+            recorder.remember()
             update.step()
             states = [x for values in update.state.values() for x in values.values() if torch.is_tensor(x)]
-            kinds |= {ledger.note(tensor): "optimizer" for tensor in states}
-            ledger.remember()
-            kept = ledger.now(kinds)
+            kinds |= {recorder.note(tensor): "optimizer" for tensor in states}
+            recorder.remember()
+            kept = recorder.now(kinds)
             del gradients, states
             update.zero_grad()
-        traffic = {axis: dict(by_kind) for axis, by_kind in ledger.traffic.items()}
-        return Observed(ledger.peaks(kinds), kept, traffic)
+        traffic = {axis: dict(by_kind) for axis, by_kind in recorder.traffic.items()}
+        return Observed(recorder.peaks(kinds), kept, traffic)
 
 
 def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
@@ -118,7 +118,7 @@ def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _parted(ledger: Ledger, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
+def _parted(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterator[None]:
     """Remember when a stage's last layer has run forward and backward, and when its first one begins backward.
 
     Memory grows or shrinks evenly in between, so that no part's fullest moment jumps when there are more layers.
@@ -126,9 +126,9 @@ def _parted(ledger: Ledger, stages: tuple[tuple[nn.Module, ...], ...]) -> Iterat
     handles = []
     for layers in stages:
         first, last = layers[0], layers[-1]
-        handles.append(first.register_forward_hook(lambda *call: _at_gradient(call[2], ledger.remember)))
-        handles.append(last.register_forward_hook(lambda *call: ledger.remember()))
-        before = lambda _, args, kwargs: _at_gradient((args, kwargs), ledger.remember)  # noqa: E731
+        handles.append(first.register_forward_hook(lambda *call: _at_gradient(call[2], recorder.remember)))
+        handles.append(last.register_forward_hook(lambda *call: recorder.remember()))
+        before = lambda _, args, kwargs: _at_gradient((args, kwargs), recorder.remember)  # noqa: E731
         handles.append(last.register_forward_pre_hook(before, with_kwargs=True))
     try:
         yield

@@ -1,9 +1,9 @@
-"""How long a stage takes with one micro-batch: each kernel by roofline and fitted efficiency.
+"""Seconds of a stage with one micro-batch: each kernel by roofline and fitted efficiency, and what it waits for.
 
     matrix product    2 m n k / (peak x gemm x depth(k) x waves(m, n) x alignment(n, k)), or its bytes over bandwidth
     attention         FLOPs of the keys that a mask shows / (peak x attention)
     element-wise      bytes read and written / (bandwidth x memory)
-    communication     ring formulas; what cannot hide behind compute is added
+    communication     the ledger's transfers, less what of them can run behind compute
 
 docs/planner.md has the numbers, their sources and the measured accuracy.
 """
@@ -12,18 +12,23 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hf_parallel.planner.communication import Group, groups, transfer_seconds
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout
-from hf_parallel.planner.model_shape import Attention, Block, Matrix, ModelShape
-from hf_parallel.planner.stages import Stage
-from hf_parallel.planner.traffic import context_payload
+from hf_parallel.planner.ledger import block_transfers, end_transfers
+from hf_parallel.planner.pipeline import Stage
+from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
+from hf_parallel.planner.transfer import ATTENTION, BACKWARD, COMPUTE, EXPOSED, FACTORS, FORWARD, PRODUCTS, Transfer
 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 16, 30  # per block, without a compiler
+_WAITS = {
+    "tp": 0.5,
+    "ep": 1.0,
+}  # ranks that are not in step: once per all-reduce, or per gather and scatter; all-to-all
 
 
 def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
@@ -36,7 +41,7 @@ def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> floa
     return max(2 * m * n * k / rate, 2 * (m * k + k * n + m * n) / (gpu.bandwidth * e.memory))
 
 
-def moved(gpu: Gpu, size: float) -> float:
+def memory_seconds(gpu: Gpu, size: float) -> float:
     """Seconds to read and write `size` bytes."""
     return size / (gpu.bandwidth * gpu.efficiency.memory)
 
@@ -47,6 +52,11 @@ class Times:
 
     forward: dict[str, float]
     backward: dict[str, float]
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Seconds of the forward and of the backward."""
+        return sum(self.forward.values()), sum(self.backward.values())
 
     def __add__(self, other: Times) -> Times:
         return Times(plus(self.forward, other.forward), plus(self.backward, other.backward))
@@ -65,25 +75,22 @@ def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One block on one rank, with its communication over tp, cp and ep, and under ZeRO-3 of its weights."""
     gpu, tokens = cluster.gpu, job.micro_batch * job.seq / layout.cp
-    forward = {
-        "matrix products": sum(_matrix(gpu, job, layout, m, tokens, backward=False) for m in block.matrices),
-        "attention": sum(_attention(gpu, job, layout, a, tokens, backward=False) for a in block.attentions),
-        "element-wise": moved(gpu, tokens * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes),
-    }
-    backward = {
-        "matrix products": sum(_matrix(gpu, job, layout, m, tokens, backward=True) for m in block.matrices),
-        "attention": sum(_attention(gpu, job, layout, a, tokens, backward=True) for a in block.attentions),
-        "element-wise": 2 * forward["element-wise"],
-    }
+    element_wise = memory_seconds(gpu, tokens * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes)
+    forward, backward = (
+        {
+            PRODUCTS: sum(_matrix(gpu, job, layout, m, tokens, is_backward) for m in block.matrices),
+            ATTENTION: sum(_attention(gpu, job, layout, a, tokens, is_backward) for a in block.attentions),
+            "element-wise": (1 + is_backward) * element_wise,
+        }
+        for is_backward in (False, True)
+    )
     _launch(gpu, forward, _KERNELS_FORWARD)
     _launch(gpu, backward, _KERNELS_BACKWARD)
-    again = _recomputed(forward, job)
-    backward = plus(backward, again)
-    links = groups(layout, cluster)
-    sent = _layer_communication(block, hidden, layout, job, links, tokens, gpu.efficiency.wait_us)
+    backward = plus(backward, _recomputed(forward, job))
+    transfers = block_transfers(block, hidden, layout, job, cluster)
     return Times(
-        _with_communication(forward, sent[0], gpu, layout.context == "ulysses"),
-        _with_communication(backward, sent[1], gpu, layout.context == "ulysses"),
+        plus(forward, exposed((t for t in transfers if t.when == FORWARD), forward, gpu)),
+        plus(backward, exposed((t for t in transfers if t.when == BACKWARD), backward, gpu)),
     )
 
 
@@ -126,7 +133,7 @@ def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens:
     e, heads = gpu.efficiency, layout.tp
     flops = attention.flops(job.seq) * tokens / heads
     exponentials = attention.heads * attention.keys(job.seq) * tokens / heads / (16 * gpu.units * _CLOCK)
-    rate = gpu.peak("bf16") * e.attention
+    rate = gpu.peak(job.products_beside) * e.attention
     return exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
 
 
@@ -141,76 +148,69 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     return stream / parts + (2 * c * heads + inner) / layout.tp + routed / parts
 
 
-def _layer_communication(
-    block: Block, hidden: int, layout: Layout, job: Job, links: dict[str, Group], tokens: float, wait_us: float
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds of a block's collectives in forward and backward, by axis."""
-    stream = tokens * hidden * job.width
-    wait = wait_us * 1e-6
-    reductions = 2 * (transfer_seconds("all_reduce", stream, links["tp"]) + wait) if layout.tp > 1 else 0.0
-    kind = "all_to_all" if layout.context == "ulysses" else "all_gather"
-    context = transfer_seconds(kind, context_payload(block, layout, job), links["cp"])
-    routed = 2 * (transfer_seconds("all_to_all", stream / layout.tp * block.top_k, links["ep"]) + wait)
-    routed = routed if layout.ep > 1 and block.top_k else 0.0
-    gathered = reduced = 0.0
-    if layout.zero_stage == 3:
-        dense = (block.parameters - block.expert_parameters) / layout.tp
-        gathered = transfer_seconds("all_gather", dense * job.stored, links["zero"])
-        reduced = 0.0 if job.lora else transfer_seconds("reduce_scatter", dense * job.stored, links["zero"])
-    forward = {"tp": reductions, "cp": context, "ep": routed, "zero": gathered}
-    again = {"none": 0.0, "selective": 0.5, "full": 1.0}[job.recompute]
-    passes = (1 if layout.context == "ulysses" else 2) + (job.recompute == "full")
-    backward = {
-        "tp": reductions * (1 + again),
-        "cp": context * passes,
-        "ep": routed * (1 + again),
-        "zero": gathered + reduced,
-    }
-    return forward, backward
+def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
+    """Seconds by kind that a pass waits for its collectives, beyond what runs behind its `compute`.
+
+    What is behind all of the compute slows it down: the two share the device.
+    """
+    e = gpu.efficiency
+    sent: dict[tuple[str, str], float] = {}
+    for t in transfers:
+        wait = e.wait_us * 1e-6 * _WAITS.get(t.axis, 0.0) * FACTORS.get(t.kind, 0.0) if t.behind == EXPOSED else 0.0
+        key = (kind_of(t), t.behind)
+        sent[key] = sent.get(key, 0.0) + t.seconds + wait * t.count
+    found: dict[str, float] = {}
+    for (kind, behind), seconds in sent.items():
+        window = e.hidden * (sum(compute.values()) if behind == COMPUTE else compute.get(behind, 0.0))
+        slowed = e.contention * min(seconds, window) if behind == COMPUTE else 0.0
+        found[kind] = found.get(kind, 0.0) + max(0.0, seconds - window) + slowed
+    return {kind: seconds for kind, seconds in found.items() if seconds}
 
 
-def _with_communication(times: dict[str, float], sent: dict[str, float], gpu: Gpu, ulysses: bool) -> dict[str, float]:
-    """A ring's next keys travel while attention computes; Ulysses has nothing to do before its heads are there."""
-    e, compute = gpu.efficiency, sum(times.values())
-    exposed = {
-        "tp communication": sent["tp"],
-        "ep communication": sent["ep"],
-        "cp communication": sent["cp"] if ulysses else max(0.0, sent["cp"] - times["attention"] * e.hidden),
-        "ZeRO-3 communication": max(0.0, sent["zero"] - compute * e.hidden)
-        + e.contention * min(sent["zero"], compute * e.hidden),
-    }
-    return {**times, **{kind: seconds for kind, seconds in exposed.items() if seconds}}
-
-
-@functools.lru_cache(maxsize=4096)
-def end_times(shape: ModelShape, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """Head and loss, on the last stage."""
-    gpu, tokens = cluster.gpu, job.micro_batch * job.seq / layout.cp
-    if not shape.head_outputs:
-        return Times({}, {})
-    columns = shape.head_outputs / layout.tp
-    product = gemm_seconds(gpu, "bf16", tokens, columns, shape.hidden)
-    loss = moved(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
-    return Times({"head": product + loss}, {"head": 2 * product + loss})
+def kind_of(transfer: Transfer) -> str:
+    """Under which name a collective's seconds are counted."""
+    if transfer.axis in ("tp", "cp", "ep"):
+        return f"{transfer.axis} communication"
+    return "gathering updated weights" if transfer.what == "updated weights" else "ZeRO-3 communication"
 
 
 # ---- a stage --------------------------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=4096)
-def stage_times(shape: ModelShape, stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One micro-batch on one stage."""
-    total = end_times(shape, layout, job, cluster) if stage.is_last else Times({}, {})
+    total = _end_times(stage, layout, job, cluster)
     for block, count in stage.counts:
-        total += block_times(block, shape.hidden, layout, job, cluster).times(count)
+        total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
     total += Times({}, {"accumulating gradients": _accumulating(stage, layout, job, cluster)})
     return total + _lowering(stage, layout, job, cluster) if job.autocast else total
 
 
+def _end_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
+    """Head and loss on the last stage, and what a stage sends beside its blocks."""
+    gpu = cluster.gpu
+    head = _head_times(stage.shape, layout, job, gpu) if stage.is_last else Times({}, {})
+    transfers = end_transfers(stage, layout, job, cluster)
+    return Times(
+        plus(head.forward, exposed((t for t in transfers if t.when == FORWARD), head.forward, gpu)),
+        plus(head.backward, exposed((t for t in transfers if t.when == BACKWARD), head.backward, gpu)),
+    )
+
+
+def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
+    if not shape.head_outputs:
+        return Times({}, {})
+    tokens, columns = job.micro_batch * job.seq / layout.cp, shape.head_outputs / layout.tp
+    product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
+    loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
+    return Times({"head": product + loss}, {"head": 2 * product + loss})
+
+
 def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """Autocast reads fp32 weights and writes 16-bit copies, again where a forward is recomputed; gradients go back."""
-    weights = stage.dense_parameters(layout.tp)  # experts compute in fp32
-    once = moved(cluster.gpu, weights * (job.stored + job.width))
+    weights = stage.dense(layout.tp)  # experts compute in fp32
+    once = memory_seconds(cluster.gpu, weights * (job.stored + job.width))
     back = 0 if job.lora else once
     return Times({"autocast": once}, {"autocast": back + (once if job.recompute == "full" else 0.0)})
 
@@ -219,5 +219,6 @@ def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> f
     """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
     if job.lora or job.micro_batches == 1:
         return 0.0
-    dense = stage.dense_parameters(layout.tp) / (layout.shards if layout.zero_stage == 3 else 1)
-    return moved(cluster.gpu, (dense + stage.expert_parameters(layout.ep)) * (job.stored + 8))
+    shards = layout.shards if layout.zero_stage == 3 and not job.habits.fsdp2 else 1
+    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.ep)
+    return memory_seconds(cluster.gpu, numbers * (job.stored + 8))

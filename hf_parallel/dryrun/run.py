@@ -4,10 +4,10 @@
     ran.peak                                  # {"parameters": bytes, "gradients": …, "activations": …}
     ran.communication["tp"]["all_gather"]     # Traffic(count=…, payload=…, sent=…)
 
-`parallelize` itself runs, then two training steps: collectives go to a process group that communicates nothing,
-tensors are fake ones that know their shape only. What costs time is calling Python once per operation, so a model of
-equal layers is run with three and with four of them on each of this rank's stages, and the rest is a straight line:
-every part of a step (see `observe.py`) grows by the same amount with each further layer.
+`parallelize` itself runs, then two training steps, on fake tensors that know their shape only, with a process group
+that communicates nothing. Calling Python once per operation is what takes time, so a model of equal layers is run with
+three and with four of them on each of this rank's stages, and extrapolated linearly: every part of a step (see
+`observe.py`) grows by the same amount with each further layer.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.dryrun.fake_world import fake_tensors_pass_as_real, fake_world, materialise
+from hf_parallel.dryrun.observe import Communication, Observed, observe
+from hf_parallel.dryrun.recorder import Traffic
 from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transformer_blocks
 from hf_parallel.parallelize import parallelize, state_of
-from hf_parallel.planner.continuation import extend, fullest
-from hf_parallel.planner.fake_world import fake_world, materialise, taken_for_real
-from hf_parallel.planner.observe import Communication, Observed, observe
 from hf_parallel.resolve import resolve
 
 #: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
@@ -128,7 +128,7 @@ def dry_run(
     if layers is not None and stack is not None:
         backbone_of(model).set_submodule(stack[1], nn.ModuleList(list(stack[0])[:layers]))
         stack = _stack(model)
-    config, counts = _settled(model, config, rank)
+    config, counts = settled(model, config, rank)
     shorten = not whole and stack is not None and _alike(stack)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
     run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack)
@@ -156,7 +156,7 @@ def on_meta(model: Any) -> Any:
         return named._from_config(model) if named else transformers.AutoModelForCausalLM.from_config(model)
 
 
-def _settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
+def settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
     """The config with everything decided that depends on the whole model, and the layers of this rank's stages."""
     if config.pp_size == 1:
         stack = _stack(model)
@@ -206,7 +206,7 @@ class _Run:
         for i, (have, want) in enumerate(zip(fewest, counts, strict=True)):
             if want > have:
                 more = self.observe(tuple(n + (i == j) for j, n in enumerate(fewest)))
-                extend(total, base, more, want - have)
+                _extend(total, base, more, want - have)
         return total
 
     def observe(self, counts: tuple[int, ...]) -> Observed:
@@ -247,7 +247,7 @@ class _Run:
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
-        with taken_for_real(), FakeTensorMode(allow_non_fake_inputs=True):
+        with fake_tensors_pass_as_real(), FakeTensorMode(allow_non_fake_inputs=True):
             materialise(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
@@ -265,12 +265,23 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
         return run.continued(fewest, counts)
     one, two = (
         dataclasses.replace(
-            run,
-            config=dataclasses.replace(run.config, pipeline_microbatches=count),
-            rows=run.rows // asked * count,
+            run, config=dataclasses.replace(run.config, pipeline_microbatches=count), rows=run.rows // asked * count
         ).continued(fewest, counts)
         for count in (few, few + ranks)
     )
-    total = Observed([Counter(one.peak)], Counter(one.kept), copy.deepcopy(one.communication))
-    extend(total, fullest(one), fullest(two), (asked - few) // ranks)
+    one, two = (dataclasses.replace(seen, peaks=[seen.peak]) for seen in (one, two))
+    total = copy.deepcopy(one)
+    _extend(total, one, two, (asked - few) // ranks)
     return total
+
+
+def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:
+    """Add to `total` what one further layer, or round of micro-batches, adds (`more` - `base`), `times` times."""
+    held = [(*seen.peaks, seen.kept) for seen in (total, base, more)]
+    for whole, one, two in zip(*held, strict=True):
+        for kind in {*one, *two}:
+            whole[kind] += times * (two[kind] - one[kind])
+    for axis, kinds in more.communication.items():
+        mine, former = total.communication.setdefault(axis, {}), base.communication.get(axis, {})
+        for kind, moved in kinds.items():
+            mine[kind] = mine.get(kind, Traffic()).grown(former.get(kind, Traffic()), moved, times)

@@ -1,0 +1,217 @@
+"""What a step keeps in memory and sends, noted tensor by tensor: of real tensors, and of fake ones that have none.
+
+    with Recorder({group_name: axis}) as recorder:
+        loss.backward()
+    recorder.traffic["tp"]["all_reduce"]              # Traffic(count=8, payload=…, sent=…)
+    recorder.peak({storage_number: "gradients"})      # bytes by kind at the fullest moment
+
+Memory is that of storages: a view is free, what several tensors share counts once, and FSDP2's buffers that are
+emptied and filled again count only while they are full. Not seen: what a kernel needs while it runs, the allocator's
+rounding and fragmentation, buffers of the communication library.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch._C._distributed_c10d import ProcessGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+#: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
+_KINDS = {
+    "reduce_scatter": "reduce_scatter",
+    "all_reduce": "all_reduce",
+    "allreduce": "all_reduce",
+    "all_gather": "all_gather",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "broadcast": "broadcast",
+    "send": "send",
+    "recv": "receive",
+}
+_NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+REST = "activations"  # what has no other kind
+WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buffers
+
+
+@dataclass
+class Traffic:
+    """A kind of collective along an axis. `payload`: bytes of the whole tensors; `sent`: by this rank, in a ring."""
+
+    count: int = 0
+    payload: int = 0
+    sent: float = 0.0
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.count + other.count, self.payload + other.payload, self.sent + other.sent)
+
+    def grown(self, one: Traffic, two: Traffic, times: int) -> Traffic:
+        """This, and `times` times the step from `one` to `two`."""
+        return Traffic(
+            self.count + times * (two.count - one.count),
+            self.payload + times * (two.payload - one.payload),
+            self.sent + times * (two.sent - one.sent),
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """Notes every storage that appears inside, when it changes its size and when it goes; and every collective.
+
+    Args:
+        axes: names of process groups and what to call them; collectives of groups of one rank move nothing.
+        data_axes: those along which FSDP2 gathers and reduces.
+        scalars: what a tensor without a value says when it is asked for its value; None: it has one.
+    """
+
+    def __init__(
+        self, axes: Mapping[str, str], data_axes: Iterable[str] = ("dp_shard", "dp_replicate"), scalars: Any = None
+    ) -> None:
+        super().__init__()
+        self.axes, self.data_axes, self.scalars = dict(axes), set(data_axes), scalars
+        self.traffic: defaultdict[str, defaultdict[str, Traffic]] = defaultdict(lambda: defaultdict(Traffic))
+        self._events: list[tuple[int, int]] = []  # storage number, by how many bytes it grew
+        self._numbers: dict[int, int] = {}  # address of a storage -> its number, while it lives
+        self._sizes: list[int] = []  # now, by number
+        self._whole: set[int] = set()
+        self._watchers: dict[int, weakref.ref] = {}
+        self.moments: list[int] = []  # places in the log that the observed code asked to remember
+
+    def __enter__(self) -> Recorder:
+        self._resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # it calls its own operations on local tensors: those are seen
+        if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
+            return self.scalars
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type != "meta":  # which has a shape, but no memory
+                self.note(leaf)
+        if func.namespace in _NAMESPACES:
+            self._collective(func._opname, args, result)
+        elif func.namespace == "fsdp":  # copies in and out of its buffers
+            self._whole |= {self.note(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        return result
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def note(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, which exists from now on if it was not known."""
+        storage = local(tensor).untyped_storage()
+        address = storage._cdata
+        if address not in self._numbers:
+            number = self._numbers[address] = len(self._sizes)
+            self._sizes.append(0)
+            self._grow(number, storage.nbytes())
+            self._watchers[address] = weakref.ref(storage, lambda _: self._gone(address))
+        return self._numbers[address]
+
+    def _grow(self, number: int, size: int) -> None:
+        if size != self._sizes[number]:
+            self._events.append((number, size - self._sizes[number]))
+            self._sizes[number] = size
+
+    def _gone(self, address: int) -> None:
+        number = self._numbers.pop(address)
+        del self._watchers[address]
+        self._grow(number, 0)
+
+    def _resizing(self) -> Any:
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = self._resize(storage, size)
+            number = self._numbers.get(storage._cdata)
+            if number is not None:
+                self._grow(number, size)
+            return result
+
+        return resize_
+
+    def remember(self) -> None:
+        """Let one part of the log end here and the next begin."""
+        self.moments.append(len(self._events))
+
+    def peaks(self, kinds: Mapping[int, str]) -> list[Counter[str]]:
+        """Bytes by kind at the fullest moment between each two remembered ones.
+
+        Storages that `kinds` leaves out are FSDP2's, or activations and temporary results.
+        """
+        return [
+            self._by_kind(self._events[: self._fullest(first, last)], kinds)
+            for first, last in zip(self.moments, self.moments[1:], strict=False)
+        ]
+
+    def _fullest(self, first: int, last: int) -> int:
+        total = most = sum(size for _, size in self._events[:first])
+        moment = first
+        for i, (_, size) in enumerate(self._events[first:last], first + 1):
+            total += size
+            if total > most:
+                most, moment = total, i
+        return moment
+
+    def now(self, kinds: Mapping[int, str]) -> Counter[str]:
+        """Bytes by kind that are held now."""
+        return self._by_kind(self._events, kinds)
+
+    def _by_kind(self, events: list[tuple[int, int]], kinds: Mapping[int, str]) -> Counter[str]:
+        held: Counter[str] = Counter()
+        for number, size in events:
+            held[kinds.get(number, WHOLE if number in self._whole else REST)] += size
+        return +held
+
+    # ---- communication -------------------------------------------------------------------------------------------
+
+    def _collective(self, name: str, args: tuple, result: Any) -> None:
+        name = name.lstrip("_")
+        kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+        group = _group_of(args)
+        if kind is None or group is None or group.size() == 1:
+            return
+        axis = self.axes.get(group.group_name, "other")
+        tensors = [leaf for leaf in tree_leaves((args, result)) if isinstance(leaf, torch.Tensor)]
+        sizes = [leaf.nbytes for leaf in tensors]
+        payload = min(sizes) * group.size() if kind in ("all_gather", "reduce_scatter") else max(sizes)
+        self.traffic[axis][kind] += Traffic(1, payload, payload * sent_share(kind, group.size()))
+        if axis in self.data_axes:
+            self._whole |= {self.note(tensor) for tensor in tensors}
+
+
+def sent_share(kind: str, ranks: int) -> float:
+    """Bytes that one of `ranks` sends in a ring, per byte of the whole tensor (Thakur et al., 2005)."""
+    if kind in ("send", "broadcast"):  # a broadcast passes all of it on, except at the end of the chain
+        return 1.0
+    share = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "receive": 0}[kind]
+    return share * (ranks - 1) / ranks
+
+
+def local(tensor: Any) -> torch.Tensor:
+    """The tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
+    tensor = getattr(tensor, "_local_tensor", tensor)
+    return getattr(tensor, "elem", tensor)
+
+
+def _group_of(args: tuple) -> Any:
+    """The process group among the arguments of a collective: an object, or the name that functional ones take."""
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
+            return ProcessGroup.unbox(leaf)
+    names = [leaf for leaf in tree_leaves(args) if isinstance(leaf, str)]
+    return _resolve_process_group(cast(Any, names[-1])) if names else None

@@ -1,0 +1,227 @@
+"""What a block keeps for its backward on one rank, in bytes per token; what a pipeline holds at its fullest moment.
+
+The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4), or of Transformers' modules
+(docs/activation_memory.md). Where `measure.py` counted a block by running it, that number stands in for their sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, flat
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.pipeline import adapted
+from hf_parallel.planner.shape import Block, ModelShape
+from hf_parallel.planner.states import ADAPTER_WIDTH
+
+
+@dataclass(frozen=True)
+class Term:
+    """Bytes per token that a block keeps for its backward; `cut`: by which axes: "sp" (tp if sequence parallel), "tp".
+
+    `core`: part of the attention core, which Korthikanti's selective recomputation drops. `product`: a matrix product.
+    """
+
+    name: str
+    bytes: float
+    cut: str = "tp"
+    core: bool = False
+    product: bool = False
+    squared: float = 0.0  # bytes per token and key
+
+
+def activation_terms(
+    block: Block, hidden: int, kernels: str = "fused", width: int = 2, dropout: bool = False, stream: int | None = None
+) -> list[Term]:
+    """What a block keeps of each token, in the order of its forward.
+
+    Args:
+        width: bytes of what matrix products read and write.
+        stream: bytes of the residual stream, which norms read; default: the same.
+        kernels: "paper": attention scores in memory, as in arXiv:2205.05198; "fused": flash attention, norms and
+            gated activations that keep their inputs only; "transformers": modules as Transformers writes them, see
+            docs/activation_memory.md.
+    """
+    c, e = width, stream or width
+    norm = {"paper": e, "fused": e, "transformers": 4 + e + 4 / hidden}[kernels]
+    heads = sum(part.heads for part in block.attentions)
+    query = sum(part.heads * part.qk_width for part in block.attentions)
+    keys = sum(part.kv_heads * (part.qk_width + part.v_width) for part in block.attentions)
+    output = sum(part.heads * part.v_width for part in block.attentions)
+    mask = 1.0 if dropout else 0.0
+    terms = [Term("input of the attention's norm", norm * hidden, "sp")]
+    terms += [
+        Term("input of q, k, v", c * hidden, "sp"),
+        Term("q", c * query, product=True),
+        Term("k and v", c * keys, product=True),
+        Term("attention scores", 0, core=True, squared=heads * (c + (1 + c) * mask) if kernels == "paper" else 0),
+        Term("log-sum-exp of the scores", 0 if kernels == "paper" else 4 * heads),
+        Term("output of attention", c * output),
+        Term("dropout after attention", mask * hidden, "sp"),
+        Term("input of the MLP's norm", norm * hidden, "sp"),
+        Term("input of the MLP", c * hidden, "sp"),
+    ]
+    inner = c * block.inner
+    terms += [Term("MLP, first half", (2 if block.gated else 1) * inner, product=True)]
+    if kernels == "transformers" and block.gated:
+        terms += [Term("activation of the gate", inner)]
+    terms += [Term("input of the MLP's second half", inner), Term("dropout after the MLP", mask * hidden, "sp")]
+    if block.top_k:
+        terms += [Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp")]
+    return terms
+
+
+def kept_of_terms(terms: list[Term], layout: Layout, length: int, recompute: str = "none") -> float:
+    """Bytes per token that a rank keeps of one block.
+
+    `selective` drops the attention core where scores are in memory (arXiv:2205.05198, section 5); where they are not
+    (flash attention) it keeps the block's input, attention's output and every second matrix product (as torchtitan).
+    """
+    has_scores = any(term.squared for term in terms)
+    if recompute == "full":
+        return _cut(terms[0], layout, length)
+    if recompute == "selective" and has_scores:
+        return sum(_cut(term, layout, length) for term in terms if not term.core)
+    if recompute == "selective":
+        kept = [term for term in terms if term.name in ("output of attention", "log-sum-exp of the scores")]
+        products = [term for term in terms if term.product]
+        outputs = sum(_cut(term, layout, length) for term in products) + 2 * _cut(terms[0], layout, length)
+        return _cut(terms[0], layout, length) + sum(_cut(term, layout, length) for term in kept) + outputs / 2
+    return sum(_cut(term, layout, length) for term in terms)
+
+
+def _cut(term: Term, layout: Layout, length: int) -> float:
+    parts = layout.tp if term.cut == "tp" or layout.sequence_parallel else 1
+    return (term.bytes + term.squared * length) / parts
+
+
+# ---- of a job -------------------------------------------------------------------------------------------------------
+
+
+def kernels_of(job: Job) -> str:
+    """Which terms hold: attention that is not flash attention has its scores in memory."""
+    return job.habits.kernels if job.attention == "flash" else "paper"
+
+
+def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
+    """What a block keeps of each token under a job's kernels and precision."""
+    kernels = kernels_of(job)
+    return activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper", job.stored)
+
+
+def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+    """Bytes per token that a rank keeps of one block: counted from the model if it was, else by formula."""
+    if job.recompute == "full":
+        return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    formula = _by_formula(block, shape, layout, job)
+    counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
+    return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)
+
+
+def _by_formula(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+    total = kept_of_terms(terms_of(block, shape, job), layout, job.seq, job.recompute)
+    total += _copies_of_shared_heads(block, layout, job)
+    if job.autocast and not layout.sequence_parallel:  # each product lowers its input for itself
+        readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == shape.hidden)
+        total += max(0, readers - 2) * job.width * shape.hidden
+    if job.lora and job.stored < ADAPTER_WIDTH:
+        total += _inputs_of_adapters(block, shape.hidden, layout, job)
+    return total
+
+
+def _inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    """Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none."""
+    parts = layout.tp if layout.sequence_parallel else 1
+    of_base = 2 * hidden / parts + block.inner / layout.tp
+    cut = [m.inputs * m.count / (layout.tp if m.split == "row" else 1) for m in adapted(block)]
+    return ADAPTER_WIDTH * sum(cut) - job.width * of_base
+
+
+def _copies_of_shared_heads(block: Block, layout: Layout, job: Job) -> float:
+    """Where several ranks share a key and value head, each holds all of it, before and after it is picked out."""
+    more = (max(0, layout.tp / part.kv_heads - 1) * part.kv_heads * part.qk_width for part in block.attentions)
+    return 4 * job.width * sum(more) / layout.tp
+
+
+def counted_as(precision: str, lora: int | bool) -> str:
+    """The name under which a block knows what it keeps."""
+    return f"{precision}, adapters" if lora else precision
+
+
+def output_numbers(block: Block, hidden: int, layout: Layout) -> float:
+    """Numbers per token of all outputs of a block's products and of its two norms, on one rank."""
+    parts = layout.tp if layout.sequence_parallel else 1
+    column = sum(m.outputs * m.count * m.share for m in block.matrices if m.split != "row")
+    rows = sum(1 for m in block.matrices if m.split == "row")
+    return column / layout.tp + (rows + 2) * hidden / parts
+
+
+def lowered_parameters(block: Block, layout: Layout, frozen: bool = False) -> float:
+    """Weights of a block that autocast keeps a copy of on one rank.
+
+    Products that gather their input, as columns under sequence parallelism unless they are frozen, lower their weight
+    again in the backward. Grouped products of experts it does not lower.
+    """
+    lowered = [m for m in block.matrices if m.split != "expert"]
+    kept = [m for m in lowered if m.split == "row" or frozen or not layout.sequence_parallel]
+    return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in kept)
+
+
+# ---- a pipeline's schedule ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StageBytes:
+    """Bytes of one micro-batch on one stage.
+
+    kept: by its forward. between: gradients of outputs, from one half of a backward to the other. begin, end: what
+    else a backward needs when it begins, and its first half at its end. gradients: of weights, from the first
+    backward on.
+    """
+
+    kept: float
+    between: float
+    begin: float
+    end: float
+    gradients: float
+
+
+class Moment(NamedTuple):
+    """Bytes at one moment: activations held, needed in passing, gradients of weights."""
+
+    held: float = 0.0
+    passing: float = 0.0
+    gradients: float = 0.0
+
+
+def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> Moment:
+    """When a rank needs most.
+
+    A backward in one piece frees a stage's activations as it goes. Of one in two halves (Qi et al., 2023) the first
+    frees nothing, since the graph is needed once more, and leaves the gradient of every output beside it.
+
+    Args:
+        actions: of the rank, in order.
+        stages: of the rank, by index.
+    """
+    held, most = 0.0, Moment()
+    summed: set[int] = set()
+    for action in flat(actions):
+        stage = stages[action.stage]
+        whole = sum(stages[index].gradients for index in summed)
+        if action.kind == FORWARD:
+            held += stage.kept
+            most = max(most, Moment(held, 0.0, whole), key=sum)
+        if action.kind in (BACKWARD, BACKWARD_INPUT):
+            most = max(most, Moment(held, stage.begin, whole), key=sum)
+        if action.kind == BACKWARD_INPUT:
+            held += stage.between
+            most = max(most, Moment(held, stage.end, whole), key=sum)
+        if action.kind == BACKWARD_WEIGHT:
+            held -= stage.between
+        if action.kind in (BACKWARD, BACKWARD_WEIGHT):
+            held -= stage.kept
+            summed.add(action.stage)
+    return most

@@ -1,0 +1,254 @@
+"""Stages of a pipeline: their layers and parameters, the ranks that hold them, the order and time in which they run.
+
+Without a pipeline there is one stage, which holds all layers.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass, field
+
+from hf_parallel.axes.pipeline.axis import V_SCHEDULES
+from hf_parallel.axes.pipeline.balance import Cost, Costs, balance
+from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action, Order, order, peak_live
+from hf_parallel.axes.pipeline.timeline import Timeline, even_split, simulate
+from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.shape import Block, Matrix, ModelShape, distinct
+from hf_parallel.spec import SpecError
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Consecutive blocks, each kind with its number; the first stage holds the embedding, the last norm and head."""
+
+    shape: ModelShape
+    counts: tuple[tuple[Block, int], ...]
+    is_first: bool
+    is_last: bool
+    index: int = field(default=0, compare=False)  # equal stages take equal times, wherever they are
+
+    @property
+    def layers(self) -> int:
+        """How many blocks."""
+        return sum(count for _, count in self.counts)
+
+    def ends(self, tp: int) -> float:
+        """Parameters of embedding, head and last norm on one rank; tp does not split the norm."""
+        shape = self.shape
+        embedding = shape.embedding_parameters if self.is_first else 0
+        copied = shape.embedding_parameters if shape.tied and not self.is_first else 0
+        head = shape.head_parameters + copied if self.is_last else 0
+        return (embedding + head) / tp + (shape.other_parameters if self.is_last else 0)
+
+    def dense(self, tp: int) -> float:
+        """All parameters on one rank but those of experts."""
+        return self.ends(tp) + sum(count * dense_parameters(block, tp) for block, count in self.counts)
+
+    def experts(self, ep: int) -> float:
+        """Parameters of experts on one rank."""
+        return sum(count * block.expert_parameters for block, count in self.counts) / ep
+
+    def adapters(self, tp: int, rank: int) -> float:
+        """Parameters of adapters of `rank` on one rank."""
+        return sum(count * adapter_parameters(block, tp, rank) for block, count in self.counts)
+
+
+@functools.lru_cache(maxsize=4096)
+def dense_parameters(block: Block, tp: int) -> float:
+    """Parameters of a block on one tp rank, without experts.
+
+    tp splits matrices, not norms and routers. Ranks that share a key and value head hold the projections of all heads.
+    """
+    whole = block.others + sum(matrix.parameters for matrix in block.matrices if matrix.split == "whole")
+    split = (block.parameters - block.expert_parameters - whole) / tp
+    return whole + split + shared_projections(block, tp) * (1 - 1 / tp)
+
+
+def shared_projections(block: Block, tp: int) -> float:
+    """Parameters of key and value projections whose heads are fewer than tp ranks."""
+    shared = [part for part in block.attentions if part.kv_heads < tp]
+    inputs = max((matrix.inputs for matrix in block.matrices if matrix.split == "column"), default=0)
+    return inputs * sum(part.kv_heads * (part.qk_width + part.v_width) for part in shared)
+
+
+def adapted(block: Block) -> list[Matrix]:
+    """The matrices that adapters stand beside: all linears; experts and routers are none."""
+    return [matrix for matrix in block.matrices if matrix.split in ("column", "row")]
+
+
+@functools.lru_cache(maxsize=4096)
+def adapter_parameters(block: Block, tp: int, rank: int) -> float:
+    """Parameters of a block's adapters of `rank` on one tp rank; 0: none.
+
+    A is whole beside columns and split beside rows, B the other way; heads that ranks share have both whole.
+    """
+    shared = min((part.kv_heads for part in block.attentions), default=tp) < tp
+    total = 0.0
+    for matrix in adapted(block):
+        whole = shared and matrix.name.rpartition(".")[2].startswith(("k", "v"))
+        inputs = matrix.inputs / (tp if matrix.split == "row" else 1)
+        outputs = matrix.outputs / (tp if matrix.split == "column" and not whole else 1)
+        total += rank * (inputs + outputs) * matrix.count
+    return total
+
+
+# ---- the cut --------------------------------------------------------------------------------------------------------
+
+
+def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...]:
+    """All stages of the pipeline in order.
+
+    Layers are spread evenly where the stages divide them, otherwise by cost, which takes layers from the last stage
+    for the head's sake; `Habits.balanced` always goes by cost.
+
+    Raises:
+        SpecError: more stages than layers, or a split that is not one of this model.
+    """
+    number = layout.pp * layout.virtual_stages
+    split = layout.split or _split(shape, number, job.habits.balanced, job.recompute, job.seq)
+    if len(split) != number or sum(split) != shape.layers:
+        raise SpecError(f"split={list(split)}: not {shape.layers} layers in {number} stages")
+    return _cut(shape, split)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(shape: ModelShape, split: tuple[int, ...]) -> tuple[Stage, ...]:
+    last, first = len(split) - 1, 0
+    stages: list[Stage] = []
+    for index, layers in enumerate(split):
+        counts = tuple(distinct(shape.blocks[first : first + layers]).items())
+        first += layers
+        stages.append(Stage(shape, counts, index == 0, index == last, index))
+    return tuple(stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def _split(shape: ModelShape, number: int, balanced: bool, recompute: str, length: int) -> tuple[int, ...]:
+    if not balanced and number in (shape.layers + 1, shape.layers + 2):
+        return (*[0] * (number - shape.layers - 1), *[1] * shape.layers, 0)  # Megatron-LM: the ends count as layers
+    if shape.layers < number:
+        raise SpecError(
+            f"pp x virtual_stages = {number}: {shape.layers} layers do not fill them; {shape.layers} works"
+        )
+    if number == 1 or (not balanced and shape.layers % number == 0):
+        return tuple(even_split(shape.layers, number))
+    passes = 4 / 3 if recompute == "full" else 1
+    head = (shape.head_flops + 5 * shape.head_outputs) / passes
+    blocks = tuple(Cost(block.flops(length) * passes, 2 * block.parameters) for block in shape.blocks)
+    weights = shape.embedding_parameters if shape.tied else shape.head_parameters
+    return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, Cost(head * passes, 2 * weights)), number)
+
+
+def stages_of_rank(layout: Layout, rank: int) -> list[int]:
+    """Indices of a pipeline rank's stages: round and round, or down and up again in a V."""
+    if layout.schedule in V_SCHEDULES:
+        return [rank, 2 * layout.pp - 1 - rank]
+    return [rank + turn * layout.pp for turn in range(layout.virtual_stages)]
+
+
+def stages_by_rank(stages: tuple[Stage, ...], layout: Layout) -> list[list[Stage]]:
+    """For each pipeline rank the stages that it holds."""
+    return [[stages[index] for index in stages_of_rank(layout, rank)] for rank in range(layout.pp)]
+
+
+def remote_neighbours(stages: list[Stage]) -> int:
+    """How many times a stage beside one of these is on another rank; the two at the bottom of a V are on one."""
+    here = {stage.index for stage in stages}
+    beside = [(stage.index - 1, not stage.is_first) for stage in stages]
+    beside += [(stage.index + 1, not stage.is_last) for stage in stages]
+    return sum(exists and index not in here for index, exists in beside)
+
+
+# ---- the schedule ---------------------------------------------------------------------------------------------------
+
+
+def schedule_order(layout: Layout, micro_batches: int) -> Order:
+    """The actions of every rank of a pipeline, in order."""
+    return _order(layout.schedule, layout.pp, layout.virtual_stages, micro_batches)
+
+
+@functools.lru_cache(maxsize=512)
+def _order(name: str, ranks: int, virtual: int, micro_batches: int) -> Order:
+    return one_f_one_b(ranks, micro_batches) if name == "1f1b" else order(name, ranks, virtual, micro_batches)
+
+
+def one_f_one_b(ranks: int, micro_batches: int) -> Order:
+    """The order of 1F1B as torch runs it, without asking torch, which takes half a second for 48 ranks."""
+    found: Order = {}
+    for rank in range(ranks):
+        ahead = min(ranks - rank, micro_batches)
+        actions = [Action(FORWARD, rank, i) for i in range(ahead)]
+        for i in range(micro_batches):
+            actions.append(Action(BACKWARD, rank, i))
+            actions += [Action(FORWARD, rank, ahead + i)] if ahead + i < micro_batches else []
+        found[rank] = actions
+    return found
+
+
+def simulated_batches(layout: Layout, job: Job) -> int:
+    """Micro-batches of a run long enough to be like any longer one."""
+    return min(job.micro_batches_per_call, 2 * layout.pp)
+
+
+@functools.lru_cache(maxsize=4096)
+def live_forwards(layout: Layout, job: Job) -> tuple[int, ...]:
+    """Per pipeline rank, how many forwards of a stage are held at a time at most."""
+    return (1,) if layout.pp == 1 else tuple(peak_live(schedule_order(layout, simulated_batches(layout, job))))
+
+
+def split_backwards(stage: int, layout: Layout, job: Job) -> int:
+    """How many backwards of a stage run in two halves per step.
+
+    The first stage has no gradient of its input to compute: its backward is one piece in any schedule.
+    """
+    if layout.pp == 1 or stage == 0 or not layout.schedule.endswith(("zero_bubble", "dualpipe_v")):
+        return 0
+    if layout.schedule != "dualpipe_v":
+        return job.micro_batches
+    found = schedule_order(layout, simulated_batches(layout, job))  # the others run in one piece, however many
+    actions = [action for rank in found.values() for action in rank]
+    return job.calls * sum(action.kind == BACKWARD_WEIGHT and action.stage == stage for action in actions)
+
+
+# ---- seconds --------------------------------------------------------------------------------------------------------
+
+
+def pipeline_seconds(
+    layout: Layout, job: Job, stages: list[tuple[float, float]], sending: float
+) -> tuple[float, float]:
+    """Duration of all micro-batches, and which part of it is bubble.
+
+    The schedule is simulated with the times of its stages and of what they send. Long runs are continued at the pace
+    that they come to: under 1F1B a round trip to the next stage is part of every micro-batch's time.
+
+    Args:
+        stages: seconds of a forward and of a backward of each stage.
+        sending: seconds from one rank to the next.
+    """
+    count, p = job.micro_batches_per_call, layout.pp
+    busy = [sum(sum(stages[s]) for s in stages_of_rank(layout, rank)) for rank in range(p)]
+    if p == 1:
+        return job.micro_batches * busy[0], 0.0
+    simulated = min(count, p) if layout.schedule == "1f1b" else simulated_batches(layout, job)
+    duration = timeline(layout, stages, sending, simulated).duration
+    if count > simulated:
+        if layout.schedule == "1f1b":
+            pace = pace_of_1f1b(busy, sending)
+        else:
+            pace = (duration - timeline(layout, stages, sending, simulated - p).duration) / p
+        duration += (count - simulated) * max(pace, *busy)
+    return job.calls * duration, 1 - count * sum(busy) / (p * duration)
+
+
+def pace_of_1f1b(busy: list[float], sending: float) -> float:
+    """Seconds per micro-batch in the long run: ranks r to q hold q - r + 1 of them, each on its way through them."""
+    sums, ranks = [0.0, *itertools.accumulate(busy)], range(len(busy))
+    return max((sums[q + 1] - sums[r] + 2 * (q - r) * sending) / (q - r + 1) for r in ranks for q in ranks[r:])
+
+
+def timeline(layout: Layout, stages: list[tuple[float, float]], sending: float, micro_batches: int) -> Timeline:
+    """The simulated schedule; halves of a backward take equal times, but the first stage derives no input."""
+    forward, half = [forward for forward, _ in stages], [backward / 2 for _, backward in stages]
+    actions = schedule_order(layout, micro_batches)
+    return simulate(actions, forward, [0.0, *half[1:]], [2 * half[0], *half[1:]], sending)

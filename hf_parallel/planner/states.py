@@ -1,0 +1,113 @@
+"""Bytes of weights, gradients and optimizer states, on the GPU or offloaded to the host, and the seconds that costs.
+
+ZeRO-Offload (Ren et al., 2021, arXiv:2101.06840): 16-bit weights stay on the GPU, gradients go down and updated
+weights come back, 2 bytes each per parameter and step over PCIe (section 3); the CPU's Adam is as fast as its memory
+(table 4). ZeRO-Infinity (Rajbhandari et al., 2021, arXiv:2104.07857): the optimizer's state is read from NVMe and
+written back, twice its size per step (section 4.1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.layout import Job
+
+ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
+_READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
+#: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
+EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of weights that compute, of gradients, and of what the optimizer alone reads (K)."""
+
+    weights: float = 2.0
+    gradients: float = 2.0
+    optimizer: float = 12.0
+
+
+def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | None = None) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer on each of `shards` ranks: ZeRO's table 1.
+
+    Stage 0 holds (2 + 2 + K) x parameters, 1 divides K by the shards, 2 the gradients too, 3 everything.
+    """
+    state = state or StateBytes()
+    return {
+        "weights": parameters * state.weights / (shards if stage >= 3 else 1),
+        "gradients": parameters * state.gradients / (shards if stage >= 2 else 1),
+        "optimizer": parameters * state.optimizer / (shards if stage >= 1 else 1),
+    }
+
+
+def moment_bytes(optimizer: str, width: float) -> float:
+    """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
+    known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
+    return known[optimizer]
+
+
+def state_bytes(job: Job, zero_stage: int) -> StateBytes:
+    """What training keeps per parameter that is not an adapter's.
+
+    Mixed bf16 reduces and accumulates gradients in fp32 (Megatron-LM, FSDP2), fp16 in fp16 behind its loss scale.
+    Under ZeRO-3 the sharded master copy is the only one: the 16-bit weights exist in gathered layers alone. Without
+    master weights, and in fp32, all states have the weights' own dtype.
+    """
+    habits, width = job.habits, job.stored
+    if job.lora:
+        return StateBytes(width, 0, 0)
+    if width == 4 or not habits.master_weights:
+        state = StateBytes(width, width, moment_bytes(job.optimizer, width))
+    else:
+        gradients = 2 if job.precision == "fp16" else 4 if zero_stage == 3 else habits.gradient_bytes
+        state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
+    if job.offload == "none":
+        return state
+    return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
+
+
+def adapter_bytes(job: Job) -> StateBytes:
+    """What training keeps per parameter of an adapter."""
+    moments = moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
+    return StateBytes(ADAPTER_WIDTH, ADAPTER_WIDTH, moments)
+
+
+# ---- offloading -----------------------------------------------------------------------------------------------------
+
+
+def state_width(job: Job) -> float:
+    """Bytes of one element of the optimizer's state: fp32, except where training has no fp32 weights."""
+    return 4.0 if job.habits.master_weights else float(job.stored)
+
+
+def host_bytes(parameters: float, job: Job) -> float:
+    """What `parameters` whose optimizer runs on the host take in its memory: gradient, weight, two moments."""
+    return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
+
+
+def pcie_bytes(parameters: float, job: Job) -> tuple[float, float]:
+    """Per step: gradients down, updated weights up."""
+    return parameters * job.stored, parameters * job.stored
+
+
+def nvme_bytes(parameters: float, job: Job) -> float:
+    """Per step: master weights and moments, read and written."""
+    return 2 * 3 * state_width(job) * parameters if job.offload.startswith("nvme") else 0.0
+
+
+def offload_seconds(parameters: float, job: Job, cluster: Cluster, backward: float) -> dict[str, float]:
+    """Seconds after the last backward; all ranks of a node share its memory and its NVMe.
+
+    Args:
+        parameters: those that this rank updates.
+        backward: seconds of the last backward, behind which gradients go down as they are made.
+    """
+    host, ranks = cluster.gpu.host, min(cluster.per_node, cluster.gpus)
+    down, up = (size / host.pcie for size in pcie_bytes(parameters, job))
+    adam = ranks * parameters * _READ_AND_WRITTEN * state_width(job) / host.bandwidth
+    disk = ranks * nvme_bytes(parameters, job) / host.nvme
+    return {
+        "gradients to the host": max(0.0, down - backward),
+        "optimizer": max(adam, disk, up),  # in tiles: one is updated while others travel (ZeRO-Offload, section 4.1)
+    }
