@@ -47,6 +47,7 @@ class Habits:
     data_axis: str = "dp"  # what the data axis is called
     recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
+    fp32_sums: bool = False  # gradients of 16 bits are summed over ranks and micro-batches in fp32
     counts_ends: bool = False  # embedding, loss and norms are counted, too; the efficiencies were fitted without
 
 
@@ -55,6 +56,7 @@ HABITS = {
     "standard": Habits(),
     "hf_parallel": Habits(
         master_weights=False,
+        fp32_sums=True,
         gradient_buffers=False,
         fsdp2=True,
         gathered_layers=1.0,

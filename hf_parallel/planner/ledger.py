@@ -33,7 +33,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH
+from hf_parallel.planner.states import ADAPTER_WIDTH, summed_width, tensor_sum_width
 from hf_parallel.planner.transfer import (
     ATTENTION,
     BACKWARD,
@@ -90,8 +90,9 @@ def block_transfers(block: Block, hidden: int, layout: Layout, job: Job, cluster
 def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> list[Transfer]:
     """What a stage sends with one micro-batch beside its blocks: embedding, head, loss, norms."""
     sends = _Sends(stage.shape.hidden, layout, job, cluster)
-    weights = stage.ends(layout.tp) * job.stored
-    found = list(sends.zero(weights, 0.0 if job.lora else weights, "zero", kept=True))
+    ends = stage.ends(layout.tp)
+    gradients = 0.0 if job.lora else ends * summed_width(layout, job)
+    found = list(sends.zero(ends * job.stored, gradients, "zero", kept=True))
     if job.habits.counts_ends:
         found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage), *sends.second_halves(stage)]
     return _real(found)
@@ -117,6 +118,7 @@ class _Sends:
 
     def __init__(self, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> None:
         self.layout, self.job, self.habits, self.links = layout, job, job.habits, groups(layout, cluster)
+        self.widened = summed_width(layout, job) / job.stored  # a gradient's bytes beside its weight's
         self.tokens = job.micro_batch * job.seq / layout.cp
         self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
         self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
@@ -174,8 +176,9 @@ class _Sends:
         shared = sum(count * shared_projections(block, self.layout.tp) for block, count in stage.counts)
         if not self.job.lora:
             gathers = self.layout.sequence_parallel
-            yield self.tp("all_reduce", norms * self.job.stored, gathers, "gradients of norms", BACKWARD)
-            yield self.tp("all_reduce", shared * self.job.stored, 1, "gradients of k and v", BACKWARD)
+            width = tensor_sum_width(self.job)
+            yield self.tp("all_reduce", norms * width, gathers, "gradients of norms", BACKWARD)
+            yield self.tp("all_reduce", shared * width, 1, "gradients of k and v", BACKWARD)
 
     def second_halves(self, stage: Stage) -> Iterator[Transfer]:
         """A backward in two halves gathers the inputs of its regions for each half."""
@@ -216,8 +219,8 @@ class _Sends:
         dense = dense_parameters(block, self.layout.tp) * self.job.stored
         adapters = ADAPTER_WIDTH * adapter_parameters(block, self.layout.tp, self.job.lora)
         experts = block.expert_parameters / self.layout.ep * self.job.stored
-        yield from self.zero(dense + adapters, adapters if self.job.lora else dense, "zero")
-        yield from self.zero(experts, 0.0 if self.job.lora else experts, "experts")
+        yield from self.zero(dense + adapters, adapters if self.job.lora else dense * self.widened, "zero")
+        yield from self.zero(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def zero(self, weights: float, gradients: float, group: str, kept: bool = False) -> Iterator[Transfer]:
         """ZeRO-3 gathers weights in each pass and reduces gradients, FSDP2 in the last micro-batch only.
@@ -239,8 +242,8 @@ class _Sends:
         dense = sum(stage.dense(self.layout.tp) for stage in stages) * self.job.stored
         experts = sum(stage.experts(self.layout.ep) for stage in stages) * self.job.stored
         adapters = ADAPTER_WIDTH * sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
-        yield from self.once(dense + adapters, adapters if self.job.lora else dense, "zero")
-        yield from self.once(experts, 0.0 if self.job.lora else experts, "experts")
+        yield from self.once(dense + adapters, adapters if self.job.lora else dense * self.widened, "zero")
+        yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
         """Of one step: an all-reduce, or a reduce-scatter and a gather, and what replicas reduce."""

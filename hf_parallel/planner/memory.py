@@ -31,7 +31,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_bytes, state_bytes, zero_states
+from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_bytes, state_bytes, summed_width, zero_states
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
@@ -111,6 +111,7 @@ class _Rank:
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
+        self.summed = summed_width(layout, job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
 
     # ---- states --------------------------------------------------------------------------------------------------
@@ -130,7 +131,7 @@ class _Rank:
         """Whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.layout.tp, self.job.lora)
-        return self.width * (stage.dense(self.layout.tp) + stage.experts(self.layout.ep))
+        return self.summed * (stage.dense(self.layout.tp) + stage.experts(self.layout.ep))
 
     @property
     def _accumulates(self) -> bool:
@@ -178,7 +179,7 @@ class _Rank:
         """All gradients, those of embedding and head still whole under FSDP2."""
         if self.habits.gradient_buffers:
             return {}  # they are there at any moment
-        whole = self.width * self.ends * (1 if self.job.lora else 3) if self.gathers else 0.0
+        whole = self.ends * (self.width if self.job.lora else 2 * self.width + self.summed) if self.gathers else 0.0
         if self.gathers and self._accumulates:
             whole = self.width * self.ends + sum(map(self._gradients, self.stages))
         activations = self._received() + self.stream

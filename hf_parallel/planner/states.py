@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job
+from hf_parallel.planner.layout import Job, Layout
 
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
@@ -45,6 +46,17 @@ def moment_bytes(optimizer: str, width: float) -> float:
     """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
     known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
     return known[optimizer]
+
+
+def summed_width(layout: Layout, job: Job) -> float:
+    """Bytes per gradient while data ranks and micro-batches add to it; not widened between halves of a backward."""
+    split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
+    return float(job.stored) if split else tensor_sum_width(job)
+
+
+def tensor_sum_width(job: Job) -> float:
+    """Bytes per gradient that tp ranks add up."""
+    return max(4.0, job.stored) if job.habits.fp32_sums else float(job.stored)
 
 
 def state_bytes(job: Job, zero_stage: int) -> StateBytes:
