@@ -43,7 +43,7 @@ ELSEWHERE = {
     r"hf_parallel\.clip_grad_norm\(.*": "tests/parity/test_library.py::test_same_numbers_as_one_process",
     r".*hf_parallel\.full_(state_dict|tensor)\(.*": "tests/parity/test_idioms.py::test_answers_of_every_rank",
     r"hf_parallel\.plan\(.*": "tests/planner/test_search.py::test_public_name",
-    r"from hf_parallel\.planner\.dry_run import .*": "tests/planner/test_dry_run.py::test_process_is_as_before",
+    r"from hf_parallel\.dryrun import .*": "tests/planner/test_dry_run.py::test_process_is_as_before",
     r"from hf_parallel\.planner import predict": "tests/planner/test_predict.py::test_parts_add_up",
 }
 #: What keeps a benchmark within a second; its figures are the pages' own.
