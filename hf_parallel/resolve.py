@@ -60,8 +60,9 @@ def draft(config: ParallelConfig, anatomy: Anatomy) -> Plan:
 
 def _with_axis(plan: Plan, axis: Axis) -> Plan:
     try:
-        if axis.inside and not plan.anatomy.is_transformers:
-            raise SpecError(_not_transformers(plan, axis))
+        reason = _why_not_inside(plan, axis) if axis.inside else None
+        if reason is not None:
+            raise SpecError(reason)
         part = axis.resolve(plan.config, plan.anatomy, plan.anatomy.facts[axis.name])
     except SpecError as error:
         return replace(plan, problems=(*plan.problems, str(error)))
@@ -74,20 +75,33 @@ def _with_axis(plan: Plan, axis: Axis) -> Plan:
     )
 
 
-def _not_transformers(plan: Plan, axis: Axis) -> str:
-    key = f"{axis.name}_size"
-    size = getattr(plan.config, key)
-    return f"{key}={size}: {plan.anatomy.name} is not a transformers model; {key}=1 with dp_shard works"
+def _why_not_inside(plan: Plan, axis: Axis) -> str | None:
+    """Why an axis that cuts a model inside cannot."""
+    key, anatomy = f"{axis.name}_size", plan.anatomy
+    asked, works = f"{key}={getattr(plan.config, key)}", f"{key}=1 with dp_shard works"
+    if not anatomy.is_transformers:
+        return f"{asked}: {anatomy.name} is not a transformers model; {works}"
+    if anatomy.replaced_forward is not None:
+        return (
+            f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger and kernels of the Hub put on "
+            f"modules, which a split would not change; {works}"
+        )
+    return None
 
 
 def _general_problems(anatomy: Anatomy) -> list[str]:
     found = [
         (anatomy.is_parallel, f"{anatomy.name} is parallel already; parallelize it once"),
-        (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
         (
             anatomy.is_quantised,
+            f"{anatomy.name} is quantised already, in layers that cannot be cut; under "
+            "`python -m hf_parallel --parallel SPEC` from_pretrained packs each rank's part in 4 bits, which works",
+        ),
+        (
+            anatomy.of_quantised and not anatomy.is_quantised,
             "quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits",
         ),
+        (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
     ]
     return [line for stops, line in found if stops]
 

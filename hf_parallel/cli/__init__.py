@@ -253,7 +253,3 @@ def _report_end(rank: int, code: int) -> int:
     if code != 2:  # 2: the one line of a refusal is enough
         print(f"hf_parallel: rank {rank} ended with exit code {code}; all ranks ended", file=sys.stderr)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

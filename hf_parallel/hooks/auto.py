@@ -77,8 +77,8 @@ def _patches() -> list[Patch]:
 
 
 def _at_from_pretrained(original: Callable) -> Callable:
-    def replacement(cls: Any, source: Any = None, *args: Any, **kwargs: Any) -> Any:
-        config = kwargs.get("config")
+    def replacement(cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
+        source, config = pretrained_model_name_or_path, kwargs.get("config")
         if config is None or isinstance(config, str):
             from transformers import AutoConfig
 

@@ -41,7 +41,9 @@ class Anatomy:
     dtype: torch.dtype
     is_transformers: bool
     is_parallel: bool
-    is_quantised: bool
+    is_quantised: bool  # its layers are
+    of_quantised: bool  # its checkpoint is
+    replaced_forward: str | None  # a module whose object has a forward of its own
     on_meta: bool
     partly_on_meta: bool
     names: tuple[str, ...]  # of all parameters, in the model's order
@@ -64,7 +66,11 @@ def read(model: Any, config: ParallelConfig) -> Anatomy:
         dtype=getattr(model, "dtype", first),
         is_transformers=known,
         is_parallel=hasattr(model, "_hf_parallel"),
-        is_quantised=getattr(getattr(model, "config", None), "quantization_config", None) is not None,
+        is_quantised=bool(getattr(model, "is_quantized", False)),
+        of_quantised=getattr(getattr(model, "config", None), "quantization_config", None) is not None,
+        replaced_forward=next(
+            (name for name, part in model.named_modules() if name and "forward" in vars(part)), None
+        ),
         on_meta="meta" in places,
         partly_on_meta=len({place == "meta" for place in places}) > 1,
         names=tuple(name for name, _ in named),

@@ -61,9 +61,10 @@ def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None =
     """Load under a layout, save, spoil the weights, read them back; rank 0 returns what both ways gave."""
     from hf_parallel import hooks
     from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained
+    from hf_parallel.hooks.transformers import from_pretrained
 
     hooks.activate(spec, source="test")
-    hooks.from_pretrained.parallelize = cut or hooks.from_pretrained.parallelize
+    from_pretrained.parallelize = cut or from_pretrained.parallelize
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = hooks.runtime.mesh()
     first = full_state_dict(model, mesh)

@@ -103,8 +103,8 @@ def test_calls_of_every_step_that_wait_for_each_other(capfd):
     assert time.monotonic() - start < SOON_S
     assert set(caught.value.kinds.values()) <= {"Killed", "RuntimeError", "DistBackendError"}
     told = capfd.readouterr().err
-    assert "all ranks wait for each other: rank 0 is at test_attendance.py:" in told
-    assert "; rank 1 is at test_attendance.py:" in told
+    assert "all ranks wait for each other: rank 0 is at test_desync.py:" in told
+    assert "; rank 1 is at test_desync.py:" in told
 
 
 def made(spec: str):

@@ -99,7 +99,7 @@ def main_process_first(original: Callable) -> Callable:
 
 def name_by_rank(original: str) -> str:
     """A file for each rank: `{suffix}` is filled in by the index."""
-    return original.replace("{suffix}", str(dist.get_rank()))
+    return original.replace("{suffix}", str(dist.get_rank() if dist.is_initialized() else 0))
 
 
 def search(original: Callable) -> Callable:
