@@ -79,8 +79,9 @@ def read_sources(root: str, out: str, spec: str) -> None:
 
 
 def memory(optimizer) -> list[int]:
-    """Where the moments lie."""
-    states = [state[slot] for state in optimizer.state.values() for slot in ("exp_avg", "exp_avg_sq")]
+    """Where the moments lie, in the order of the parameters."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    states = [optimizer.state[parameter][slot] for parameter in parameters for slot in ("exp_avg", "exp_avg_sq")]
     return [getattr(moment, "_local_tensor", moment).data_ptr() for moment in states]
 
 
