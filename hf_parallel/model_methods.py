@@ -67,9 +67,9 @@ def _call_hooks_of_forward(model: Any) -> None:
     forward, called = model.forward, "_hf_parallel_called"
 
     def with_hooks(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if vars(model).pop(called, False) else model(*args, **kwargs)
+        return forward(*args, **kwargs) if model.__dict__.pop(called, False) else model(*args, **kwargs)
 
-    model.register_forward_pre_hook(lambda module, args: vars(module).update({called: True}))
+    model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
     bind(model, "forward", with_hooks)
 
 

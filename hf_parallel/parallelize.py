@@ -26,8 +26,7 @@ from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.anatomy import read, transformer_blocks
 from hf_parallel.model_methods import replace_methods
 from hf_parallel.resolve import Plan, resolve
-from hf_parallel import wrapping
-from hf_parallel.wrapping import models_inside, share_own, tied_inside
+from hf_parallel.wrapping import models_inside, replace_methods_around, share_own, tied_inside
 
 
 @dataclass
@@ -162,7 +161,7 @@ def _parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -
     state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
     watch()
     model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)
-    wrapping.replace_methods(model, parts, mesh)
+    replace_methods_around(model, parts, mesh)
     return model
 
 

@@ -70,7 +70,7 @@ def tied_inside(parts: dict[str, Any]) -> dict[str, str]:
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
 
 
-def replace_methods(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> None:
+def replace_methods_around(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
     for name in ("save", "save_pretrained"):
         method = getattr(model, name, None)

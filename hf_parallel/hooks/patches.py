@@ -196,6 +196,11 @@ def all_patches() -> list[Patch]:
         Patch(f"{_SENTENCES}.base.trainer:distributed_evaluation", sentences.distributed_evaluation, "splits by rank"),
         Patch(f"{_SENTENCES}.base.trainer:BaseTrainer._save", sentences.save, "expects to run on one rank"),
         Patch(
+            f"{_SENTENCES}.base.trainer:BaseTrainer._load_from_checkpoint",
+            sentences.load_from_checkpoint,
+            "makes another model of the sharded one's class",
+        ),
+        Patch(
             f"{_SENTENCES}.base.training_args:BaseTrainingArguments.__post_init__",
             sentences.keep_last_batch,
             "drops the last batch where ranks of one model read it together",
@@ -209,14 +214,12 @@ def all_patches() -> list[Patch]:
 
 
 _CONTRASTIVE = (
-    *(
-        f"sentence_transformer.losses.{loss}"
-        for loss in ("multiple_negatives_ranking", "cached_multiple_negatives_ranking", "gist_embed", "cached_gist_embed")
-    ),
-    *(
-        f"multi_vector_encoder.losses.{loss}"
-        for loss in ("multiple_negatives_ranking", "cached_multiple_negatives_ranking")
-    ),
+    "sentence_transformer.losses.multiple_negatives_ranking",
+    "sentence_transformer.losses.cached_multiple_negatives_ranking",
+    "sentence_transformer.losses.gist_embed",
+    "sentence_transformer.losses.cached_gist_embed",
+    "multi_vector_encoder.losses.multiple_negatives_ranking",
+    "multi_vector_encoder.losses.cached_multiple_negatives_ranking",
 )
 
 

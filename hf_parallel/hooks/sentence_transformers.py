@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import gather_sequence
@@ -49,6 +50,20 @@ def save(original: Callable) -> Callable:
     return replacement
 
 
+def load_from_checkpoint(original: Callable) -> Callable:
+    """A model of the script's class is loaded, and gives its weights: FSDP2's class of the model cannot be loaded."""
+
+    def replacement(self: Any, checkpoint_path: str) -> None:
+        kind = type(self.model)
+        self.model.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+        try:
+            original(self, checkpoint_path)
+        finally:
+            self.model.__class__ = kind
+
+    return replacement
+
+
 def data_rank(original: Callable) -> Callable:
     """Whose rows these are among those of all data ranks."""
     return lambda: runtime.mesh().data_rank
@@ -59,7 +74,7 @@ def all_gather(original: Callable) -> Callable:
 
     def replacement(tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:
         mesh = runtime.mesh()
-        if mesh.data_size == 1:
+        if mesh.data_group is None or mesh.data_size == 1:
             return tensor
         rows = gather_sequence(tensor.reshape(len(tensor), -1), mesh.data_group)
         rows = rows.reshape(-1, *tensor.shape[1:])
