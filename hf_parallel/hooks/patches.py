@@ -194,6 +194,7 @@ def all_patches() -> list[Patch]:
         *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
         # sentence-transformers, when a script imports it.
         Patch(f"{_SENTENCES}.base.trainer:distributed_evaluation", sentences.distributed_evaluation, "splits by rank"),
+        Patch(f"{_SENTENCES}.base.trainer:BaseTrainer.prepare_loss", sentences.prepare_loss, "may hold own weights"),
         Patch(f"{_SENTENCES}.base.trainer:BaseTrainer._save", sentences.save, "expects to run on one rank"),
         Patch(
             f"{_SENTENCES}.base.trainer:BaseTrainer._load_from_checkpoint",

@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import gather_sequence
+from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 
 
@@ -33,6 +35,26 @@ def keep_last_batch(original: Callable) -> Callable:
         original(self)
         if runtime.mesh().data_size == 1:
             self.dataloader_drop_last = asked
+
+    return replacement
+
+
+def prepare_loss(original: Callable) -> Callable:
+    """What the loss and the model share is sharded; weights of the loss alone no data rank would average.
+
+    Raises:
+        SpecError: it has such weights.
+    """
+
+    def replacement(self: Any, loss: Any, model: Any) -> Any:
+        prepared, mesh = original(self, loss, model), runtime.mesh()
+        alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if alone and mesh.data_size > 1:
+            raise SpecError(
+                f"{type(prepared).__name__} trains {alone[0]}, which {mesh.data_size} data ranks would train apart; "
+                f"tp={mesh.config.world_size} works, and so does a layer in the model"
+            )
+        return prepared
 
     return replacement
 

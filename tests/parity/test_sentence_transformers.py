@@ -20,7 +20,7 @@ from sentence_transformers import (
 )
 from sentence_transformers.sentence_transformer.modules import Dense, Pooling, Transformer
 
-from tests.distributed import run, run_alone
+from tests.distributed import RankFailure, run, run_alone
 from tests.outside import materials
 from tests.training import Recorder, axes, none, weight_differences
 
@@ -51,12 +51,16 @@ def model_of(folder: str) -> SentenceTransformer:
     return SentenceTransformer(modules=[encoder, Pooling(32), Dense(32, 11)])
 
 
-def trainer_of(folder: str, out: str, loss: str, rows: int) -> tuple[SentenceTransformerTrainer, Recorder]:
-    """What a script makes."""
+def trainer_of(
+    folder: str, out: str, loss: str, rows: int
+) -> tuple[SentenceTransformerTrainer, Recorder, torch.Tensor]:
+    """What a script makes, and what the model gives before it has a trainer."""
     model, recorder = model_of(folder), Recorder()
+    before = model.encode(TEXTS, convert_to_tensor=True)
     of_model: Any = {
         "cosine": lambda: losses.CosineSimilarityLoss(model),
         "gathered": lambda: losses.MultipleNegativesRankingLoss(model, gather_across_devices=True),
+        "softmax": lambda: losses.SoftmaxLoss(model, 11, num_labels=5),
     }
     columns = {"first": sentences(0), "second": sentences(5)}
     if loss == "cosine":
@@ -70,30 +74,29 @@ def trainer_of(folder: str, out: str, loss: str, rows: int) -> tuple[SentenceTra
         learning_rate=5e-2,
         optim="sgd",
         logging_steps=1,
-        save_steps=1,
+        save_steps=0.5,
         report_to="none",
         use_cpu=True,
         disable_tqdm=True,
         dataloader_drop_last=loss == "gathered",
     )
     trainer = SentenceTransformerTrainer(model, args, data, data, of_model[loss](), callbacks=[recorder])
-    return trainer, recorder
+    return trainer, recorder, before
 
 
 def train(spec: str | None, folder: str, out: str, loss: str) -> Outcome:
-    """Encode, train, evaluate, save; then once more from the first checkpoint."""
+    """Encode, train, evaluate, save; then once more from the last but one checkpoint."""
     if spec is not None:
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
     rows = BATCH // (axes(spec)["data_ranks"] if spec else 1)
-    trainer, recorder = trainer_of(folder, out, loss, rows)
-    before = trainer.model.encode(TEXTS, convert_to_tensor=True)
+    trainer, recorder, before = trainer_of(folder, out, loss, rows)
     trainer.train()
     evaluated = trainer.evaluate()["eval_loss"]
     trainer.save_model(f"{out}/end")
-    again, _ = trainer_of(folder, out, loss, rows)
-    again.train(resume_from_checkpoint=f"{out}/checkpoint-1")
+    again, *_ = trainer_of(folder, out, loss, rows)
+    again.train(resume_from_checkpoint=f"{out}/checkpoint-{trainer.state.max_steps - 1}")
     again.model.save_pretrained(f"{out}/resumed")
     return Outcome(before, trainer.model.encode(TEXTS, convert_to_tensor=True), recorder.logs, evaluated)
 
@@ -155,3 +158,9 @@ def _unlike(seen: Outcome, reference: Outcome) -> list[str]:
         if not torch.allclose(getattr(seen, name), getattr(reference, name), rtol=0, atol=1e-5):
             found.append(name)
     return found
+
+
+def test_weights_of_a_loss_are_refused(desk):
+    call = partial(train, "dp_shard=2", f"{desk.root}/bert", f"{desk.root}/softmax", "softmax")
+    with pytest.raises(RankFailure, match=r"SoftmaxLoss trains classifier.weight, which 2 data ranks .*; tp=2 works"):
+        run(call, 2, init=False)
