@@ -10,7 +10,7 @@
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
-EXTRAS      ?= dev,data,lora,qlora,trl
+EXTRAS      ?= dev,data,lora,qlora,trl,sentences
 PYTEST_ARGS ?=
 # Two at a time: a test with four ranks waits for its messages half of the time.
 WORKERS     ?= 2

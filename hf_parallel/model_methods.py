@@ -32,26 +32,28 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
     remember(model)
     if not hasattr(model, "base_model_prefix"):
         return  # not a transformers model
-    _bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
-    _bind(model, "resize_token_embeddings", resize_token_embeddings)
-    _bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
+    bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
+    bind(model, "resize_token_embeddings", resize_token_embeddings)
+    bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
     if mesh.data_size > 1:
-        _bind(model, "_apply", _apply)
+        bind(model, "_apply", _apply)
         if hasattr(model, "prepare_inputs_for_generation"):
-            _bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+            bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
+    if pipeline is None:
+        _call_hooks_of_forward(model)
     if hasattr(model, "set_use_kernels"):
-        _bind(model, "set_use_kernels", functools.partial(_set_use_kernels, mesh.config))
+        bind(model, "set_use_kernels", functools.partial(_set_use_kernels, mesh.config))
     if "generate" in vars(model):
-        _bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
+        bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
     if pipeline is not None:
         if hasattr(model, "generate"):
-            _bind(model, "generate", functools.partial(_generate_without_cache, mesh))
+            bind(model, "generate", functools.partial(_generate_without_cache, mesh))
         for name in ("num_parameters", "get_memory_footprint"):
-            _bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
+            bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
         model.register_state_dict_post_hook(_mark_as_part)
 
 
-def _bind(model: Any, name: str, replacement: Callable) -> None:
+def bind(model: Any, name: str, replacement: Callable) -> None:
     """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +61,17 @@ def _bind(model: Any, name: str, replacement: Callable) -> None:
 
     functools.update_wrapper(method, getattr(type(model), name, replacement))
     vars(model)[name] = types.MethodType(method, model)
+
+
+def _call_hooks_of_forward(model: Any) -> None:
+    """Modules around a model may call `model.forward` itself, past the hooks that gather its weights."""
+    forward, called = model.forward, "_hf_parallel_called"
+
+    def with_hooks(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if model.__dict__.pop(called, False) else model(*args, **kwargs)
+
+    model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
+    bind(model, "forward", with_hooks)
 
 
 def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> None:

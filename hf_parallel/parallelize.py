@@ -25,7 +25,7 @@ from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.anatomy import read, transformer_blocks
 from hf_parallel.model_methods import replace_methods
 from hf_parallel.resolve import Plan, resolve
-from hf_parallel.wrapping import models_inside, save_whole, share_own, tied_inside
+from hf_parallel.wrapping import models_inside, replace_methods_around, share_own, tied_inside
 
 
 @dataclass
@@ -163,7 +163,7 @@ def _parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -
     state = ParallelState(None, mesh, model, OneBatch(mesh), notes=notes, parts=tuple(parts.values()))
     watch()
     model._hf_parallel, model._hf_parallel_tied_keys = state, tied_inside(parts)
-    save_whole(model, parts, mesh)
+    replace_methods_around(model, parts, mesh)
     return model
 
 

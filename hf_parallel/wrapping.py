@@ -7,19 +7,24 @@ whole and equal on tp ranks, whose models give whole outputs: all of them comput
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from hf_parallel.axes.data.identical import make_identical
-from hf_parallel.axes.data.zero import shard_data_parallel
+from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
 from hf_parallel.checkpoint import current, full_state_dict
+from hf_parallel.checkpoint.load import copy_part
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.model_methods import bind
 
 
 def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
@@ -54,6 +59,8 @@ def share_own(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> No
         tensor.data = tensor.data.to(mesh.device)
         own.register_buffer(str(number), tensor.data)  # shares the memory, so what is sent lands in the model
     make_identical(own, mesh.device)
+    for part in parts.values():
+        forget_root(part)
     shard_data_parallel(model, model, [], mesh)
 
 
@@ -63,43 +70,94 @@ def tied_inside(parts: dict[str, Any]) -> dict[str, str]:
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
 
 
-def save_whole(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> None:
-    """Let the module's own ways to save find whole weights: rank 0 writes, all take part."""
+def replace_methods_around(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> None:
+    """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
     for name in ("save", "save_pretrained"):
         method = getattr(model, name, None)
         if callable(method):
-            setattr(model, name, functools.partial(_save, model, parts, mesh, method))
+            bind(model, name, functools.partial(_save, parts, mesh, method))
+    bind(model, "load_state_dict", _load_state_dict)
 
 
-def _save(model: Any, parts: dict[str, Any], mesh: ParallelMesh, method: Callable, *args: Any, **kwargs: Any) -> None:
+def _save(parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
     assert_all_ranks("save_pretrained")
     tensors = full_state_dict(model, mesh)
     with current(mesh) as saving:
         if mesh.rank == 0:
-            with saving.noting(), _whole(model, parts, tensors):
+            with saving.noting(), _as_in_one_process(model, parts, tensors):
                 method(*args, **kwargs)
 
 
 @contextlib.contextmanager
-def _whole(model: Any, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
-    """In here the parameters are whole plain tensors, and the models inside save as transformers does."""
-    tied = model._hf_parallel_tied_keys
-    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    places = {name: model.get_submodule(name.rpartition(".")[0])._parameters for name in names}
-    former = {name: places[name][name.rpartition(".")[2]] for name in names}
-    methods = {part: part.__dict__.pop("save_pretrained", None) for part in parts.values()}
-    whole = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in tensors.items() if name in places}
-    model.__dict__["_holds_whole"] = True
-    try:
-        for name in names:
-            places[name][name.rpartition(".")[2]] = whole[tied.get(name, name)]
+def _as_in_one_process(model: Any, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+    """In here this rank has a module of whole weights that runs by itself, as for the examples of a model card."""
+    places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
+    with contextlib.ExitStack() as stack:
+        _put(stack, model.__dict__, "_holds_whole", True)
+        _put(stack, model.__dict__, "_forward_pre_hooks", OrderedDict())
+        _put(stack, model.__dict__, "_forward_hooks", OrderedDict())
+        for table, key, tensor in list(_own_tensors(model, parts, tensors)):
+            _put(stack, table, key, tensor)
+        for name, (parent, child) in places.items():
+            _put(stack, parent._modules, child, _plain(parts[name], _below(tensors, f"{name}.")))
         yield
-    finally:
-        del model.__dict__["_holds_whole"]
-        for name in names:
-            places[name][name.rpartition(".")[2]] = former[name]
-        for part, method in methods.items():
-            if method is not None:
-                part.save_pretrained = method
+
+
+def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: Any) -> None:
+    """Until the stack is closed."""
+    if key in table:
+        stack.callback(table.__setitem__, key, table[key])
+    else:
+        stack.callback(table.__delitem__, key)
+    table[key] = value
+
+
+def _own_tensors(
+    model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
+    inside = {id(module) for part in parts.values() for module in part.modules()}
+    for place, module in model.named_modules():
+        if id(module) in inside:
+            continue
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                whole = tensors.get(f"{place}.{key}" if place else key)
+                whole = tensor.detach().cpu() if whole is None else whole  # a buffer that is not saved
+                is_parameter = isinstance(tensor, nn.Parameter)
+                table = module._parameters if is_parameter else module._buffers
+                yield table, key, nn.Parameter(whole, requires_grad=False) if is_parameter else whole
+
+
+def _plain(part: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """What transformers would load of these weights, with the modules that `part` has."""
+    with torch.device("meta"):
+        model = type(part)(copy.deepcopy(part.config))
+    for name, module in part.named_modules():
+        kept = module._modules
+        new = model.get_submodule(name)
+        new._modules.update({key: None for key in new._modules if kept.get(key) is None})
+    model.load_state_dict(tensors, strict=False, assign=True)
+    for name, buffer in part.named_buffers():
+        if name not in tensors:
+            owner, _, key = name.rpartition(".")
+            model.get_submodule(owner)._buffers[key] = buffer.detach().cpu()
+    model.tie_weights()
+    return model.eval()
+
+
+def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
+    own = model.state_dict()
+    missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"{type(model).__name__}.load_state_dict: missing {missing}, unexpected {unexpected}")
+    for name in own.keys() & state_dict.keys():
+        copy_part(model, name, own[name], state_dict[name])
+    return _IncompatibleKeys(missing, unexpected)

@@ -25,6 +25,7 @@ EVERY = {
     "test_analytic.py": 2,
     "test_pipeline.py": 2,
     "test_resume.py": 2,
+    "test_sentence_transformers.py": 2,
     "test_scripts.py": 11,
     "test_trl_layouts.py": 3,
     "test_trainer.py": 2,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.lazy_tensor import lazy_tensor, values
 from hf_parallel.checkpoint.ranges import RangeFile
@@ -32,7 +33,7 @@ def load_weights(model: nn.Module, directory: str) -> None:
     found = set()
     with contextlib.ExitStack() as stack:
         for key, tensor in converted(model, own, in_folder(directory, stack)):
-            _copy_part(model, key, own[key], tensor)
+            copy_part(model, key, own[key], tensor)
             found.add(key)
     missing = [key for key in own if key not in found and key not in tied]
     if missing:
@@ -96,9 +97,16 @@ def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
     return renamings, converters
 
 
-def _copy_part(model: nn.Module, key: str, target: Any, source: torch.Tensor) -> None:
+def copy_part(model: nn.Module, key: str, target: Any, source: torch.Tensor) -> None:
+    """Copy this rank's part of a whole tensor into that of `model`; from another parallel model the part it has.
+
+    Raises:
+        ValueError: they have not the same shape.
+    """
     if source.shape != target.shape:
         raise ValueError(f"{key} is {tuple(target.shape)}, in the folder {tuple(source.shape)}")
-    part = values(source, local_part(target, stored_order(model, key)))
     with torch.no_grad():
-        stored(target).copy_(part)
+        if isinstance(source, DTensor):
+            target.copy_(source)
+        else:
+            stored(target).copy_(values(source, local_part(target, stored_order(model, key))))

@@ -8,6 +8,7 @@ libraries what would use it.
 from __future__ import annotations
 
 from hf_parallel.hooks import entries
+from hf_parallel.hooks import sentence_transformers as sentences
 from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state, scaler
 from hf_parallel.hooks.bitsandbytes import eight_bit, four_bit
 from hf_parallel.hooks.patching import Patch
@@ -30,6 +31,7 @@ _ARGUMENTS = "transformers.training_args:TrainingArguments"
 _TUNER = "peft.tuners.tuners_utils:BaseTuner"
 _PEFT = "peft.peft_model:PeftModel"
 _TRL = "trl.trainer"
+_SENTENCES = "sentence_transformers"
 _DTENSOR = "torch.distributed.tensor:DTensor"
 _DRAWS = ("normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_")
 
@@ -190,7 +192,36 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means"),
         Patch(f"{_TRL}.reward_trainer:RewardTrainer.compute_loss", trl.reward_metrics, "mean of means"),
         *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
+        # sentence-transformers, when a script imports it.
+        Patch(f"{_SENTENCES}.base.trainer:distributed_evaluation", sentences.distributed_evaluation, "splits by rank"),
+        Patch(f"{_SENTENCES}.base.trainer:BaseTrainer.prepare_loss", sentences.prepare_loss, "may hold own weights"),
+        Patch(f"{_SENTENCES}.base.trainer:BaseTrainer._save", sentences.save, "expects to run on one rank"),
+        Patch(
+            f"{_SENTENCES}.base.trainer:BaseTrainer._load_from_checkpoint",
+            sentences.load_from_checkpoint,
+            "makes another model of the sharded one's class",
+        ),
+        Patch(
+            f"{_SENTENCES}.base.training_args:BaseTrainingArguments.__post_init__",
+            sentences.keep_last_batch,
+            "drops the last batch where ranks of one model read it together",
+        ),
+        Patch(f"{_SENTENCES}.util.distributed:all_gather", sentences.all_gather, "gathers over all processes"),
+        *(
+            Patch(f"{_SENTENCES}.{place}:get_rank", sentences.data_rank, "finds its rows by process")
+            for place in ("util.distributed", "util", *_CONTRASTIVE)
+        ),
     ]
+
+
+_CONTRASTIVE = (
+    "sentence_transformer.losses.multiple_negatives_ranking",
+    "sentence_transformer.losses.cached_multiple_negatives_ranking",
+    "sentence_transformer.losses.gist_embed",
+    "sentence_transformer.losses.cached_gist_embed",
+    "multi_vector_encoder.losses.multiple_negatives_ranking",
+    "multi_vector_encoder.losses.cached_multiple_negatives_ranking",
+)
 
 
 def _generating(kind: str) -> list[Patch]:

@@ -102,7 +102,8 @@ def _inexact(trainer: Any, data_ranks: int) -> list[str]:
         notes.append(
             "each data rank balances experts over its own rows; without output_router_logits losses are exact"
         )
-    if trainer.can_return_loss:
+    state = runtime.parallel_state(trainer.model)
+    if trainer.can_return_loss and not (state is not None and state.parts):  # around models that is noted already
         notes.append("the loss compares the rows of a batch with one another: each data rank compares its own only")
     return notes
 

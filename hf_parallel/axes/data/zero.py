@@ -10,6 +10,7 @@ With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ def shard_data_parallel(
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
+        _leave_inference_mode(model)
 
 
 def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:
@@ -64,6 +66,32 @@ def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
     if not torch.is_grad_enabled():
         for module in sharded_modules(model):
             module.reshard()
+
+
+def _leave_inference_mode(model: nn.Module) -> None:
+    """FSDP2 keeps the memory of its first gather: what inference mode has made, a backward pass could not use."""
+    left: list[contextlib.ExitStack] = []
+
+    def leave(module: nn.Module, args: Any) -> None:
+        left.append(contextlib.ExitStack())
+        if torch.is_inference_mode_enabled():
+            left[-1].enter_context(torch.inference_mode(False))
+            left[-1].enter_context(torch.no_grad())
+
+    model.register_forward_pre_hook(leave, prepend=True)
+    model.register_forward_hook(lambda module, args, output: left.pop().close(), always_call=True)
+
+
+def forget_root(model: nn.Module) -> None:
+    """Let a model that has run as the outermost one be sharded inside another: the next forward pass finds the root.
+
+    torch has no call for this: a unit's state is its internal, looked at in torch 2.13.
+    """
+    for module in sharded_modules(model):
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        state._is_root = None
+        for group in state._fsdp_param_groups if state._auto_reshard_after_forward else ():
+            group.post_forward_mesh_info = group.mesh_info  # a root keeps its weights for the backward pass
 
 
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:

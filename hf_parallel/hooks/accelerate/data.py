@@ -27,8 +27,7 @@ def prepare_data_loader(original: Callable) -> Callable:
 
     def replacement(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         mesh = runtime.mesh()
-        ragged = not getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False)
-        if kwargs.get("even_batches") is False and ragged and mesh.data_size > 1:
+        if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
             raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
         prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
         # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
@@ -233,7 +232,13 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
 
 def is_ragged(gradient_state: Any) -> bool:
     """Is this a last batch that data ranks have unequal shares of? All of them say the same."""
-    return gradient_state.end_of_dataloader and gradient_state.remainder > 0 and runtime.mesh().data_size > 1
+    if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
+        return False
+    return not _drops_last(gradient_state.active_dataloader)  # a batch sampler may, which accelerate does not look at
+
+
+def _drops_last(dataloader: Any) -> bool:
+    return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
 
 
 def real_rows(gradient_state: Any, rows: int) -> int:

@@ -1,0 +1,108 @@
+"""sentence-transformers: its "processes" are data ranks, and what it does on one of them all ranks of a model do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import gather_sequence
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import runtime
+
+
+def distributed_evaluation(original: Callable) -> Callable:
+    """Every rank runs the evaluator: its rows are not shared out over ranks that hold parts of one model."""
+
+    @contextlib.contextmanager
+    def replacement(model: Any, enabled: bool = True) -> Iterator[bool]:
+        with original(model, enabled=enabled and runtime.parallel_state(model) is None) as runs:
+            yield runs
+
+    return replacement
+
+
+def keep_last_batch(original: Callable) -> Callable:
+    """With one data rank no other one waits for the last batch: it is dropped only if the script says so."""
+
+    def replacement(self: Any) -> None:
+        asked = self.dataloader_drop_last
+        original(self)
+        if runtime.mesh().data_size == 1:
+            self.dataloader_drop_last = asked
+
+    return replacement
+
+
+def prepare_loss(original: Callable) -> Callable:
+    """What the loss and the model share is sharded; weights of the loss alone no data rank would average.
+
+    Raises:
+        SpecError: it has such weights.
+    """
+
+    def replacement(self: Any, loss: Any, model: Any) -> Any:
+        prepared, mesh = original(self, loss, model), runtime.mesh()
+        alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if alone and mesh.data_size > 1:
+            raise SpecError(
+                f"{type(prepared).__name__} trains {alone[0]}, which {mesh.data_size} data ranks would train apart; "
+                f"tp={mesh.config.world_size} works, and so does a layer in the model"
+            )
+        return prepared
+
+    return replacement
+
+
+def save(original: Callable) -> Callable:
+    """All ranks give their weights, one writes."""
+
+    def replacement(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with folders.current(runtime.mesh()) as saving, saving.noting():
+            if self.args.should_save:
+                original(self, output_dir, state_dict)
+            else:
+                self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
+
+    return replacement
+
+
+def load_from_checkpoint(original: Callable) -> Callable:
+    """A model of the script's class is loaded, and gives its weights: FSDP2's class of the model cannot be loaded."""
+
+    def replacement(self: Any, checkpoint_path: str) -> None:
+        kind = type(self.model)
+        self.model.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+        try:
+            original(self, checkpoint_path)
+        finally:
+            self.model.__class__ = kind
+
+    return replacement
+
+
+def data_rank(original: Callable) -> Callable:
+    """Whose rows these are among those of all data ranks."""
+    return lambda: runtime.mesh().data_rank
+
+
+def all_gather(original: Callable) -> Callable:
+    """The rows of all data ranks; those of one model have the same."""
+
+    def replacement(tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:
+        mesh = runtime.mesh()
+        if mesh.data_group is None or mesh.data_size == 1:
+            return tensor
+        rows = gather_sequence(tensor.reshape(len(tensor), -1), mesh.data_group)
+        rows = rows.reshape(-1, *tensor.shape[1:])
+        if not with_grad:
+            rows = rows.detach()
+            rows[mesh.data_rank * len(tensor) :][: len(tensor)] = tensor
+        return rows
+
+    return replacement
