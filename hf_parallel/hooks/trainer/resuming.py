@@ -22,6 +22,7 @@ from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import stopping
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
+from hf_parallel.hooks.trainer.record import record_of
 
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
@@ -133,7 +134,7 @@ def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        unfinished = trainer.__dict__.pop("_unfinished_save", None)
+        unfinished = record_of(trainer).take_unfinished_save()
         if unfinished is not None:
             with contextlib.suppress(Exception):
                 unfinished.wait(GRACE_S)
