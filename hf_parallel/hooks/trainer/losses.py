@@ -189,9 +189,8 @@ def log(original: Callable) -> Callable:
     def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self.model)
         if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
-            record_of(self).step.logged.append(
-                dict(logs)
-            )  # compute_loss runs on the last stage alone: the others log with it later
+            # compute_loss runs on the last stage alone: the others log with it later
+            record_of(self).step.logged.append(dict(logs))
             return
         if state is not None and state.pipeline is not None and is_own(self):
             state.pipeline.tell(logs)

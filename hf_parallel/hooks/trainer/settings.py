@@ -5,15 +5,24 @@ from __future__ import annotations
 from typing import Any
 
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.config import SpecError
+from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
 
 
 def check_arguments(args: Any) -> None:
     """Refuse what this version cannot do under the active layout, by name."""
     config = runtime.mesh().config
+    for asked, spelled, what, works in _refusals(args, config):
+        if asked:
+            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
+    if config.pp_size > 1:
+        _check_micro_batches(args.per_device_train_batch_size, config)
+
+
+def _refusals(args: Any, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
+    """Is it asked for, how it is spelled, what is missing, what works."""
     block = config.world_size // config.data_parallel_size
-    refusals = [
+    return [
         (args.fp16 and runtime.mesh().device.type == "cpu", "fp16=True", "loss scaling on CPUs", "bf16=True"),
         (bool(args.fsdp), f"fsdp={args.fsdp}", "a second sharding beside --parallel", "dp_shard in the spec"),
         (bool(args.deepspeed), "deepspeed", "a second engine beside --parallel", "dp_shard in the spec"),
@@ -47,14 +56,9 @@ def check_arguments(args: Any) -> None:
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),
     ]
-    for asked, spelled, what, works in refusals:
-        if asked:
-            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
-    if config.pp_size > 1:
-        _check_micro_batches(args.per_device_train_batch_size, config)
 
 
-def _check_micro_batches(rows: int, config: Any) -> None:
+def _check_micro_batches(rows: int, config: ParallelConfig) -> None:
     try:
         micro_batch_count(rows, config)
     except SpecError as error:

@@ -36,7 +36,7 @@ def init(original: Callable) -> Callable:
             _make_ready(model, bound.arguments.get("optimizers"))
         with replacing(
             args, save_only_model=True
-        ):  # Trainer refuses sharded models that checkpoint; our save handles them
+        ):  # Trainer refuses sharded models that checkpoint, our save does not
             original(self, model, args, *rest, **kwargs)
         self.is_distributed_loading_by_transformers = True
         self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
