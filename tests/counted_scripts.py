@@ -4,6 +4,7 @@ Odd sizes throughout: 515 tokens, rows of at most 33, 19 or 20 rows in batches o
 and, of four data ranks, leaves some without a row.
 """
 
+import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -124,6 +125,17 @@ class Returns(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         outputs = model(**inputs)
         return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+class ReadsAhead(Returns):
+    """Reads the batches of a step while the former one is computed, and hands on copies."""
+
+    ahead: tuple = ([], None)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        now = self.ahead if self.ahead[0] else super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.ahead = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return [copy.copy(batch) for batch in now[0]], now[1]
 
 
 class Weights(Trainer):

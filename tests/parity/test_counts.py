@@ -26,6 +26,7 @@ GROUPS = {
     # Who weights a causal model's loss?
     "trainers": {
         "returns": Counted(scripts.llama, scripts.causal, scripts.Returns),
+        "reads ahead": Counted(scripts.llama, scripts.causal, scripts.ReadsAhead),
         "weights": Counted(scripts.llama, scripts.causal, scripts.Weights),
         "divides": Counted(scripts.llama, scripts.causal, scripts.Divides, arguments=TWICE, rows=27),
         "multiplies": Counted(scripts.llama, scripts.causal, scripts.Multiplies),

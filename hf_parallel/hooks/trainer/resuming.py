@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import report, restarts, runtime
+from hf_parallel.hooks import entries, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import stopping
@@ -34,7 +34,7 @@ def train(original: Callable) -> Callable:
     def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.args, "enable_jit_checkpoint", False):
             raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
-        with restarts.own_folder(self) as run:
+        with entries.trains(self), restarts.own_folder(self) as run:
             chosen = _chosen(self, resume_from_checkpoint, run)
             if chosen is not None and run.restarted:
                 restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
