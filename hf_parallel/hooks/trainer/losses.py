@@ -52,29 +52,40 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
+    if plan is not None and takes(plan, inputs, engine.config):
+        return _scheduled(self, engine, plan, inputs, call, counts=not weighs)
+    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+    for logs in result["logged"]:
+        self.log(logs)
+    if trains and tuple(inputs) not in record.loss_plans:
+        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not weighs)
+        if plan is not None:
+            plan.logs = bool(result["logged"])
+    return _weighted(self, result, targets)
+
+
+def _scheduled(trainer: Any, engine: Any, plan: Plan, inputs: dict, call: Callable, *, counts: bool) -> torch.Tensor:
+    """The loss by micro-batches, of which what the script logs is one entry."""
     logged: list[dict] = []
-    quietly = functools.partial(_undone, self)
 
     def loss_of(part: dict) -> torch.Tensor:
         result = call(part)
         logged.extend(result["logged"])
         return result["loss"]
 
-    if plan is not None and takes(plan, inputs, engine.config):
-        loss = run_plan(engine, plan, dict(inputs), _joining(self, loss_of), quietly, counts=not weighs)
-        if plan.logs:
-            self.log(_told_mean(engine, logged))
-        return loss
-    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
-    for logs in result["logged"]:
-        self.log(logs)
-    if trains and tuple(inputs) not in record.loss_plans:
-        plan = find_plan(engine, dict(inputs), made, loss_of, quietly, counts=not weighs)
-        record.loss_plans[tuple(inputs)] = plan
-        if plan is not None:
-            plan.logs = bool(result["logged"])
-        report.say(_verdict(plan, engine.config.pipeline_schedule))
-    return _weighted(self, result, targets)
+    quietly = functools.partial(_undone, trainer)
+    loss = run_plan(engine, plan, dict(inputs), _joining(trainer, loss_of), quietly, counts=counts)
+    if plan.logs:
+        trainer.log(_told_mean(engine, logged))
+    return loss
+
+
+def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, *, counts: bool) -> Plan | None:
+    """How the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
+    quietly = functools.partial(_undone, trainer)
+    plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+    report.say(_verdict(plan, engine.config.pipeline_schedule))
+    return plan
 
 
 def _weighs_itself(trainer: Any, items: Any) -> bool:
