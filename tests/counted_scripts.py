@@ -4,6 +4,7 @@ Odd sizes throughout: 515 tokens, rows of at most 33, 19 or 20 rows in batches o
 and, of four data ranks, leaves some without a row.
 """
 
+import copy
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -204,6 +205,17 @@ class ByHand(Trainer):
         scores = outputs.logits.log_softmax(-1).gather(2, inputs["input_ids"][..., None])
         loss = -(scores[..., 0] * inputs["attention_mask"]).sum(1).mean()
         return (loss, outputs) if return_outputs else loss
+
+
+class ReadsAhead(ByHand):
+    """That, and reads the batches of a step while the former one is computed, and hands on copies."""
+
+    ahead: tuple = ([], None)
+
+    def get_batch_samples(self, epoch_iterator, num_batches, device):
+        now = self.ahead if self.ahead[0] else super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.ahead = super().get_batch_samples(epoch_iterator, num_batches, device)
+        return [copy.copy(batch) for batch in now[0]], now[1]
 
 
 class ClassWeights(Trainer):

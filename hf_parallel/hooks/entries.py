@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_parallel.collectives import assert_all_ranks
@@ -16,8 +17,7 @@ def attended(call: str) -> Callable:
 
     def make(original: Callable) -> Callable:
         def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            assert_all_ranks(call)
-            _begin(self.model)
+            begin(self.model, call)
             return original(self, *args, **kwargs)
 
         return replacement
@@ -25,20 +25,17 @@ def attended(call: str) -> Callable:
     return make
 
 
-def train(original: Callable) -> Callable:
+@contextlib.contextmanager
+def trains(trainer: Any) -> Iterator[None]:
     """All ranks begin, and all end after the same step."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assert_all_ranks("trainer.train")
-        _begin(self.model)
-        found = original(self, *args, **kwargs)
-        assert_all_ranks("the end of trainer.train", _ENDED)
-        return found
-
-    return replacement
+    begin(trainer.model, "trainer.train")
+    yield
+    assert_all_ranks("the end of trainer.train", _ENDED)
 
 
-def _begin(model: Any) -> None:
+def begin(model: Any, call: str) -> None:
+    """All ranks of the model are here, and compare their first batches once more."""
+    assert_all_ranks(call)
     state = None if model is None else runtime.parallel_state(model)
     if state is not None:
         state.batches.begin()

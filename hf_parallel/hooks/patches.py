@@ -93,8 +93,7 @@ def all_patches() -> list[Patch]:
         # Trainer.
         Patch(f"{_TRAINER}.__init__", trainer.init, "models made in code become parallel; settings are checked"),
         Patch(f"{_TRAINER}.call_model_init", trainer.call_model_init, "models from model_init become parallel"),
-        Patch(f"{_TRAINER}.train", resuming.train, "may resume from a checkpoint that is not whole"),
-        Patch(f"{_TRAINER}.train", entries.train, "waits for ranks that will not come"),
+        Patch(f"{_TRAINER}.train", resuming.train, "waits for ranks that will not come; resumes from what is damaged"),
         *(
             Patch(f"{_TRAINER}.{name}", entries.attended(f"trainer.{name}"), "waits for ranks that will not come")
             for name in ("evaluate", "predict")
@@ -126,9 +125,11 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRAINER}._load_rng_state", resuming.load_rng_state, "looks for a file per data rank"),
         Patch(f"{_TRAINER}._load_best_model", resuming.load_best_model, "reads whole weights"),
         Patch("transformers.trainer:LengthGroupedSampler", data.length_grouped_sampler, "groups by process"),
-        *(
-            Patch(f"{place}:skip_first_batches", data.skip_first_batches, "forgets shares, the remainder, the order")
-            for place in ("transformers.trainer", "accelerate.accelerator", "accelerate")
+        Patch(
+            "accelerate.data_loader:skip_first_batches",
+            data.skip_first_batches,
+            "forgets shares, the remainder, the order",
+            copies=True,
         ),
         # bitsandbytes, when a script imports it.
         Patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", eight_bit.step, "kernels take no DTensor"),
@@ -137,8 +138,12 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TUNER}._cast_adapter_dtype", peft.cast_adapter_dtype, "leaves adapters whole on every rank"),
         Patch("peft.tuners.lora.layer:LoraLayer.pissa_init", peft.start_from_base, "factorises shards"),
         Patch("peft.tuners.lora.layer:LoraLayer.olora_init", peft.start_from_base, "factorises shards"),
-        Patch("peft:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
-        Patch("peft.utils.other:prepare_model_for_kbit_training", four_bit.prepare_for_training, "casts shards"),
+        Patch(
+            "peft.utils.other:prepare_model_for_kbit_training",
+            four_bit.prepare_for_training,
+            "casts shards",
+            copies=True,
+        ),
         Patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", peft.first_magnitudes, "reads norms off shards"),
         Patch("peft.utils.other:ModulesToSaveWrapper.update", peft.copy_module, "copies process groups and shards"),
         Patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", peft.in_out_features, "reads sizes off shards"),
@@ -176,8 +181,7 @@ def all_patches() -> list[Patch]:
             Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards")
             for kind in ("sft", "dpo", "kto", "reward", "grpo", "rloo")
         ),
-        Patch(f"{_TRL}.dpo_trainer:hash_module", trl.hash_module, "cannot read shards"),
-        Patch(f"{_TRL}.kto_trainer:hash_module", trl.hash_module, "cannot read shards"),
+        Patch(f"{_TRL}.utils:hash_module", trl.hash_module, "cannot read shards", copies=True),
         Patch(
             f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
             trl.reference_log_probs,
@@ -191,6 +195,8 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._prepare_dataset", trl.prepare_dataset, "pairs per process"),
         Patch(f"{_TRL}.kto_trainer:KTOTrainer._compute_kl_logps", trl.kl_logps, "mean of means"),
         Patch(f"{_TRL}.reward_trainer:RewardTrainer.compute_loss", trl.reward_metrics, "mean of means"),
+        Patch(f"{_TRL}.utils:shuffle_sequence_dict", online.shuffle_sequence_dict, "shuffles by process", copies=True),
+        Patch(f"{_TRL}.utils:split_tensor_dict", online.split_tensor_dict, "splits by process", copies=True),
         *(patch for kind in ("GRPO", "RLOO") for patch in _generating(kind)),
         # sentence-transformers, when a script imports it.
         Patch(f"{_SENTENCES}.base.trainer:distributed_evaluation", sentences.distributed_evaluation, "splits by rank"),
@@ -230,8 +236,6 @@ def _generating(kind: str) -> list[Patch]:
     return [
         Patch(f"{module}:set_seed", online.set_seed, "a seed per process"),
         Patch(f"{module}:pad", online.pad, "pads by process"),
-        Patch(f"{module}:shuffle_sequence_dict", online.shuffle_sequence_dict, "shuffles by process"),
-        Patch(f"{module}:split_tensor_dict", online.split_tensor_dict, "splits by process"),
         Patch(
             f"{trainer}._generate_and_score_completions",
             online.generate_and_score,

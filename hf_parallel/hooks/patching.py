@@ -47,6 +47,7 @@ class Patch:
     reason: str
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
     adds: bool = False  # instances have the attribute, the class does not yet
+    copies: bool = False  # replace it in every module that has imported it by name, too
 
     @property
     def module(self) -> str:
@@ -62,6 +63,12 @@ class Patch:
     def late(self) -> bool:
         """Is it put in place when the script imports the module?"""
         return self.library in OPTIONAL
+
+    @property
+    def is_private(self) -> bool:
+        """Is the target none of the library's promises?"""
+        names = self.target.partition(":")[2].split(".")
+        return any(name.startswith("_") and not name.endswith("__") for name in names)
 
     def owner_and_name(self) -> tuple[Any, str]:
         """The object that holds the attribute, and its name there."""
@@ -132,7 +139,16 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
             return  # imported from a module that is patched
         replacement = functools.wraps(original)(replacement)
         replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
-    _set(owner, name, classmethod(replacement) if isinstance(raw, classmethod) else replacement, done)
+    replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
+    for place in [owner, *(_importers(original, name, owner) if patch.copies else ())]:
+        _set(place, name, replacement, done)
+
+
+def _importers(original: Any, name: str, home: Any) -> list[Any]:
+    """Modules that have imported a function before it is replaced; those that follow import the replacement."""
+    return [
+        m for m in list(sys.modules.values()) if m is not home and getattr(m, "__dict__", {}).get(name) is original
+    ]
 
 
 def mismatch(original: Callable, replacement: Callable) -> str | None:

@@ -20,7 +20,8 @@ from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.trainer.training import check_arguments
+from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.hooks.trainer.settings import check_arguments
 
 #: Seconds after which a network file system takes the locks of a lost node away (90 by default in NFS 4).
 LEASE_S = 120.0
@@ -44,7 +45,7 @@ def own_folder(trainer: Any) -> Iterator[Run]:
     lock, run = None, [Run(uuid.uuid4().hex, False)]
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
         lock, run = _claimed(trainer.args.output_dir)
-    trainer._run_id = run[0].identity
+    record_of(trainer).run = run[0].identity
     try:
         yield run[0]
     finally:

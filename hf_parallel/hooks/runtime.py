@@ -155,6 +155,13 @@ def parallel_state(model: Any) -> ParallelState | None:
     return state_of(getattr(model, "_orig_mod", model))
 
 
+def compare_batches(model: Any, inputs: Any, kind: str) -> None:
+    """Do the ranks of this model read the same rows? A script's own loss may call less than the model."""
+    state = parallel_state(model)
+    if state is not None:
+        state.batches.check(inputs, kind)
+
+
 def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None = None) -> None:
     """Let all ranks along `axis` go on from the random state of the one at `source`. Collective along it.
 

@@ -90,7 +90,7 @@ class Witness(TrainerCallback):
         self.steps += 1
         if self.steps == 5:
             self.fifth.set()
-        unfinished = self.trainer.__dict__.get("_unfinished_save")
+        unfinished = self.trainer._hf_parallel.unfinished_save
         if self.steps == 6 and unfinished is not None:
             unfinished.thread.join(20)
 

@@ -33,7 +33,7 @@ GROUPS = {
         "looks": Counted(scripts.llama, scripts.causal, scripts.Looks),
         "twice": Counted(scripts.llama, scripts.causal, scripts.Twice),
         "mean": Counted(scripts.llama, scripts.causal, scripts.Mean),
-        "by hand": Counted(scripts.llama, scripts.causal, scripts.ByHand, arguments={"learning_rate": 0.01}),
+        "by hand": Counted(scripts.llama, scripts.causal, scripts.ReadsAhead, arguments={"learning_rate": 0.01}),
         "function": Counted(scripts.llama, scripts.causal, options={"compute_loss_func": scripts.own_mean}),
         "predicts": Counted(scripts.llama, scripts.causal, scripts.Predicts, predicts=True),
     },

@@ -4,6 +4,7 @@ import importlib.metadata
 import importlib.util
 import json
 import sys
+import types
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hf_parallel.axes.pipeline.read import check_overlap
 from hf_parallel.hooks import patching
 from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
-from tests.distributed import run_alone
+from tests.distributed import run
 
 
 @pytest.fixture
@@ -93,6 +94,20 @@ def test_what_a_replacement_relies_on(original, replacement, why):
     assert found is why or why in found
 
 
+def test_copies_by_name_are_replaced_too(library, monkeypatch):
+    """Of modules that came before; who comes later imports the replacement."""
+    library("def same(value): return value\n")
+    import trl.extra as extra
+
+    before = types.ModuleType("before")
+    before.same, before.other = extra.same, extra.same
+    monkeypatch.setitem(sys.modules, "before", before)
+    done = apply([Patch("trl.extra:same", doubled, "", copies=True)])
+    assert (extra.same(2), before.same(2), before.other(2)) == (4, 4, 2)
+    undo(done)
+    assert (extra.same(2), before.same(2)) == (2, 2)
+
+
 def test_every_target_is_as_it_is_known():
     """Of the installed libraries, optional ones too: nothing waits to be refused."""
 
@@ -106,7 +121,7 @@ def test_every_target_is_as_it_is_known():
         refusing = [name for owner, name, _ in done if getattr(getattr(owner, name), "__name__", "") == "refuse"]
         return placed, dict(patching._unusable), refusing
 
-    placed, *refused = run_alone(body)
+    [(placed, *refused)] = run(body, 1)
     assert (refused, placed > 70) == ([{}, []], True)
 
 

@@ -222,12 +222,14 @@ def reduce(original: Callable) -> Callable:
 @contextlib.contextmanager
 def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
     """In here the object itself has these, before those of its class."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:
         yield
     finally:
         for name in attributes:
             delattr(owner, name)
+        vars(owner).update(own)
 
 
 def is_ragged(gradient_state: Any) -> bool:

@@ -26,6 +26,7 @@ from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.trainer import save_callbacks
+from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 
 
@@ -67,14 +68,14 @@ def save_checkpoint(original: Callable) -> Callable:
         saving.begin()
         with folders.going_on(saving):
             _write(self, saving, run)
-        self._unfinished_save = _Unfinished(self, saving, run)
+        record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
         if not mesh.config.async_save:
             wait_for_save(self)
 
     return replacement
 
 
-class _Unfinished:
+class UnfinishedSave:
     """What is left to do of a save: in a thread if it may go on beside the training."""
 
     def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
@@ -110,7 +111,7 @@ def wait_for_save(trainer: Any) -> None:
     Raises:
         CheckpointError: it could not be written.
     """
-    unfinished = trainer.__dict__.pop("_unfinished_save", None)
+    unfinished = record_of(trainer).take_unfinished_save()
     if unfinished is None:
         return
     unfinished.wait()
@@ -190,7 +191,7 @@ def _write_layout(trainer: Any, folder: str) -> None:
         "data_ranks": data_ranks(),
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "accumulation": trainer.args.gradient_accumulation_steps,
-        "run": trainer.__dict__.get("_run_id"),
+        "run": record_of(trainer).run,
     }
     write_layout(facts, folder)
 

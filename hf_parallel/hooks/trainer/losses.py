@@ -17,12 +17,13 @@ from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
+from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl import trainers as trl
 
 
 def prepare(trainer: Any) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
-    trainer._plans = {}  # the entries of a batch -> how its loss is scheduled, None if it needs whole batches
+    record_of(trainer).loss_plans.clear()
     state = runtime.parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
@@ -44,35 +45,47 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     call = functools.partial(_call, self, state, own, model, weighs=weighs, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
     targets = trl.targets_of_mean(self, inputs) if kwargs.get("num_items_in_batch") is None else None
-    self._weighted = True
+    record = record_of(self)
+    record.step.weighted = True
     if engine is None:
         return _weighted(self, call(inputs), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
-    trains = torch.is_grad_enabled() and self._rows_of_step is None
-    plan = self._plans.get(tuple(inputs)) if trains else None
+    trains = torch.is_grad_enabled() and record.step.real_rows is None
+    plan = record.loss_plans.get(tuple(inputs)) if trains else None
+    if plan is not None and takes(plan, inputs, engine.config):
+        return _scheduled(self, engine, plan, inputs, call, counts=not weighs)
+    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+    for logs in result["logged"]:
+        self.log(logs)
+    if trains and tuple(inputs) not in record.loss_plans:
+        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not weighs)
+        if plan is not None:
+            plan.logs = bool(result["logged"])
+    return _weighted(self, result, targets)
+
+
+def _scheduled(trainer: Any, engine: Any, plan: Plan, inputs: dict, call: Callable, *, counts: bool) -> torch.Tensor:
+    """The loss by micro-batches, of which what the script logs is one entry."""
     logged: list[dict] = []
-    quietly = functools.partial(_undone, self)
 
     def loss_of(part: dict) -> torch.Tensor:
         result = call(part)
         logged.extend(result["logged"])
         return result["loss"]
 
-    if plan is not None and takes(plan, inputs, engine.config):
-        loss = run_plan(engine, plan, dict(inputs), _joining(self, loss_of), quietly, counts=not weighs)
-        if plan.logs:
-            self.log(_told_mean(engine, logged))
-        return loss
-    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
-    for logs in result["logged"]:
-        self.log(logs)
-    if trains and tuple(inputs) not in self._plans:
-        plan = find_plan(engine, dict(inputs), made, loss_of, quietly, counts=not weighs)
-        self._plans[tuple(inputs)] = plan
-        if plan is not None:
-            plan.logs = bool(result["logged"])
-        report.say(_verdict(plan, engine.config.pipeline_schedule))
-    return _weighted(self, result, targets)
+    quietly = functools.partial(_undone, trainer)
+    loss = run_plan(engine, plan, dict(inputs), _joining(trainer, loss_of), quietly, counts=counts)
+    if plan.logs:
+        trainer.log(_told_mean(engine, logged))
+    return loss
+
+
+def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, *, counts: bool) -> Plan | None:
+    """How the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
+    quietly = functools.partial(_undone, trainer)
+    plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+    report.say(_verdict(plan, engine.config.pipeline_schedule))
+    return plan
 
 
 def _weighs_itself(trainer: Any, items: Any) -> bool:
@@ -84,7 +97,7 @@ def _weighs_itself(trainer: Any, items: Any) -> bool:
 
 def _joining(trainer: Any, loss_of: Callable) -> Callable:
     """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
-    if not trainer._joins_metrics:
+    if trl.rows_per_example(trainer) is None:
         return loss_of
     joined = Joined(trainer)
 
@@ -106,8 +119,9 @@ def _call(
     self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, weighs: bool, args: tuple, kwargs: dict
 ) -> dict:
     """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
-    self._logged, former = [], self.args.average_tokens_across_devices
-    scope = means.Scope(self._share_of_step, weighs)
+    step, former = record_of(self).step, self.args.average_tokens_across_devices
+    scope = means.Scope(step.share, weighs)
+    step.logged = []
     # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
     whole = former and means.knows_processes(self)
     self.args.average_tokens_across_devices = whole
@@ -116,7 +130,7 @@ def _call(
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
         kwargs = {**kwargs, "num_items_in_batch": items}
     try:
-        with runtime.absent(self._rows_of_step == 0), means.computing(scope):
+        with runtime.absent(step.real_rows == 0), means.computing(scope):
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
@@ -125,7 +139,7 @@ def _call(
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
     known = weighs or scope.counted or targets is not None
-    return {"loss": loss, "outputs": outputs, "targets": targets, "known": known, "logged": self._logged}
+    return {"loss": loss, "outputs": outputs, "targets": targets, "known": known, "logged": step.logged}
 
 
 def _told_mean(engine: Any, logged: list[dict]) -> dict:
@@ -149,21 +163,21 @@ def _weighted(self: Any, result: dict, targets: torch.Tensor | None) -> Any:
 
 def _factor(trainer: Any, targets: torch.Tensor | None) -> torch.Tensor | float:
     """The share of the rank's rows, or of its targets where that is what the script returned the mean of."""
-    mesh, own = runtime.mesh(), trainer._share_of_step
+    mesh, step = runtime.mesh(), record_of(trainer).step
     if not is_own(trainer):
-        return own
+        return step.share
     # Always, so that a script which takes another way on one rank does not let the others wait.
     count = torch.zeros(2, device=mesh.device) if targets is None else torch.stack([targets, torch.ones_like(targets)])
-    count[0] *= trainer._rows_of_step != 0
+    count[0] *= step.real_rows != 0
     total = count.clone()
     dist.all_reduce(total, group=mesh.data_group)
-    return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], own)
+    return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], step.share)
 
 
 def _say_what_is_unknown(trainer: Any, known: bool) -> None:
-    if known or trainer._told_unknown or not is_own(trainer) or trl.is_known(trainer):
+    if known or record_of(trainer).told_unknown or not is_own(trainer) or trl.is_known(trainer):
         return
-    trainer._told_unknown = True
+    record_of(trainer).told_unknown = True
     report.say(
         "the script's loss is taken for a mean over rows: where data ranks have unlike numbers of targets it is the "
         "mean of their means; a loss divided by num_items_in_batch is exact"
@@ -186,7 +200,8 @@ def log(original: Callable) -> Callable:
     def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
         state = runtime.parallel_state(self.model)
         if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
-            self._logged.append(dict(logs))  # compute_loss runs on the last stage alone: the others log with it later
+            # compute_loss runs on the last stage alone: the others log with it later
+            record_of(self).step.logged.append(dict(logs))
             return
         if state is not None and state.pipeline is not None and is_own(self):
             state.pipeline.tell(logs)

@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import report, restarts, runtime
+from hf_parallel.hooks import entries, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import stopping
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
+from hf_parallel.hooks.trainer.record import record_of
 
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
@@ -33,7 +34,7 @@ def train(original: Callable) -> Callable:
     def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.args, "enable_jit_checkpoint", False):
             raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
-        with restarts.own_folder(self) as run:
+        with entries.trains(self), restarts.own_folder(self) as run:
             chosen = _chosen(self, resume_from_checkpoint, run)
             if chosen is not None and run.restarted:
                 restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
@@ -133,7 +134,7 @@ def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        unfinished = trainer.__dict__.pop("_unfinished_save", None)
+        unfinished = record_of(trainer).take_unfinished_save()
         if unfinished is not None:
             with contextlib.suppress(Exception):
                 unfinished.wait(GRACE_S)

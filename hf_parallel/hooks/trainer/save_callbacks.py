@@ -11,23 +11,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_parallel.config import SpecError
+from hf_parallel.hooks.trainer.record import record_of
 
 
 def is_writing(trainer: Any) -> bool:
     """Is a thread of this rank still at a checkpoint?"""
-    unfinished = trainer.__dict__.get("_unfinished_save")
+    unfinished = record_of(trainer).unfinished_save
     return unfinished is not None and unfinished.thread is not None and unfinished.thread.is_alive()
 
 
 def has_failed(trainer: Any) -> bool:
     """Has a thread of this rank ended with an error?"""
-    unfinished = trainer.__dict__.get("_unfinished_save")
+    unfinished = record_of(trainer).unfinished_save
     return unfinished is not None and unfinished.error is not None
 
 
 def on_save(trainer: Any, original: Callable, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
     """Callbacks are told of a checkpoint when it has its name; at once if it was not written in the background."""
-    unfinished = trainer.__dict__.get("_unfinished_save")
+    unfinished = record_of(trainer).unfinished_save
     if unfinished is None:
         return original(args, state, control, **kwargs)
     unfinished.announce, control.should_save = True, False

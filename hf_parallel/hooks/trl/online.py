@@ -18,6 +18,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.trainer.means import share
+from hf_parallel.hooks.trainer.record import record_of
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
@@ -142,12 +143,13 @@ def generate_and_score(original: Callable) -> Callable:
 
     def replacement(self: Any, inputs: list[dict]) -> dict:
         runtime.equalise_random_state("tp", 0)
-        self._real_generated = _real_rows(self, len(inputs))
-        if self._real_generated is None:
+        step = record_of(self).step
+        step.generated = _real_rows(self, len(inputs))
+        if step.generated is None:
             return original(self, inputs)
-        scores = functools.partial(_real_scores, self, self._get_per_token_logps_and_entropies)
+        scores = functools.partial(_real_scores, step.generated, self._get_per_token_logps_and_entropies)
         with replacing(self, _get_per_token_logps_and_entropies=scores):
-            return _without_repeats(self, original(self, inputs))
+            return _without_repeats(self, step.generated, original(self, inputs))
 
     return replacement
 
@@ -156,9 +158,10 @@ def generate(original: Callable) -> Callable:
     """Lengths are told of the rows that are not repeated to fill a ragged last batch."""
 
     def replacement(self: Any, prompts: list) -> Any:
-        if self._real_generated is None:
+        generated = record_of(self).step.generated
+        if generated is None:
             return original(self, prompts)
-        gather, real = self.accelerator.gather, sum(self._real_generated)
+        gather, real = self.accelerator.gather, sum(generated)
         with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
             return original(self, prompts)
 
@@ -172,11 +175,11 @@ def calculate_rewards(original: Callable) -> Callable:
     """
 
     def replacement(self: Any, *args: Any) -> torch.Tensor:
-        rewards, mesh = original(self, *args), runtime.mesh()
+        rewards, mesh, generated = original(self, *args), runtime.mesh(), record_of(self).step.generated
         if mesh.size("tp") > 1:
             dist.broadcast(rewards, group=mesh.group("tp"), group_src=0)
-        if self._real_generated is not None:
-            rewards[sum(self._real_generated) :] = torch.nan
+        if generated is not None:
+            rewards[sum(generated) :] = torch.nan
         return rewards
 
     return replacement
@@ -197,29 +200,29 @@ def _real_rows(trainer: Any, rows: int) -> list[int] | None:
     return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
-def _real_scores(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _real_scores(real: list[int], original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
     logps, *others = original(*args, **kwargs)
-    logps[trainer._real_generated[runtime.mesh().data_rank] :] = 0
+    logps[real[runtime.mesh().data_rank] :] = 0
     return logps, *others
 
 
-def _without_repeats(trainer: Any, outputs: dict) -> dict:
+def _without_repeats(trainer: Any, real: list[int], outputs: dict) -> dict:
     """Repeated rows keep their place but have no token that counts."""
     mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
-    mask[trainer._real_generated[mesh.data_rank] :] = 0
+    mask[real[mesh.data_rank] :] = 0
     tokens = torch.stack([outputs["completion_mask"].sum(), mask.sum()])
     dist.all_reduce(tokens, group=mesh.data_group)
-    _correct_logs(trainer, len(mask) * mesh.data_size, float(tokens[0] / tokens[1].clamp(min=1)))
+    _correct_logs(trainer, sum(real), len(mask) * mesh.data_size, float(tokens[0] / tokens[1].clamp(min=1)))
     changed = {"completion_mask": mask}
     if "num_items_in_batch" in outputs:
         changed["num_items_in_batch"] = tokens[1]
     return {**outputs, **changed}
 
 
-def _correct_logs(trainer: Any, rows: int, tokens_too_many: float) -> None:
+def _correct_logs(trainer: Any, real: int, rows: int, tokens_too_many: float) -> None:
     """Take repeated rows out of tables and of what was divided by their number too."""
-    real, logs, metrics = sum(trainer._real_generated), trainer._logs, trainer._metrics["eval"]
+    logs, metrics = trainer._logs, trainer._metrics["eval"]
     for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
         for _ in range(rows - real):
             column.pop()
@@ -246,8 +249,8 @@ def compute_loss(original: Callable) -> Callable:
         tokens = int(inputs["completion_mask"].sum())
         if self.model.training:
             return loss * share(tokens) if kind == "bnpo" else loss
-        rows = len(inputs["prompt_ids"])
-        real = rows if self._real_generated is None else self._real_generated[runtime.mesh().data_rank]
+        rows, generated = len(inputs["prompt_ids"]), record_of(self).step.generated
+        real = rows if generated is None else generated[runtime.mesh().data_rank]
         held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
         return _mean_over_data_ranks(loss.detach(), held, counted)
 

@@ -22,6 +22,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import refuse_unpatched
+from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import online
 from hf_parallel.mesh import stored
@@ -203,7 +204,7 @@ def kl_logps(original: Callable) -> Callable:
     """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
 
     def replacement(self: Any, model: Any, batch: dict) -> Any:
-        result, rows = original(self, model, batch), self._rows_of_step
+        result, rows = original(self, model, batch), record_of(self).step.real_rows
         if result is None or rows is None:
             return result
         totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
@@ -220,7 +221,7 @@ def reward_metrics(original: Callable) -> Callable:
     """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
 
     def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-        rows, gather = self._rows_of_step, self.accelerator.gather_for_metrics
+        rows, gather = record_of(self).step.real_rows, self.accelerator.gather_for_metrics
         if not rows:
             return original(self, model, inputs, *args, **kwargs)
 

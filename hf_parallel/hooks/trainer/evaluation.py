@@ -1,0 +1,80 @@
+"""Evaluation: the numbers that one process would give, also where the last batch is ragged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, replacing, share_of_rows
+from hf_parallel.hooks.trainer import means, ragged, rows
+from hf_parallel.hooks.trainer.record import StepRecord, record_of
+
+
+def prediction_step(
+    self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
+    runtime.compare_batches(model, inputs, "evaluation")
+    batch = ragged.told_apart(self, inputs, self.args.eval_batch_size)
+    blocks = ragged.rows_per_example(self, batch, self.args.eval_batch_size)
+    count = rows.count(batch, blocks) or 0
+    step = _step(self, count)
+    real = count if step.real_rows is None else step.real_rows
+    kept = rows.opened(batch if real == count else rows.trim(batch, real, count, blocks))
+    with record_of(self).during(step), _computing(model, step, prediction_loss_only):
+        loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
+    if loss is not None and runtime.mesh().data_size > 1:
+        loss = _mean_over_data_ranks(loss if step.weighted else means.weighted(loss, step.share))
+    if step.real_rows is not None:
+        logits, labels = _rows_to_gather(self, (logits, labels), real, count, rows.JOINED in batch)
+    _inputs_to_gather(self, inputs, kept, step.real_rows)
+    return loss, logits, labels
+
+
+def _step(trainer: Any, count: int) -> StepRecord:
+    """Of a batch of so many examples; 0 where they cannot be counted."""
+    state = trainer.accelerator.gradient_state
+    ragged_here = count > 0 and is_ragged(state)
+    return StepRecord(real_rows(state, count), share_of_rows(state, count)) if ragged_here else StepRecord()
+
+
+@contextlib.contextmanager
+def _computing(model: Any, step: StepRecord, loss_only: bool) -> Iterator[None]:
+    """A rank without a row of its own is absent, and a pipeline need not send logits that nobody wants."""
+    state = runtime.parallel_state(model)
+    engine = None if state is None else state.pipeline
+    without_logits = contextlib.nullcontext() if engine is None else replacing(engine, loss_only=loss_only)
+    with without_logits, means.computing(means.Scope(step.share)), runtime.absent(step.real_rows == 0):
+        yield
+
+
+def _rows_to_gather(trainer: Any, outputs: Any, real: int, count: int, joined: bool) -> Any:
+    """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
+    if joined or trainer.gather_function == trainer.accelerator.gather:
+        return rows.without_stand_in(outputs, real)
+    return rows.fill(outputs, count)
+
+
+def _inputs_to_gather(trainer: Any, inputs: dict, kept: dict, real: int | None) -> None:
+    """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
+    if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
+        return
+    if real is not None:
+        inputs.update(rows.without_stand_in(dict(kept), real))
+    if trainer.args.batch_eval_metrics:  # else the loop gathers them itself
+        accelerator = trainer.accelerator
+        for key, value in inputs.items():
+            if torch.is_tensor(value) and value.ndim:
+                inputs[key] = accelerator.gather(accelerator.pad_across_processes(value, dim=1, pad_index=-100))
+
+
+def _mean_over_data_ranks(loss: torch.Tensor) -> torch.Tensor:
+    """evaluation_loop repeats the loss for each row and cuts at the remainder: right if all ranks carry the mean."""
+    total = loss.detach().float().clone()
+    dist.all_reduce(total, group=runtime.mesh().data_group)
+    return total / runtime.mesh().data_size

@@ -1,0 +1,91 @@
+"""Write docs/patches.md: every place where another library is changed while a layout is active.
+
+python -m tests.patch_list            write it
+python -m tests.patch_list --check    fail if it is out of date
+"""
+
+import argparse
+import sys
+from itertools import groupby
+from pathlib import Path
+
+from hf_parallel.hooks.patches import all_patches, patches_without_layout
+from hf_parallel.hooks.patching import Patch
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "patches.md"
+COMMAND = "python -m tests.patch_list"
+LIBRARIES = ["transformers", "accelerate", "torch", "peft", "trl", "bitsandbytes"]
+TEXT = """# Patches
+
+Every place where another library is changed while a layout is active, and what the original does that would be wrong
+there. Nothing else is patched. `{command}` writes this page from `hf_parallel/hooks/patches.py`.
+
+Those of peft, trl and bitsandbytes are put in place when a script imports them. One whose target is gone, or takes
+other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with an
+underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
+replacement too.
+
+{counts}
+
+Where no layout is active, three targets change, so that plain Trainer resumes from the checkpoints of layouts.
+"""
+
+
+def page() -> str:
+    """The page as it must be."""
+    patches = all_patches()
+    parts = [TEXT.format(command=COMMAND, counts=_counts(patches)), *(_section(name, patches) for name in LIBRARIES)]
+    parts.append("\n".join(["## Without a layout", "", *_rows(patches_without_layout())]) + "\n")
+    return "\n".join(parts)
+
+
+def _of(library: str, patches: list[Patch]) -> list[Patch]:
+    return [patch for patch in patches if patch.library == library]
+
+
+def _counts(patches: list[Patch]) -> str:
+    rows = ["| library | targets | public | private |", "| --- | --- | --- | --- |"]
+    for name, found in [*((name, _of(name, patches)) for name in LIBRARIES), ("all", patches)]:
+        private = sum(patch.is_private for patch in found)
+        rows.append(f"| {name} | {len(found)} | {len(found) - private} | {private} |")
+    return "\n".join(rows)
+
+
+def _section(library: str, patches: list[Patch]) -> str:
+    return "\n".join([f"## {library}", "", *_rows(_of(library, patches))]) + "\n"
+
+
+def _rows(patches: list[Patch]) -> list[str]:
+    """A table; targets in the order in which they are replaced, those of one module together."""
+    rows = ["| target | why | by | |", "| --- | --- | --- | --- |"]
+    order = {patch.module: place for place, patch in reversed(list(enumerate(patches)))}
+    for _, found in groupby(sorted(patches, key=lambda patch: order[patch.module]), lambda patch: patch.module):
+        rows += [_row(patch) for patch in found]
+    return rows
+
+
+def _row(patch: Patch) -> str:
+    notes = ["private"] * patch.is_private + ["copies"] * patch.copies
+    notes += [f"since {patch.since}"] if patch.since else []
+    by = patch.make.__module__.removeprefix("hf_parallel.hooks.").replace(".", "/")
+    return f"| `{patch.target}` | {patch.reason} | {by}.py | {', '.join(notes)} |".replace("  ", " ")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write or check the page; 0 when it is right afterwards."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if the page is out of date")
+    parser.add_argument("--page", type=Path, default=PAGE)
+    options = parser.parse_args(arguments)
+    old, new = options.page.read_text(encoding="utf-8") if options.page.exists() else "", page()
+    if options.check and new != old:
+        print(f"docs/{options.page.name} is out of date: run {COMMAND}", file=sys.stderr)
+        return 1
+    if new != old:
+        options.page.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
