@@ -52,9 +52,10 @@ def exit_status(code: Any) -> int:
 
 
 def _finished(status: int) -> int:
+    held = _files()  # one that is collected in a cycle may be closed before what it buffers is written
     atexit._run_exitfuncs()
     gc.collect()
-    _close_files()
+    _close(held + _files())
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not stream.closed:
@@ -64,10 +65,13 @@ def _finished(status: int) -> int:
     return status
 
 
-def _close_files() -> None:
-    """What a script has left open is written when Python ends: text first, then what it is buffered in."""
+def _files() -> list[Any]:
     base: Any = io.IOBase.__base__  # of all of them; looked for by type, as objects may answer for others' classes
-    files = [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
+
+
+def _close(files: list[Any]) -> None:
+    """What a script has left open is written when Python ends: text first, then what it is buffered in."""
     buffers = (io.BufferedWriter, io.BufferedRandom)
     for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
         if isinstance(file, io.RawIOBase) or _is_standard(file):
