@@ -12,10 +12,10 @@ import hf_parallel
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.config import ParallelConfig, key_table
 from hf_parallel.doctor.examine import examine, report_of
+from hf_parallel.dryrun.fake_world import fake_world
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import read
 from hf_parallel.parallelize import apply, state_of
-from hf_parallel.dryrun.fake_world import fake_world
 from hf_parallel.resolve import draft, resolve
 from tests import models
 from tests.distributed import run_alone
