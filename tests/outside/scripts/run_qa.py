@@ -71,6 +71,7 @@ def main():
             stride=own.doc_stride,
             return_overflowing_tokens=True,
             return_offsets_mapping=True,
+            padding="max_length",  # the script's default: the loss runs over padding, too
         )
 
     def train_features(rows):
