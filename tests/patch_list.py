@@ -15,13 +15,12 @@ from hf_parallel.hooks.patching import Patch
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "patches.md"
 COMMAND = "python -m tests.patch_list"
-LIBRARIES = ["transformers", "accelerate", "torch", "peft", "trl", "bitsandbytes"]
 TEXT = """# Patches
 
 Every place where another library is changed while a layout is active, and what the original does that would be wrong
 there. Nothing else is patched. `{command}` writes this page from `hf_parallel/hooks/patches.py`.
 
-Those of peft, trl and bitsandbytes are put in place when a script imports them. One whose target is gone, or takes
+Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or takes
 other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with an
 underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
 replacement too.
@@ -35,9 +34,16 @@ Where no layout is active, three targets change, so that plain Trainer resumes f
 def page() -> str:
     """The page as it must be."""
     patches = all_patches()
-    parts = [TEXT.format(command=COMMAND, counts=_counts(patches)), *(_section(name, patches) for name in LIBRARIES)]
+    parts = [
+        TEXT.format(command=COMMAND, counts=_counts(patches)),
+        *(_section(name, patches) for name in _libraries(patches)),
+    ]
     parts.append("\n".join(["## Without a layout", "", *_rows(patches_without_layout())]) + "\n")
     return "\n".join(parts)
+
+
+def _libraries(patches: list[Patch]) -> list[str]:
+    return list(dict.fromkeys(patch.library for patch in patches))
 
 
 def _of(library: str, patches: list[Patch]) -> list[Patch]:
@@ -46,7 +52,7 @@ def _of(library: str, patches: list[Patch]) -> list[Patch]:
 
 def _counts(patches: list[Patch]) -> str:
     rows = ["| library | targets | public | private |", "| --- | --- | --- | --- |"]
-    for name, found in [*((name, _of(name, patches)) for name in LIBRARIES), ("all", patches)]:
+    for name, found in [*((name, _of(name, patches)) for name in _libraries(patches)), ("all", patches)]:
         private = sum(patch.is_private for patch in found)
         rows.append(f"| {name} | {len(found)} | {len(found) - private} | {private} |")
     return "\n".join(rows)
