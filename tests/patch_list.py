@@ -20,9 +20,9 @@ TEXT = """# Patches
 Every place where another library is changed while a layout is active, and what the original does that would be wrong
 there. Nothing else is patched. `{command}` writes this page from `hf_parallel/hooks/patches.py`.
 
-Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or takes
-other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with an
-underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
+Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or
+takes other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with
+an underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
 replacement too.
 
 {counts}
