@@ -7,8 +7,6 @@ import itertools
 import re
 from typing import Any
 
-import torch
-
 from hf_parallel.axes.pipeline.axis import PIPELINE, PipelinePart
 from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
@@ -16,6 +14,7 @@ from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
 from hf_parallel.doctor.sizes import slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates
+from hf_parallel.model import build
 from hf_parallel.model.anatomy import Anatomy, read
 from hf_parallel.resolve import Plan, draft
 
@@ -34,9 +33,7 @@ def build_on_meta(source: str) -> Any:
 
     try:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-        with torch.device("meta"):
-            return named._from_config(config) if named else transformers.AutoModelForCausalLM.from_config(config)
+        return build.build_on_meta(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise SpecError(f"{source}: {first_line(error)}") from error
 

@@ -38,6 +38,7 @@ from hf_parallel.dryrun.observe import Communication, Observed, observe
 from hf_parallel.dryrun.recorder import Traffic
 from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transformer_blocks
+from hf_parallel.model.build import build_on_meta
 from hf_parallel.parallelize import parallelize, state_of
 from hf_parallel.resolve import resolve
 
@@ -149,11 +150,7 @@ def on_meta(model: Any) -> Any:
     """The model of a config on the meta device, or a copy of a model that is there already."""
     if isinstance(model, nn.Module):
         return copy.deepcopy(model)
-    import transformers
-
-    named = getattr(transformers, (getattr(model, "architectures", None) or [""])[0], None)
-    with torch.device("meta"):
-        return named._from_config(model) if named else transformers.AutoModelForCausalLM.from_config(model)
+    return build_on_meta(model)
 
 
 def settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:

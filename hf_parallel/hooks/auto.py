@@ -190,7 +190,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
 def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
     """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
     from hf_parallel.doctor import examine
-    from hf_parallel.planner.count import build_on_meta
+    from hf_parallel.model.build import build_on_meta
 
     model = build_on_meta(config)
     known: dict[ParallelConfig, bool] = {}

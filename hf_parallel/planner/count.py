@@ -10,12 +10,12 @@ import dataclasses
 import re
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import input_embedding, stacks, text_config, tied_to_embedding
+from hf_parallel.model.build import build_on_meta
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
 
 
@@ -36,22 +36,6 @@ def count_model(model: Any) -> ModelShape:
     if not blocks:
         raise SpecError(f"{type(model).__name__}: no stack of layers was found; a causal language model works")
     return _with_ends(model, config, tuple(blocks))
-
-
-def build_on_meta(config: Any) -> Any:
-    """The model of a config without memory for weights: the class it names, else the one that fits its kind."""
-    import transformers
-
-    named = getattr(transformers, (getattr(config, "architectures", None) or [""])[0], None)
-    kinds = [transformers.AutoModelForSeq2SeqLM] if getattr(config, "is_encoder_decoder", False) else []
-    kinds += [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel]
-    with torch.device("meta"):
-        if named is not None:
-            return named._from_config(config)
-        for kind in kinds:
-            if type(config) in kind._model_mapping:
-                return kind.from_config(config)
-    raise SpecError(f"{type(config).__name__}: Transformers has no model for it; a config of a language model works")
 
 
 def _with_ends(model: Any, config: Any, blocks: tuple[Block, ...]) -> ModelShape:

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from hf_parallel.config import SpecError
+from hf_parallel.model.build import build_on_meta
 from hf_parallel.planner import shape_of
-from hf_parallel.planner.count import build_on_meta
 from tests.models import DECODER, without
 
 LENGTH = 32

@@ -41,7 +41,7 @@ def test_specs_are_what_the_engine_takes():
     """Every emitted spec parses back to its config, fills the GPUs, and neither model nor batch stops it."""
     from hf_parallel.axes.pipeline.schedules import micro_batch_count
     from hf_parallel.doctor import examine
-    from hf_parallel.planner.count import build_on_meta
+    from hf_parallel.model.build import build_on_meta
 
     config = models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=6)
     model, found = build_on_meta(config), searched(config, gpus=8, seq=64, top=50)
