@@ -77,7 +77,8 @@ def _close(files: list[Any]) -> None:
         if isinstance(file, io.RawIOBase) or _is_standard(file):
             continue
         with contextlib.suppress(Exception):
-            file.close()
+            if file.writable():  # a thread may hold the lock of what it reads from
+                file.close()
 
 
 def _is_standard(file: Any) -> bool:
