@@ -71,11 +71,10 @@ def test_fp32_weights_under_autocast_are_those_of_a_script(spec, accumulation):
         assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    models.build("llama").save_pretrained(path)
-    return str(path)
+@pytest.fixture
+def folder(tmp_path):
+    models.build("llama").save_pretrained(tmp_path)
+    return str(tmp_path)
 
 
 @pytest.mark.parametrize(("spec", "bits"), [("pp=2,tp=2", 32), ("dp_shard=4", 4)])
