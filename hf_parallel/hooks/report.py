@@ -54,7 +54,8 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
     state = runtime.parallel_state(model)
     per_rank = parameters_per_rank(model)
     config = state.config if state is not None else mesh.config
-    plan = report_of(state.plan).to_dict() if state is not None and state.plan is not None else {}
+    speaks = dist.get_rank() == 0  # the table of all ranks is made once
+    plan = report_of(state.plan).to_dict() if speaks and state is not None and state.plan is not None else {}
     read = [batch for batch in batches if hasattr(batch, "get")]  # prompts of trainers that generate come as a list
     tokens = sum(b["input_ids"].numel() for b in read if torch.is_tensor(b.get("input_ids")))
     return {
