@@ -103,7 +103,7 @@ def parallelize(
     inside = {} if state_of(model) is not None else models_inside(model, mesh.config)
     if inside:
         return _parallelize_around(model, inside, mesh)
-    if any(parameter.is_meta for parameter in model.parameters()):
+    if state_of(model) is None and any(parameter.is_meta for parameter in model.parameters()):
         retie(model)  # while it is loaded it is tied by name only
     plan = resolve(mesh.config, read(model, mesh.config))
     if pack is not None:
