@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import difflib
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 
 class SpecError(ValueError):
     """A specification that is not understood or cannot hold. Its message is one line, written for people."""
+
+
+def refuse(what: str, why: str, works: str, cause: Exception | None = None) -> NoReturn:
+    """Stop with the one form that every refusal has: `tp_size=3: the model has 8 heads; tp_size=2 works`.
+
+    Args:
+        what: the key and the number that was asked for, or the thing that cannot be used.
+        why: what it runs against.
+        works: what can be written instead.
+        cause: the error of another library that says so.
+    """
+    raise SpecError(f"{what}: {why}; {works} works") from cause
 
 
 def read(text: str) -> dict[str, Any]:
