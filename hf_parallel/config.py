@@ -23,7 +23,7 @@ from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
-from hf_parallel.spec import SpecError, convert, read, spell, unknown_key
+from hf_parallel.spec import SpecError, convert, read, refuse, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
@@ -91,9 +91,9 @@ class ParallelConfig(
             return spec
         text = spec.strip()
         if text == AUTO:
-            raise SpecError(
-                "auto is chosen when a script is launched; here a layout is needed: `hf-parallel plan` ranks them, "
-                "tp=2,dp_shard=-1 works"
+            refuse(
+                "auto is chosen when a script is launched; here a layout is needed",
+                "`hf-parallel plan` ranks them, tp=2,dp_shard=-1 works",
             )
         return cls.from_mapping(read(text))
 
@@ -107,11 +107,13 @@ class ParallelConfig(
             if name not in known:
                 raise SpecError(unknown_key(str(key), _names(cls)))
             if name in chosen:
-                raise SpecError(f"{key}: given twice (as {name} and its short form); give it once")
+                refuse(key, f"given twice (as {name} and its short form)", do="give it once")
             chosen[name] = convert(name, known[name].type, value)
         free = [name for name, value in chosen.items() if name.endswith("_size") and value == -1]
         if len(free) > 1:
-            raise SpecError(f"{' and '.join(free)} are both -1; only one axis can take the remaining processes")
+            refuse(
+                f"{' and '.join(free)} are both -1", "only one axis can take the remaining processes", f"{free[0]}=1"
+            )
         return cls(**chosen)
 
     def resolve(self, world_size: int) -> ParallelConfig:
@@ -174,12 +176,14 @@ def _check_sizes(config: ParallelConfig) -> None:
     sizes = {key: getattr(config, key) for key in _names(type(config)) if key.endswith("_size")}
     for name, size in sizes.items():
         if size != -1 and size < 1:
-            raise SpecError(f"{name}={size}: a size is 1 or more, or -1 for the remaining processes; {name}=1 works")
+            refuse(f"{name}={size}", "a size is 1 or more, or -1 for the remaining processes", f"{name}=1")
     others = [name for name, size in sizes.items() if size == -1 and name != "dp_shard_size"]
     if others and config.dp_shard_size == -1:  # the default -1 gives way when another axis asks for the rest
         object.__setattr__(config, "dp_shard_size", 1)
     if len(others) > 1:
-        raise SpecError(f"{' and '.join(others)} are both -1; only one axis can take the remaining processes")
+        refuse(
+            f"{' and '.join(others)} are both -1", "only one axis can take the remaining processes", f"{others[0]}=1"
+        )
 
 
 @_cached
@@ -194,7 +198,7 @@ def _check_choices(config: ParallelConfig) -> None:
     for key in dataclasses.fields(config):
         value, choices = getattr(config, key.name), key.metadata["choices"]
         if choices and value not in choices:
-            raise SpecError(f"{key.name}={spell(value)}: not one of {', '.join(map(str, choices))}")
+            refuse(f"{key.name}={spell(value)}", f"not one of {', '.join(map(str, choices))}")
 
 
 def not_built(config: ParallelConfig) -> list[tuple[str, str]]:

@@ -31,7 +31,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig
+from hf_parallel.spec import refuse
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
@@ -97,7 +98,7 @@ class ParallelMesh:
         """
         config = config.resolve(dist.get_world_size())
         if config.world_size != dist.get_world_size():
-            raise SpecError(f"{config.to_spec()} does not fit {dist.get_world_size()} processes")
+            refuse(config.to_spec(), f"does not fit {dist.get_world_size()} processes", "dp_shard=-1")
         device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
         rank = dist.get_rank()
         data_group = _own_group(axis_ranks(config, *_data_axes(config)), rank)

@@ -20,11 +20,12 @@ from hf_parallel.axes.pipeline.registry import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
 from hf_parallel.collectives import OneBatch, watch
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.anatomy import read, transformer_blocks
 from hf_parallel.model_methods import replace_methods
 from hf_parallel.resolve import Plan, resolve
+from hf_parallel.spec import refuse
 from hf_parallel.wrapping import models_inside, replace_methods_around, share_own, tied_inside
 
 
@@ -98,7 +99,7 @@ def parallelize(
     """
     if mesh is None:
         if not dist.is_initialized():
-            raise SpecError("parallelize needs a process group; start with torchrun and call init_process_group first")
+            refuse("parallelize", "needs a process group", do="start with torchrun and call init_process_group first")
         mesh = ParallelMesh.create(ParallelConfig.parse(config or ParallelConfig()), default_device())
     inside = {} if state_of(model) is not None else models_inside(model, mesh.config)
     if inside:

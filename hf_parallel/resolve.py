@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from hf_parallel.axes.axis import Axis
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import Anatomy
+from hf_parallel.spec import refuse
 
 Part = TypeVar("Part")
 
@@ -114,4 +115,4 @@ def check_kernels(config: ParallelConfig) -> None:
     """
     for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
         if size > 1:
-            raise SpecError(f"use_kernels=True replaces split layers; {key}=1 with dp_shard works")
+            refuse("use_kernels=True", "replaces split layers", f"{key}=1 with dp_shard")

@@ -13,16 +13,20 @@ class SpecError(ValueError):
     """A specification that is not understood or cannot hold. Its message is one line, written for people."""
 
 
-def refuse(what: str, why: str, works: str, cause: Exception | None = None) -> NoReturn:
-    """Stop with the one form that every refusal has: `tp_size=3: the model has 8 heads; tp_size=2 works`.
+def refuse(
+    what: object, why: object, works: object = None, *, do: str | None = None, cause: Exception | None = None
+) -> NoReturn:
+    """Stop with the one form that every refusal has: `tp_size=3: does not divide 8 heads; tp_size=2 works`.
 
     Args:
         what: the key and the number that was asked for, or the thing that cannot be used.
         why: what it runs against.
         works: what can be written instead.
+        do: what to do, where no value works.
         cause: the error of another library that says so.
     """
-    raise SpecError(f"{what}: {why}; {works} works") from cause
+    advice = do if works is None else f"{works} works"
+    raise SpecError(f"{what}: {why}" + (f"; {advice}" if advice else "")) from cause
 
 
 def read(text: str) -> dict[str, Any]:
@@ -41,20 +45,20 @@ class _StrictLoader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise SpecError(f"{key}: given twice; give it once")
+                refuse(key, "given twice", do="give it once")
         return super().construct_mapping(node, deep)
 
 
 def _read_yaml(path: str) -> dict[str, Any]:
     if not os.path.isfile(path):
-        raise SpecError(f"{path}: no such spec file; a spec is key=value,… or the path of a YAML file")
+        refuse(path, "no such spec file", do="a spec is key=value,… or the path of a YAML file")
     with open(path, encoding="utf-8") as file:
         try:
             values = yaml.load(file, Loader=_StrictLoader)
         except yaml.YAMLError as error:
-            raise SpecError(f"{path}: not a YAML file ({str(error).splitlines()[0]})") from error
+            refuse(path, f"not a YAML file ({str(error).splitlines()[0]})", cause=error)
     if not isinstance(values, dict):
-        raise SpecError(f"{path}: holds a {type(values).__name__}, not a mapping; a line such as `tp_size: 2` works")
+        refuse(path, f"holds a {type(values).__name__}, not a mapping", "a line such as `tp_size: 2`")
     return values
 
 
@@ -71,9 +75,9 @@ def _split_pairs(text: str) -> dict[str, str]:
     for part in filter(None, (p.strip() for p in parts)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not key or not equals or not value:
-            raise SpecError(f"{part}: expected key=value, for example tp=2")
+            refuse(part, "expected key=value, for example tp=2")
         if key in pairs:
-            raise SpecError(f"{key}: given twice ({pairs[key]} and {value}); give it once")
+            refuse(key, f"given twice ({pairs[key]} and {value})", do="give it once")
         pairs[key] = value
     return pairs
 
@@ -99,7 +103,7 @@ def convert(name: str, annotation: Any, value: Any) -> Any:
             return tuple(int(item) for item in items)
     except (KeyError, ValueError) as error:
         example = {"bool": "true", "int": "2"}.get(kind, "[2,2]")
-        raise SpecError(f"{name}={text}: not a value of this key; {name}={example} works") from error
+        refuse(f"{name}={text}", "not a value of this key", f"{name}={example}", cause=error)
     return text
 
 

@@ -22,9 +22,10 @@ from hf_parallel.axes.data.zero import forget_root, shard_data_parallel
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.load import copy_part
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model_methods import bind
+from hf_parallel.spec import refuse
 
 
 def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
@@ -42,12 +43,10 @@ def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
             found[name] = module
     kind = type(model).__name__
     if found and config.pp_size > 1:
-        raise SpecError(f"pp_size={config.pp_size}: {kind} is a module around a model; pp_size=1 works")
+        refuse(f"pp_size={config.pp_size}", f"{kind} is a module around a model", "pp_size=1")
     for part in found.values():
         if hasattr(part, "peft_config"):
-            raise SpecError(
-                f"adapters in a model inside {kind} are not part of this version; training its weights works"
-            )
+            refuse(f"adapters in a model inside {kind}", "not part of this version", "training its weights")
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, key
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
@@ -47,7 +47,7 @@ class Attention(Axis[str, str]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: str | None) -> str:
         """The kernel's name."""
         if facts is not None:
-            raise SpecError(f"attention={config.attention}: {facts}; attention=sdpa works")
+            refuse(f"attention={config.attention}", facts, "attention=sdpa")
         return config.attention
 
     def apply(self, model: Any, part: str, building: Building) -> None:

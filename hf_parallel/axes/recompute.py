@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, NotBuilt, key
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
@@ -39,9 +39,10 @@ class Recompute(Axis[bool, str]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: bool) -> str:
         """What is recomputed."""
         if not facts:
-            raise SpecError(
-                f"activation_checkpointing={config.activation_checkpointing}: {anatomy.name} does not support it; "
-                "activation_checkpointing=none works"
+            refuse(
+                f"activation_checkpointing={config.activation_checkpointing}",
+                f"{anatomy.name} does not support it",
+                "activation_checkpointing=none",
             )
         return config.activation_checkpointing
 

@@ -24,6 +24,7 @@ from typing import Any
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
+from hf_parallel.spec import refuse
 
 _OPTION = "--parallel"
 #: Other ways to distribute that accelerate knows; each would wrap the model a second time.
@@ -73,7 +74,7 @@ def doctor(args: argparse.Namespace) -> int:
     try:
         spec = choose_spec(args.parallel, f"doctor's {_OPTION}")
         if spec is None:
-            raise SpecError(f"doctor needs a spec; {_OPTION} tp=2 works")
+            refuse("doctor", "needs a spec", f"{_OPTION} tp=2")
         config = ParallelConfig.parse(spec[0])
         from hf_parallel.doctor import build_on_meta, examine, render
 
@@ -93,7 +94,7 @@ def choose_spec(option: str | None, option_name: str = "the runner's --parallel"
     """
     environment = os.environ.get("HF_PARALLEL") or None
     if option and environment and _meaning(option) != _meaning(environment):
-        raise SpecError(f"{option_name} is {option} but HF_PARALLEL is {environment}; drop one of them")
+        refuse(f"{option_name} {option}", f"HF_PARALLEL is {environment}", do="drop one of them")
     if option:
         return option, option_name
     return (environment, "HF_PARALLEL") if environment else None
@@ -154,7 +155,7 @@ def _accelerate_defaults(args: argparse.Namespace) -> Any:
         return config_args.load_config_from_file(args.config_file)
     except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them
         name = args.config_file or config_args.default_config_file
-        raise SpecError(f"--config_file {name}: {_one_line(error)}") from error
+        refuse(f"--config_file {name}", _one_line(error), cause=error)
 
 
 def _one_line(error: BaseException) -> str:
@@ -169,9 +170,10 @@ def _settle_processes(args: argparse.Namespace, defaults: Any) -> None:
         args.num_processes = configured if configured > 0 else max(1, _accelerators()) * args.num_machines
     if args.num_processes < 1 or args.num_processes % args.num_machines:
         works = max(1, args.num_processes // args.num_machines) * args.num_machines
-        raise SpecError(
-            f"--num_processes {args.num_processes} is over all machines and does not divide into "
-            f"--num_machines {args.num_machines}; --num_processes {works} works"
+        refuse(
+            f"--num_processes {args.num_processes}",
+            f"counts all machines and does not divide into --num_machines {args.num_machines}",
+            f"--num_processes {works}",
         )
 
 
@@ -189,13 +191,13 @@ def _refuse_other_ways(args: argparse.Namespace, defaults: Any) -> None:
     if getattr(defaults, "parallelism_config", None):
         options.append("parallelism_config in the config file")
     if options:
-        raise SpecError(f"{options[0]}: not together with a spec; drop it, dp_shard=-1 shards like FSDP")
+        refuse(options[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
 
 
 def _settle_machine(args: argparse.Namespace, defaults: Any) -> None:
     """Choose accelerate's launcher for N processes and fill in what it would otherwise warn about or guess wrong."""
     if args.no_python:
-        raise SpecError("--no_python: the runner runs Python scripts; drop it")
+        refuse("--no_python", "the runner runs Python scripts", do="drop it")
     cpu_asked = args.cpu or bool(getattr(defaults, "use_cpu", False))
     other_way = any(getattr(args, name) for name in _EXCLUSIVE)
     other_way = other_way or getattr(getattr(defaults, "distributed_type", None), "value", "NO") in _EXCLUSIVE_TYPES
@@ -218,7 +220,7 @@ def _settle_machine(args: argparse.Namespace, defaults: Any) -> None:
 def _check_rendezvous(args: argparse.Namespace, defaults: Any) -> None:
     for name, works in (("machine_rank", "0"), ("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
         if getattr(args, name) is None and getattr(defaults, name, None) is None:
-            raise SpecError(f"--num_machines {args.num_machines} needs --{name} as well, for example {works}")
+            refuse(f"--num_machines {args.num_machines}", f"needs --{name} as well", works)
 
 
 def _fill_in_the_runner(args: argparse.Namespace) -> None:

@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.spec import refuse
 
 _SHAPE_KEYS = {"hidden", "layers"}
 
@@ -127,7 +128,7 @@ def read_model(source: str) -> Any:
             try:
                 values = json.load(file)
             except ValueError as error:
-                raise SpecError(f"{source}: not JSON ({error})") from error
+                refuse(source, f"not JSON ({error})", cause=error)
         if isinstance(values, dict) and "model_type" not in values and values.keys() & _SHAPE_KEYS:
             return values
     import transformers
@@ -136,13 +137,17 @@ def read_model(source: str) -> Any:
         return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         if isinstance(error, OSError) and not os.path.exists(source):
-            raise SpecError(
-                f"{source}: no file or folder here, nor to be had from the Hub (wrong name, no access, or offline); "
-                "a folder with a config.json works, or a JSON file such as "
-                '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
-            ) from error
+            refuse(
+                source,
+                "no file or folder here, nor to be had from the Hub (wrong name, no access, or offline)",
+                do=(
+                    "a folder with a config.json works, or a JSON file such as "
+                    '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
+                ),
+                cause=error,
+            )
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise SpecError(f"{source}: {first}") from error
+        refuse(source, first, cause=error)
 
 
 def _adapters(args: argparse.Namespace) -> Any:
@@ -153,7 +158,7 @@ def _adapters(args: argparse.Namespace) -> Any:
 
     if find_spec("peft") is None:
         if args.verify:
-            raise SpecError("--lora --verify: runs peft's own code; pip install peft works")
+            refuse("--lora --verify", "runs peft's own code", "pip install peft")
         return None
     from hf_parallel.hooks.peft.planned_adapters import lora
 
@@ -167,20 +172,20 @@ def _cluster(args: argparse.Namespace) -> Any:
     given = [f"--{name}" for name in ("gpu", "cluster", "detect") if getattr(args, name)]
     if len(given) != 1:
         said = " and ".join(given) or "none of --gpu, --cluster, --detect"
-        raise SpecError(f"plan needs one description of the machines, not {said}; --gpus 8 --gpu h100-80gb works")
+        refuse("plan", f"needs one description of the machines, not {said}", "--gpus 8 --gpu h100-80gb")
     if args.detect:
         return detect(args.gpus, args.gpus_per_node, args.network)
     if args.cluster:
         cluster = read_cluster(args.cluster, args.gpus)
         return dataclasses.replace(cluster, between=find_link(args.network)) if args.network else cluster
     if args.gpus is None:
-        raise SpecError("--gpu needs --gpus as well: how many in all; --gpus 8 works")
+        refuse("--gpu needs --gpus as well", "how many in all", "--gpus 8")
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
 
 
 def _positive(option: str, number: int) -> int:
     if number < 1:
-        raise SpecError(f"{option} {number}: is one at least; {option} 8 works")
+        refuse(f"{option} {number}", "is one at least", f"{option} 8")
     return number
 
 
@@ -192,7 +197,7 @@ def _draw(args: argparse.Namespace, found: Any) -> None:
     if args.timeline:
         piped = [choice for choice in found.choices if choice.config.pp_size > 1 and not choice.not_built]
         if not piped:
-            raise SpecError(f"--timeline {args.timeline}: none of the layouts has a pipeline to draw")
+            refuse(f"--timeline {args.timeline}", "none of the layouts has a pipeline to draw")
         print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)
 
 
@@ -202,7 +207,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):
-        raise SpecError("--verify runs the model's own code: MODEL must be one of Transformers, not only its numbers")
+        refuse("--verify runs the model's own code", "MODEL must be one of Transformers, not only its numbers")
     choice = found.best
     config = choice.config
     block = config.dp_shard_size * config.tp_size
@@ -232,11 +237,11 @@ def _timeline_alone(args: argparse.Namespace) -> str:
     from hf_parallel.axes.pipeline import picture, timeline
 
     if args.timeline is None or args.parallel is None:
-        raise SpecError("plan needs a MODEL, or --timeline FILE.svg and --parallel SPEC to draw a pipeline")
+        refuse("plan", "needs a MODEL", do="or --timeline FILE.svg and --parallel SPEC to draw a pipeline")
     config = ParallelConfig.parse(args.parallel)
     name, ranks = config.pipeline_schedule, config.pp_size
     if ranks < 2:
-        raise SpecError(f"pp_size={ranks}: a timeline shows a pipeline of two ranks or more; pp=4 works")
+        refuse(f"pp_size={ranks}", "a timeline shows a pipeline of two ranks or more", "pp=4")
     asked = config.pipeline_microbatches if args.micro_batches is None else args.micro_batches
     actions = timeline.order(name, ranks, config.stages_per_rank, 4 * ranks if asked is None else asked)
     drawn = timeline.simulate(actions, *timeline.layer_costs(_layers_to_draw(config, args.layers)))
@@ -251,9 +256,7 @@ def _layers_to_draw(config: ParallelConfig, layers: int | None) -> list[int]:
     stages = config.pipeline_stages
     split = list(config.pipeline_split or even_split(stages if layers is None else layers, stages))
     if len(split) != stages or min(split) < 1:
-        raise SpecError(
-            f"{sum(split)} layers in {len(split)} parts do not fill {stages} stages; --layers {stages} works"
-        )
+        refuse(f"{sum(split)} layers in {len(split)} parts", f"do not fill {stages} stages", f"--layers {stages}")
     if layers not in (None, sum(split)):
-        raise SpecError(f"--layers {layers}: pipeline_split adds to {sum(split)}; --layers {sum(split)} works")
+        refuse(f"--layers {layers}", f"pipeline_split adds to {sum(split)}", f"--layers {sum(split)}")
     return split

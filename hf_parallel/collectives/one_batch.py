@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.spec import refuse
 
 #: Steps that are compared from the first on; later ones if their number is a power of two.
 FIRST = 3
@@ -64,11 +64,13 @@ class OneBatch:
             for name in sorted(checksums.keys() & expected.keys()):
                 if checksums[name] != expected[name]:
                     shapes = f"{expected[name][0]} on rank {first} and {checksums[name][0]} on rank {rank}"
-                    raise SpecError(
-                        f"ranks {first} and {rank} hold one model but read different batches ({name} is {shapes}): "
-                        "accelerator.prepare(loader) works, and so does sharding by data rank, "
-                        f"num_replicas={self.mesh.data_size} and rank={self.mesh.data_rank} here "
-                        "(accelerator.num_processes and process_index), in the place of dist.get_rank()"
+                    refuse(
+                        f"ranks {first} and {rank} hold one model but read different batches ({name} is {shapes})",
+                        (
+                            "accelerator.prepare(loader) works, and so does sharding by data rank, "
+                            f"num_replicas={self.mesh.data_size} and rank={self.mesh.data_rank} here "
+                            "(accelerator.num_processes and process_index), in the place of dist.get_rank()"
+                        ),
                     )
 
 

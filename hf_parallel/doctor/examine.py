@@ -17,6 +17,7 @@ from hf_parallel.mesh import coordinates
 from hf_parallel.model import build
 from hf_parallel.model.anatomy import Anatomy, read
 from hf_parallel.resolve import Plan, draft
+from hf_parallel.spec import refuse
 
 _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
@@ -35,7 +36,7 @@ def build_on_meta(source: str) -> Any:
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
         return build.build_on_meta(config)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise SpecError(f"{source}: {first_line(error)}") from error
+        refuse(source, first_line(error), cause=error)
 
 
 def examine(model: Any, config: ParallelConfig, processes: int | None = None) -> Report:
@@ -84,12 +85,12 @@ def _free(config: ParallelConfig) -> list[str]:
 
 def _resolved(config: ParallelConfig, processes: int | None, notes: list[str]) -> ParallelConfig:
     if processes is not None and processes < 1:
-        raise SpecError(f"--nproc {processes}: there is at least one process; --nproc 1 works")
+        refuse(f"--nproc {processes}", "there is at least one process", "--nproc 1")
     if processes is not None:
         return config.resolve(processes)
     free = _free(config)
     if free not in ([], ["dp_shard"]):
-        raise SpecError(f"{free[0]}_size=-1 takes the processes that are left; --nproc 8 says how many there are")
+        refuse(f"{free[0]}_size=-1", "takes the processes that are left", do="--nproc 8 says how many there are")
     notes += ["dp_shard_size=-1 counts as 1 here; --nproc says how many processes there are" for _ in free]
     return _with_free_sizes(config, 1)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.config import SpecError
+from hf_parallel.spec import refuse
 
 
 def materialise(model: nn.Module) -> None:
@@ -34,7 +34,7 @@ def fake_world(rank: int, size: int) -> Iterator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise SpecError("dry run: this process has a process group; run it in one that has none")
+        refuse("dry run", "this process has a process group", do="run it in one that has none")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
     try:
         yield

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data.zero import sharded_modules
-from hf_parallel.config import SpecError
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
+from hf_parallel.spec import refuse
 
 Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
 OPTIMIZERS = ("adamw", "sgd", "sgd_momentum")
@@ -107,7 +107,7 @@ def build_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, fused=fused, foreach=None if fused else False)
     if name in ("sgd", "sgd_momentum"):
         return torch.optim.SGD(parameters, lr=0.1, momentum=0.9 if name == "sgd_momentum" else 0.0, foreach=False)
-    raise SpecError(f"optimizer={name}: the dry run knows {', '.join(OPTIMIZERS)}; adamw works")
+    refuse(f"optimizer={name}", f"the dry run knows {', '.join(OPTIMIZERS)}", "adamw")
 
 
 def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:

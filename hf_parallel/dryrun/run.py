@@ -32,7 +32,7 @@ from torch._subclasses.fake_tensor import (
 from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.fake_world import fake_tensors_pass_as_real, fake_world, materialise
 from hf_parallel.dryrun.observe import Communication, Observed, observe
 from hf_parallel.dryrun.recorder import Traffic
@@ -41,6 +41,7 @@ from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transfor
 from hf_parallel.model.build import build_on_meta
 from hf_parallel.parallelize import parallelize, state_of
 from hf_parallel.resolve import resolve
+from hf_parallel.spec import refuse
 
 #: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -121,7 +122,7 @@ def dry_run(
     """
     began = time.monotonic()
     if precision not in PRECISIONS:
-        raise SpecError(f"precision={precision}: the dry run knows {', '.join(PRECISIONS)}; bf16 works")
+        refuse(f"precision={precision}", f"the dry run knows {', '.join(PRECISIONS)}", "bf16")
     config = ParallelConfig.parse(config)
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     model = on_meta(model).to(PRECISIONS[precision][0])
@@ -216,9 +217,11 @@ class _Run:
             first = (str(error).splitlines() or [type(error).__name__])[0]
             eager = getattr(model.config, "_experts_implementation", None) == "eager"
             works = '; experts_implementation="grouped_mm" works' if eager else ""
-            raise SpecError(
-                f"dry run: {type(model).__name__} looks at values, which fake tensors do not have ({first}){works}"
-            ) from error
+            refuse(
+                "dry run",
+                f"{type(model).__name__} looks at values, which fake tensors do not have ({first}){works}",
+                cause=error,
+            )
 
     def _shortened(self, counts: tuple[int, ...]) -> tuple[Any, ParallelConfig]:
         model, config = copy.deepcopy(self.model), self.config

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 
 def build_on_meta(config: Any) -> Any:
@@ -26,4 +26,4 @@ def build_on_meta(config: Any) -> Any:
         for kind in kinds:
             if type(config) in kind._model_mapping:
                 return kind.from_config(config)
-    raise SpecError(f"{type(config).__name__}: Transformers has no model for it; a config of a language model works")
+    refuse(type(config).__name__, "Transformers has no model for it", "a config of a language model")

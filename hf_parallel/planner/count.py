@@ -13,10 +13,10 @@ from typing import Any
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import input_embedding, stacks, text_config, tied_to_embedding
 from hf_parallel.model.build import build_on_meta
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
+from hf_parallel.spec import refuse
 
 
 def count_model(model: Any) -> ModelShape:
@@ -34,7 +34,7 @@ def count_model(model: Any) -> ModelShape:
             parts = _count_layer(layer, config)
             blocks.append(seen.setdefault(parts, Block(*parts)))
     if not blocks:
-        raise SpecError(f"{type(model).__name__}: no stack of layers was found; a causal language model works")
+        refuse(type(model).__name__, "no stack of layers was found", "a causal language model")
     return _with_ends(model, config, tuple(blocks))
 
 
@@ -81,7 +81,7 @@ def hidden_size(config: Any) -> int:
     for key in ("hidden_size", "n_embd", "d_model"):
         if isinstance(getattr(config, key, None), int):
             return getattr(config, key)
-    raise SpecError(f"{type(config).__name__}: names no hidden size")
+    refuse(type(config).__name__, "names no hidden size")
 
 
 # ---- a layer --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import time
 
 from hf_parallel.config import SpecError
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, find_gpu, find_link
+from hf_parallel.spec import refuse
 
 #: Links of processes on one machine without accelerators: copies through memory.
 _SHARED_MEMORY = Link("shared memory", 2e9, 50e-6, "order of magnitude of gloo over loopback")
@@ -47,9 +48,7 @@ def detect(gpus: int | None = None, per_node: int | None = None, network: str | 
     try:
         gpu = find_gpu(about.name)
     except SpecError as error:
-        raise SpecError(
-            f"this machine's {about.name}: {error}; --gpu or --cluster FILE.yaml says what it is"
-        ) from error
+        refuse(f"this machine's {about.name}", error, do="--gpu or --cluster FILE.yaml says what it is", cause=error)
     gpu = dataclasses.replace(gpu, memory_gib=about.total_memory / 2**30)
     between = find_link(network) if network else _adapters(here) or find_link(gpu.scale_out)
     return Cluster(gpu, gpus or here, per_node or here, _inside(gpu, here), between)

@@ -22,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from hf_parallel.config import SpecError
+from hf_parallel.spec import refuse
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ def find_gpu(name: str) -> Gpu:
     known = {_plain(alias): own for own, entry in entries.items() for alias in (own, *entry.get("names", ()))}
     own = known.get(_plain(name)) or known.get(re.sub(r"hbm\w*$", "", _plain(name)))
     if own is None:
-        raise SpecError(f"gpu={name}: not in the catalogue; nearest: {_nearest(name, known)}")
+        refuse(f"gpu={name}", "not in the catalogue", do=f"nearest: {_nearest(name, known)}")
     return gpu_from_entry(own, entries[own])
 
 
@@ -185,7 +185,7 @@ def find_link(name: str | Link) -> Link:
     known = {_plain(own): own for own in link_names()}
     own = known.get(_plain(name))
     if own is None:
-        raise SpecError(f"network={name}: not in the catalogue; nearest: {_nearest(name, known)}")
+        refuse(f"network={name}", "not in the catalogue", do=f"nearest: {_nearest(name, known)}")
     return _link_from_entry(own, _catalogue()["links"][own])
 
 
@@ -205,7 +205,7 @@ def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network
     if isinstance(gpu, Cluster):
         return gpu
     if gpus < 1 or per_node < 1:
-        raise SpecError(f"gpus={gpus}, gpus_per_node={per_node}: there must be one at least; gpus=8 works")
+        refuse(f"gpus={gpus}, gpus_per_node={per_node}", "there must be one at least", "gpus=8")
     found = find_gpu(gpu) if isinstance(gpu, str) else gpu
     return Cluster(found, gpus, per_node, find_link(found.scale_up), find_link(network or found.scale_out))
 
@@ -229,13 +229,13 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
         with open(path, encoding="utf-8") as file:
             values = yaml.safe_load(file)
     except (OSError, yaml.YAMLError) as error:
-        raise SpecError(f"{path}: {str(error).splitlines()[0]}") from error
+        refuse(path, str(error).splitlines()[0], cause=error)
     if not isinstance(values, dict) or "gpu" not in values:
-        raise SpecError(f"{path}: needs the key gpu; a line such as `gpu: h100-80gb` works")
+        refuse(path, "needs the key gpu", "a line such as `gpu: h100-80gb`")
     _check_keys(path, values, _KEYS)
     gpus = gpus or values.get("gpus")
     if not isinstance(gpus, int) or gpus < 1:
-        raise SpecError(f"{path}: how many GPUs? A line `gpus: 8`, or --gpus 8, works")
+        refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
     gpu = _own_gpu(path, values["gpu"])
     inside = _own_link(path, values.get("inside", gpu.scale_up))
     between = _own_link(path, values.get("network", gpu.scale_out))
@@ -245,7 +245,7 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
 def _check_keys(where: str, values: dict[str, Any], known: Iterable[str]) -> None:
     for key in values:
         if key not in known:
-            raise SpecError(f"{where}: {key} is no key; {', '.join(known)} are")
+            refuse(where, f"{key} is no key", do=f"{', '.join(known)} are")
 
 
 def _own_gpu(path: str, entry: Any) -> Gpu:
@@ -267,4 +267,4 @@ def _own_link(path: str, entry: Any) -> Link:
     try:
         return _link_from_entry(str(entry["name"]), {"source": path, **entry})
     except (KeyError, TypeError) as error:
-        raise SpecError(f"{path}: a link is a name, or has name, gb_s and latency_us; {error} is missing") from error
+        refuse(path, "a link is a name, or has name, gb_s and latency_us", do=f"{error} is missing", cause=error)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.config import SpecError
+from hf_parallel.spec import refuse
 
 #: Bytes per element of what matrix products read and write. "bf16", "fp16", "fp8" are mixed precision as Megatron-LM,
 #: DeepSpeed and FSDP's policy have it; to this package's engine, and as a Transformers checkpoint is loaded, "bf16" is
@@ -178,7 +179,7 @@ def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> L
     values = {aliases.get(key, key): value for key, value in values.items()}
     for key in values.keys() - names:
         close = difflib.get_close_matches(key, sorted(names), n=1)
-        raise SpecError(f"layout: {key} is no key; {f'did you mean {close[0]}?' if close else sorted(names)}")
+        refuse("layout", f"{key} is no key", do=f"{f'did you mean {close[0]}?' if close else sorted(names)}")
     others = math.prod(values.get(axis, 1) for axis in ("tp", "pp", "cp"))
     if "dp" not in values and gpus is not None:
         values["dp"] = max(1, gpus // others)
@@ -188,7 +189,7 @@ def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> L
 
 def _checked(layout: Layout, gpus: int | None) -> Layout:
     if gpus is not None and gpus < 1:
-        raise SpecError(f"gpus={gpus}: there must be one at least; gpus=8 works")
+        refuse(f"gpus={gpus}", "there must be one at least", "gpus=8")
     if gpus is not None and layout.gpus != gpus:
         fits = gpus // (layout.tp * layout.pp * layout.cp)
         raise SpecError(
@@ -196,9 +197,9 @@ def _checked(layout: Layout, gpus: int | None) -> Layout:
             f"but there are {gpus} GPUs" + (f"; dp={fits} works" if fits * layout.gpus // layout.dp == gpus else "")
         )
     if layout.zero_stage not in (0, 1, 2, 3):
-        raise SpecError(f"layout: zero_stage={layout.zero_stage}: not one of 0, 1, 2, 3")
+        refuse("layout", f"zero_stage={layout.zero_stage}: not one of 0, 1, 2, 3")
     if layout.dp % layout.dp_replicate:
-        raise SpecError(f"layout: dp_replicate={layout.dp_replicate} does not divide dp={layout.dp}")
+        refuse("layout", f"dp_replicate={layout.dp_replicate} does not divide dp={layout.dp}")
     return layout
 
 
@@ -213,7 +214,7 @@ def make_job(layout: Layout, seq: int, micro_batch: int | None, global_batch: in
     how["precision"] = known_precision(how.get("precision"))
     how["recompute"] = known_recompute(how.get("recompute"))
     if how.get("engine", "standard") not in HABITS:
-        raise SpecError(f"engine={how['engine']}: not one of {', '.join(HABITS)}")
+        refuse(f"engine={how['engine']}", f"not one of {', '.join(HABITS)}")
     return Job(seq, micro_batch, count, **how)
 
 
@@ -226,7 +227,7 @@ def known_precision(name: str | None) -> str:
     found.pop(-1, None)
     if found:
         return found[min(found)]  # the first one named: "fp16/bf16" keeps gradients as fp16 does
-    raise SpecError(f"precision={name}: not one of {', '.join(WIDTHS)}")
+    refuse(f"precision={name}", f"not one of {', '.join(WIDTHS)}")
 
 
 def known_recompute(name: str | None) -> str:
@@ -235,4 +236,4 @@ def known_recompute(name: str | None) -> str:
     for choice in ("none", "selective", "full"):
         if text.startswith(choice):
             return choice
-    raise SpecError(f"recompute={name}: not one of none, selective, full")
+    refuse(f"recompute={name}", "not one of none, selective, full")

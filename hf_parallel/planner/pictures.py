@@ -10,10 +10,10 @@ from typing import Any
 
 from hf_parallel.axes.pipeline import picture
 from hf_parallel.axes.pipeline.timeline import Timeline
-from hf_parallel.config import SpecError
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.step_time import predicted_timeline
+from hf_parallel.spec import refuse
 
 #: From what stays to what passes; told apart in grey too.
 COLOURS = ["#1f4e8c", "#5b8fd6", "#a9c7ee", "#d9822b", "#f1c27d", "#8d7bb5", "#66727f", "#c9ced6"]
@@ -28,13 +28,13 @@ def write_memory(path: str | Path, found: Found) -> None:
         SpecError: a PNG without matplotlib, or another kind of file.
     """
     if not found.choices:
-        raise SpecError(f"{path}: no layout fits, so there is nothing to draw")
+        refuse(path, "no layout fits, so there is nothing to draw")
     if str(path).endswith(".png"):
         _png_memory(path, found)
     elif str(path).endswith(".svg"):
         Path(path).write_text(svg_memory(found), encoding="utf-8")
     else:
-        raise SpecError(f"{path}: pictures are .svg or .png; memory.svg works")
+        refuse(path, "pictures are .svg or .png", "memory.svg")
 
 
 def kinds_of(choices: list[Choice]) -> list[str]:
@@ -113,7 +113,7 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
         SpecError: the layout has no pipeline, or a PNG is asked for without matplotlib.
     """
     if choice.config.pp_size == 1:
-        raise SpecError(f"{path}: {choice.config.to_spec()} has no pipeline to draw; --parallel pp=4 works")
+        refuse(path, f"{choice.config.to_spec()} has no pipeline to draw", "--parallel pp=4")
     p = choice.prediction
     timeline, shown = predicted_timeline(make_stages(p.shape, p.layout, p.job), p.layout, p.job, p.cluster)
     name = choice.config.pipeline_schedule
@@ -136,7 +136,7 @@ def _png(path: Any, size: tuple[float, float]) -> Iterator[Any]:
         matplotlib.use("Agg")
         import matplotlib.pyplot as pyplot
     except ImportError as error:
-        raise SpecError(f"{path}: PNG needs matplotlib (pip install 'hf-parallel[plots]'); .svg works") from error
+        refuse(path, "PNG needs matplotlib (pip install 'hf-parallel[plots]')", ".svg", cause=error)
     figure, axes = pyplot.subplots(figsize=size)
     yield axes
     axes.invert_yaxis()

@@ -15,7 +15,7 @@ from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_WEIGHT, FORWARD,
 from hf_parallel.axes.pipeline.timeline import Timeline, even_split, simulate
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import Block, Matrix, ModelShape, distinct
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def make_stages(shape: ModelShape, layout: Layout, job: Job) -> tuple[Stage, ...
     number = layout.pp * layout.virtual_stages
     split = layout.split or _split(shape, number, job.habits.balanced, job.recompute, job.seq)
     if len(split) != number or sum(split) != shape.layers:
-        raise SpecError(f"split={list(split)}: not {shape.layers} layers in {number} stages")
+        refuse(f"split={list(split)}", f"not {shape.layers} layers in {number} stages")
     return _cut(shape, split)
 
 
@@ -128,9 +128,7 @@ def _split(shape: ModelShape, number: int, balanced: bool, recompute: str, lengt
     if not balanced and number in (shape.layers + 1, shape.layers + 2):
         return (*[0] * (number - shape.layers - 1), *[1] * shape.layers, 0)  # Megatron-LM: the ends count as layers
     if shape.layers < number:
-        raise SpecError(
-            f"pp x virtual_stages = {number}: {shape.layers} layers do not fill them; {shape.layers} works"
-        )
+        refuse(f"pp x virtual_stages = {number}", f"{shape.layers} layers do not fill them", shape.layers)
     if number == 1 or (not balanced and shape.layers % number == 0):
         return tuple(even_split(shape.layers, number))
     passes = 4 / 3 if recompute == "full" else 1

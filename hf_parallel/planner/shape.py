@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.config import SpecError
+from hf_parallel.spec import refuse
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def shape_from_numbers(given: Mapping[str, Any]) -> ModelShape:
     known = {key: value for key, value in given.items() if value is not None}
     if "hidden" not in known or not ("layers" in known or "params" in known):
         missing = "hidden" if "hidden" not in known else "layers"
-        raise SpecError(f"model: {missing} is missing; layers=32, hidden=4096, heads=32 work")
+        refuse("model", f"{missing} is missing", "layers=32, hidden=4096, heads=32")
     if "layers" not in known:
         known["layers"] = _layers_from_parameters(known)
     choices = [(gated, tied) for gated in _open(known, "gated_mlp") for tied in _open(known, "tied")]

@@ -178,7 +178,7 @@ def test_help_version_and_unknown_commands(capsys):
         assert stop.value.code == code
         assert words in "".join(capsys.readouterr())
     assert cli.main(["plan"]) == 2
-    assert "needs a MODEL, or --timeline" in capsys.readouterr().err
+    assert "needs a MODEL; or --timeline" in capsys.readouterr().err
     assert cli.main([]) == 2
     assert "launch" in capsys.readouterr().err
 

@@ -259,7 +259,7 @@ def test_sizes_that_are_left(doctor):
 
 
 def test_the_spec_may_come_from_the_environment(doctor, monkeypatch):
-    assert "doctor needs a spec" in doctor("llama")[2]
+    assert "doctor: needs a spec" in doctor("llama")[2]
     monkeypatch.setenv("HF_PARALLEL", "tp=2")
     assert doctor("llama")[0] == 0
 

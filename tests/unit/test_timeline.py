@@ -319,7 +319,7 @@ def test_plan_draws(tmp_path, capsys, schedule, bubble, boxes):
     ("spec", "options", "words"),
     [
         ("tp=4", [], "pp_size=1"),
-        ("pp=4", ["--layers", "3"], "3 layers in 4 parts do not fill 4 stages"),
+        ("pp=4", ["--layers", "3"], "3 layers in 4 parts: do not fill 4 stages"),
         ("pp=4", ["--micro-batches", "2"], "Number of microbatches (2)"),
         ("pp=2,pipeline_split=[3,5]", ["--layers", "9"], "--layers 8 works"),
     ],

@@ -150,7 +150,7 @@ def test_overlap_before_torch_2_13(monkeypatch):
     asked = ParallelConfig.parse("tp=2,pp=2,tp_overlap=true,pipeline_schedule=zbv_zero_bubble")
     check_overlap(asked)
     monkeypatch.setattr(torch, "__version__", "2.12.0")
-    with pytest.raises(SpecError, match="tp_overlap=true with pipeline_schedule=zbv_zero_bubble needs torch 2.13"):
+    with pytest.raises(SpecError, match="tp_overlap=true: with pipeline_schedule=zbv_zero_bubble needs torch 2.13"):
         check_overlap(asked)
     check_overlap(ParallelConfig.parse("tp=2,pp=2,tp_overlap=true,pipeline_schedule=1f1b"))
     check_overlap(ParallelConfig.parse("tp=2,pp=2,pipeline_schedule=zbv_zero_bubble"))

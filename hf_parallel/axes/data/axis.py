@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, NotBuilt, key
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
@@ -57,7 +57,7 @@ class Data(Axis[None, None]):
         scalar = next((p.names[0] for p in anatomy.parameters if not p.shape), None)
         if scalar is not None and config.data_parallel_size > 1:
             name = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
-            raise SpecError(f"{name}={getattr(config, name)}: FSDP2 cannot shard the scalar {scalar}; {name}=1 works")
+            refuse(f"{name}={getattr(config, name)}", f"FSDP2 cannot shard the scalar {scalar}", f"{name}=1")
 
     def apply(self, model: Any, part: None, building: Building) -> None:
         """Move each root to the device, give its weights another kind if asked to, and shard it."""

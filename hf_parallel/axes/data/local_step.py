@@ -19,8 +19,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hf_parallel.config import SpecError
 from hf_parallel.mesh import placed_as
+from hf_parallel.spec import refuse
 
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
 _KINDS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
@@ -43,7 +43,7 @@ def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | N
     if kind in _OF_WHOLE_TENSORS and any(
         isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
     ):
-        raise SpecError(f"{kind} needs whole tensors, of which ranks hold parts; AdamW works")
+        refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
     if not _is_elementwise(optimizer):
         return None
     held = OnLocalParts(optimizer, states_too=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
-from hf_parallel.spec import SpecError, spell
+from hf_parallel.spec import refuse, spell
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
@@ -91,9 +91,7 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
         _check_micro_batches(config)
         _check_virtual_stages(config)
         if config.profile_steps is not None and config.pp_size == 1:
-            raise SpecError(
-                "profile_steps: draws what the stages of a pipeline do, and pp_size=1 has none; pp_size=2 works"
-            )
+            refuse("profile_steps", "draws what the stages of a pipeline do, and pp_size=1 has none", "pp_size=2")
         if config.pipeline_split is not None:
             _check_split(config)
 
@@ -143,9 +141,7 @@ def _check_micro_batches(config: ParallelConfig) -> None:
     # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
     works = max(1, config.pp_size) * (2 if config.pipeline_schedule == "dualpipe_v" else 1)
     if micro is not None and micro < works:
-        raise SpecError(
-            f"pipeline_microbatches={micro}: must be at least {works} with pp_size={config.pp_size}; {works} works"
-        )
+        refuse(f"pipeline_microbatches={micro}", f"must be at least {works} with pp_size={config.pp_size}", works)
 
 
 def _check_virtual_stages(config: ParallelConfig) -> None:
@@ -156,20 +152,24 @@ def _check_virtual_stages(config: ParallelConfig) -> None:
     works = {**single, **dict.fromkeys(V_SCHEDULES, (2,))}.get(schedule)
     if virtual < 1 or (works is not None and virtual not in works) or (works is None and virtual < 2):
         wanted = works[0] if works else 2
-        raise SpecError(
-            f"pipeline_virtual_stages={virtual}: pipeline_schedule={schedule} holds "
-            f"{wanted if works else 'two or more'} stages per rank; pipeline_virtual_stages={wanted} works"
+        refuse(
+            f"pipeline_virtual_stages={virtual}",
+            f"pipeline_schedule={schedule} holds {wanted if works else 'two or more'} stages per rank",
+            f"pipeline_virtual_stages={wanted}",
         )
 
 
 def _check_split(config: ParallelConfig) -> None:
     if config.pipeline_schedule == AUTO_SCHEDULE:
-        raise SpecError("pipeline_split: pipeline_schedule=auto chooses how many stages there are; name a schedule")
+        refuse("pipeline_split", "pipeline_schedule=auto chooses how many stages there are", do="name a schedule")
     count = len(config.pipeline_split or ())
     if config.pp_size != -1 and count != config.pipeline_stages:
-        raise SpecError(
-            f"pipeline_split={spell(config.pipeline_split)}: {count} numbers for {config.pipeline_stages} stages "
-            f"(pp_size={config.pp_size} x {config.stages_per_rank} per rank)"
+        refuse(
+            f"pipeline_split={spell(config.pipeline_split)}",
+            (
+                f"{count} numbers for {config.pipeline_stages} stages (pp_size={config.pp_size} x "
+                f"{config.stages_per_rank} per rank)"
+            ),
         )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.model.anatomy import Backbone, text_config
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 #: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
 #: this, and attention over more would make the head look cheap.
@@ -116,7 +116,7 @@ def balance(costs: Costs, stages: int) -> tuple[int, ...]:
     """
     layers = len(costs.layers)
     if not 1 <= stages <= layers:
-        raise SpecError(f"{stages} stages: the model has {layers} layers, a stage needs one; {layers} stages work")
+        refuse(f"{stages} stages", f"the model has {layers} layers, a stage needs one", f"{layers} stages")
     stage = functools.cache(costs.of_stage)
     slowest, _ = _best_split(layers, stages, lambda first, last: stage(first, last).flops, max)
     unit = sum(cost.memory for cost in costs.layers) / layers or 1

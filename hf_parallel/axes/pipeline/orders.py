@@ -17,7 +17,7 @@ import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 FORWARD, BACKWARD, OVERLAP = "forward", "backward", "overlap"
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
@@ -54,7 +54,7 @@ def order(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
     try:
         actions = read(name, stages, virtual, micro_batches)
     except ValueError as error:  # torch's way to say that the numbers do not fit
-        raise SpecError(f"pipeline_schedule={name}: {' '.join(str(error).split())}") from error
+        refuse(f"pipeline_schedule={name}", f"{' '.join(str(error).split())}", cause=error)
     except (AttributeError, TypeError, KeyError, IndexError, AssertionError) as error:
         raise RuntimeError(f"hf_parallel: cannot read the {name} schedule of torch {torch.__version__}") from error
     _check_complete(name, actions, stages * virtual, micro_batches)
@@ -68,12 +68,12 @@ def virtual_stages(name: str, asked: int = 2) -> int:
 
 def _check_numbers(name: str, stages: int, virtual: int, micro_batches: int) -> None:
     if name not in SIMPLEST_FIRST:
-        raise SpecError(f"pipeline_schedule={name}: not one of {', '.join(SIMPLEST_FIRST)}")
+        refuse(f"pipeline_schedule={name}", f"not one of {', '.join(SIMPLEST_FIRST)}")
     works = virtual_stages(name, max(virtual, 1))
     if virtual != works:
-        raise SpecError(f"pipeline_schedule={name}: cannot run {virtual} stages per rank; {works} works")
+        refuse(f"pipeline_schedule={name}", f"cannot run {virtual} stages per rank", works)
     if stages < 1 or micro_batches < 1:
-        raise SpecError(f"pipeline_microbatches={micro_batches}: pp_size={stages} needs at least {max(1, stages)}")
+        refuse(f"pipeline_microbatches={micro_batches}", f"pp_size={stages} needs at least {max(1, stages)}")
 
 
 class _StandIn:

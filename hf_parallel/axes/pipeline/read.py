@@ -21,7 +21,7 @@ from hf_parallel.model.anatomy import (
     text_config,
     text_part,
 )
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
@@ -95,7 +95,7 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
         SpecError: the model cannot be cut, has too few layers, or the schedule does not take it.
     """
     if facts.refusal is not None or facts.costs is None:
-        raise SpecError(f"pp_size={config.pp_size}: {facts.refusal}")
+        refuse(f"pp_size={config.pp_size}", facts.refusal)
     tied = facts.tied_embedding is not None
     config = _with_schedule(config, len(facts.costs.layers), tied)
     _check_tied_in_a_v(config, tied)
@@ -118,9 +118,10 @@ def _with_schedule(config: ParallelConfig, layers: int, tied: bool) -> ParallelC
 def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
     """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter."""
     if tied and config.pipeline_schedule in V_SCHEDULES and config.data_parallel_size > 1:
-        raise SpecError(
-            f"pipeline_schedule={config.pipeline_schedule}: tied embeddings cannot be sharded over data ranks; "
-            "interleaved_zero_bubble works"
+        refuse(
+            f"pipeline_schedule={config.pipeline_schedule}",
+            "tied embeddings cannot be sharded over data ranks",
+            "interleaved_zero_bubble",
         )
 
 
@@ -132,9 +133,10 @@ def check_overlap(config: ParallelConfig) -> None:
     """
     old = Version(torch.__version__).release[:2] < (2, 13)
     if old and config.tp_overlap and config.pipeline_schedule in SPLIT_BACKWARD:
-        raise SpecError(
-            f"tp_overlap=true with pipeline_schedule={config.pipeline_schedule} needs torch 2.13, here is "
-            f"{torch.__version__}; tp_overlap=false works"
+        refuse(
+            "tp_overlap=true",
+            f"with pipeline_schedule={config.pipeline_schedule} needs torch 2.13, here is {torch.__version__}",
+            "tp_overlap=false",
         )
 
 
@@ -143,15 +145,14 @@ def _check_split(layers: int, config: ParallelConfig) -> None:
     if stages > layers:
         most = layers // config.stages_per_rank
         works = f"pp_size={most}" if most > 1 else "pipeline_schedule=1f1b" if layers > 1 else "pp_size=1"
-        raise SpecError(
-            f"pp_size={config.pp_size}: the model has {layers} layers, {stages} stages need one each; {works} works"
-        )
+        refuse(f"pp_size={config.pp_size}", f"the model has {layers} layers, {stages} stages need one each", works)
     if asked is not None and (sum(asked) != layers or min(asked) < 1):
         quotient, remainder = divmod(layers, stages)
         works = ",".join(str(quotient + (stage < remainder)) for stage in range(stages))
-        raise SpecError(
-            f"pipeline_split=[{','.join(map(str, asked))}]: needs {stages} positive numbers that add to {layers}; "
-            f"[{works}] works"
+        refuse(
+            f"pipeline_split=[{','.join(map(str, asked))}]",
+            f"needs {stages} positive numbers that add to {layers}",
+            f"[{works}]",
         )
 
 

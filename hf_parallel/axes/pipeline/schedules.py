@@ -28,7 +28,7 @@ from hf_parallel.axes.pipeline.axis import (
 )
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.config import ParallelConfig
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import SpecError, refuse
 
 _SCHEDULES: dict[str, type] = {
     "1f1b": schedules.Schedule1F1B,
@@ -72,17 +72,19 @@ def micro_batch_count(rows: int, config: ParallelConfig) -> int:
     counts = [n for n in range(ranks, rows + 1) if rows % n == 0 and takes(config, n)]
     if not counts:
         fewest = next(n for n in range(ranks, 4 * ranks + 1) if takes(config, n))
-        raise SpecError(
-            f"a batch of {rows} rows per data rank cannot feed pp_size={ranks} with "
-            f"pipeline_schedule={config.pipeline_schedule}; {fewest} rows work"
+        refuse(
+            f"a batch of {rows} rows per data rank",
+            f"cannot feed pp_size={ranks} with pipeline_schedule={config.pipeline_schedule}",
+            f"a batch of {fewest}",
         )
     if asked is None:
         return max((n for n in counts if n <= 4 * ranks), default=counts[0])
     if asked not in counts:
         works = " or ".join(map(str, counts))
-        raise SpecError(
-            f"pipeline_microbatches={asked} does not cut a batch of {rows} rows for "
-            f"pipeline_schedule={config.pipeline_schedule}; {works} works"
+        refuse(
+            f"pipeline_microbatches={asked}",
+            f"does not cut a batch of {rows} rows for pipeline_schedule={config.pipeline_schedule}",
+            works,
         )
     return asked
 

@@ -28,7 +28,7 @@ from hf_parallel.axes.pipeline.orders import (
     peak_live,
     virtual_stages,
 )
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import SpecError, refuse
 
 COMMUNICATION = "communication"
 
@@ -206,8 +206,9 @@ def choose(
             found.append((round(timeline.bubble, 9), place, name))
     if not found:
         limit = "" if most_live is None else f" with {most_live} of them alive"
-        raise SpecError(
-            f"pipeline_schedule=auto: no schedule runs {micro_batches} micro-batches{limit} over {stages} ranks and "
-            f"{layers} layers; {stages} micro-batches{limit and f', {stages} alive,'} work on {stages} layers"
+        refuse(
+            "pipeline_schedule=auto",
+            f"no schedule runs {micro_batches} micro-batches{limit} over {stages} ranks and {layers} layers",
+            do=f"{stages} micro-batches{limit and f', {stages} alive,'} work on {stages} layers",
         )
     return min(found)[2]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
@@ -52,11 +52,9 @@ class Tensor(Axis["SplitFacts", TensorPart]):
     def check(self, config: ParallelConfig) -> None:
         """Settings of tp need more than one rank."""
         if config.sequence_parallel and config.tp_size == 1:
-            raise SpecError(
-                "sequence_parallel=true: tp_size=1 splits no sequence; tp_size=2 or sequence_parallel=false works"
-            )
+            refuse("sequence_parallel=true", "tp_size=1 splits no sequence", "tp_size=2 or sequence_parallel=false")
         if config.tp_overlap and config.tp_size == 1:
-            raise SpecError("tp_overlap=true: tp_size=1 communicates nothing; tp_size=2 or tp_overlap=false works")
+            refuse("tp_overlap=true", "tp_size=1 communicates nothing", "tp_size=2 or tp_overlap=false")
 
     def read(self, model: Any, config: ParallelConfig) -> SplitFacts:
         """Which module could be split how."""

@@ -27,7 +27,7 @@ from hf_parallel.axes.tensor.sequence_parallel import obstacle
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
 from hf_parallel.model.anatomy import attention_heads, is_norm, text_config, text_part, tied_to_embedding
 from hf_parallel.model.families import UNSPLITTABLE
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import SpecError, refuse
 
 #: Words of transformers' plans that this version can apply.
 SUPPORTED = {
@@ -115,7 +115,7 @@ def resolve_styles(facts: SplitFacts, tp_size: int) -> Origins:
         SpecError: the model cannot be split, or a size does not divide.
     """
     if facts.refusal is not None:
-        raise SpecError(f"tp_size={tp_size}: {facts.refusal}; tp_size=1 works")
+        refuse(f"tp_size={tp_size}", facts.refusal, "tp_size=1")
     styles = facts.styles
     if _shares_heads(facts, tp_size):
         styles = {name: (_shared(style, name), origin) for name, (style, origin) in styles.items()}
@@ -124,7 +124,7 @@ def resolve_styles(facts: SplitFacts, tp_size: int) -> Origins:
         _check_width(facts, name, style, tp_size)
         _check_kind(facts, name, style, tp_size)
     if facts.list_per_head is not None:
-        raise SpecError(f"tp_size={tp_size}: {facts.list_per_head} keeps a module for each head; tp_size=1 works")
+        refuse(f"tp_size={tp_size}", f"{facts.list_per_head} keeps a module for each head", "tp_size=1")
     return styles
 
 
@@ -136,7 +136,7 @@ def why_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
     """
     reason = "sequence_parallel=false" if asked is False else facts.sequence_obstacle
     if asked and reason is not None:
-        raise SpecError(f"sequence_parallel=true: {reason}; sequence_parallel=false works")
+        refuse("sequence_parallel=true", reason, "sequence_parallel=false")
     return reason
 
 
@@ -210,16 +210,19 @@ def _shares_heads(facts: SplitFacts, tp_size: int) -> bool:
         SpecError: no attention; query heads, or key/value heads, do not fall into whole groups.
     """
     if facts.heads is None:
-        raise SpecError(
-            f"tp_size={tp_size}: {facts.model} publishes no tensor-parallel plan and has no attention heads "
-            "to split; tp_size=1 works"
+        refuse(
+            f"tp_size={tp_size}",
+            f"{facts.model} publishes no tensor-parallel plan and has no attention heads to split",
+            "tp_size=1",
         )
     heads, kv_heads = facts.heads
     works = [n for n in range(2, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
     if tp_size not in works:
         choice = f"tp_size={' or '.join(map(str, works))}" if works else "tp_size=1"
-        raise SpecError(
-            f"tp_size={tp_size} does not divide {heads} attention heads and {kv_heads} key/value heads; {choice} works"
+        refuse(
+            f"tp_size={tp_size}",
+            f"does not divide {heads} attention heads and {kv_heads} key/value heads",
+            choice,
         )
     return tp_size > kv_heads
 
@@ -255,8 +258,8 @@ def _check_shared(facts: SplitFacts, styles: Origins, tp_size: int) -> None:
     shared = any(style == "colwise_shared_heads" for style, _ in styles.values())
     if shared and facts.norm_over_keys is not None:
         assert facts.heads is not None
-        raise SpecError(
-            f"tp_size={tp_size}: {facts.norm_over_keys} has a norm over all key heads; tp_size={facts.heads[1]} works"
+        refuse(
+            f"tp_size={tp_size}", f"{facts.norm_over_keys} has a norm over all key heads", f"tp_size={facts.heads[1]}"
         )
 
 
@@ -266,7 +269,7 @@ def _check_width(facts: SplitFacts, name: str, style: str, tp_size: int) -> None
     width = facts.linears[name][style == "colwise"]
     if width % tp_size:
         side = "output" if style == "colwise" else "input"
-        raise SpecError(f"tp_size={tp_size} does not divide the {width} {side} features of {name}; tp_size=1 works")
+        refuse(f"tp_size={tp_size}", f"does not divide the {width} {side} features of {name}", "tp_size=1")
 
 
 def _check_kind(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
@@ -276,12 +279,10 @@ def _check_kind(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:
         return
     allowed = (nn.Linear,) if style.startswith("shared_") else LINEARS
     if style in FOR_LINEARS and kind not in allowed and kind.__name__ not in SAME_AS_LINEAR:
-        raise SpecError(
-            f"tp_size={tp_size}: {name} is a {kind.__name__}, but style {style} is for Linear; tp_size=1 works"
-        )
+        refuse(f"tp_size={tp_size}", f"{name} is a {kind.__name__}, but style {style} is for Linear", "tp_size=1")
     is_head = style == "colwise_gather_output"
     if is_head and kind is not nn.Linear or style == "embedding_rowwise" and not issubclass(kind, nn.Embedding):
         wanted = "a Linear" if is_head else "an Embedding"
-        raise SpecError(f"tp_size={tp_size}: {name} is a {kind.__name__}, not {wanted}; tp_size=1 works")
+        refuse(f"tp_size={tp_size}", f"{name} is a {kind.__name__}, not {wanted}", "tp_size=1")
     if style == "embedding_rowwise" and name in facts.sparse_lookups:
-        raise SpecError(f"{name} with max_norm, scale_grad_by_freq or sparse cannot be split; tp_size=1 works")
+        refuse(name, "with max_norm, scale_grad_by_freq or sparse it cannot be split", "tp_size=1")
