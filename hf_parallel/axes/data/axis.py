@@ -61,15 +61,18 @@ class Data(Axis[None, None]):
 
     def apply(self, model: Any, part: None, building: Building) -> None:
         """Move each root to the device, give its weights another kind if asked to, and shard it."""
+        from hf_parallel.axes.data.mixed_precision import lowered_dtype
         from hf_parallel.axes.data.zero import shard_data_parallel
 
         if not building.on_meta:
             model.to(building.mesh.device)
         if building.pack is not None:
             building.pack(model)
-        splits = building.pipeline is not None and building.pipeline.splits_backward
         for root, layers in building.roots:
-            shard_data_parallel(model, root, layers, building.mesh, splits)
+            shard_data_parallel(model, root, layers, building.mesh)
+        if building.pipeline is not None:
+            stage = building.roots[0][0]
+            building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, building.mesh.device)
 
 
 DATA = DataKeys.axis = Data()

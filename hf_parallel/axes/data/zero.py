@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.mesh import ParallelMesh
 
 
 def shard_data_parallel(
-    model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, splits_backward: bool = False
+    model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh
 ) -> None:
     """Shard `root` over the data axes, one parameter group for each of `blocks` and one for the rest.
 
@@ -30,7 +31,6 @@ def shard_data_parallel(
         model: what the script calls.
         root: what runs its layers: under a pipeline the stage, otherwise the model.
         blocks: the transformer layers of this rank, gathered one at a time.
-        splits_backward: gradients of inputs and of weights are computed at different times.
     """
     if mesh.data_size == 1:
         return
@@ -38,8 +38,7 @@ def shard_data_parallel(
     reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
     if mesh.size("pp") > 1:
         reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
-    # Between the halves of a split backward pass it would hold two sums.
-    policy = MixedPrecisionPolicy() if splits_backward else _summing_in_fp32(root)
+    policy = policy_for(root)
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
@@ -50,15 +49,10 @@ def shard_data_parallel(
     for module in sharded_modules(root):
         # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
+    follow_autocast(root, mesh.device)
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
-
-
-def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:
-    """Gradients of 16 bits are summed over ranks and micro-batches in fp32; weights and activations stay 16 bits."""
-    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in root.parameters())
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.gradients import clip_grad_norm
+from hf_parallel.axes.data.mixed_precision import compute_in
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
@@ -168,9 +169,19 @@ def prepare_model(original: Callable) -> Callable:
     def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if runtime.parallel_state(model) is None:
             return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        return original(self, model, device_placement=False, evaluation_mode=True)
+        prepared = original(self, model, device_placement=False, evaluation_mode=True)
+        if self.native_amp:
+            _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision))
+        return prepared
 
     return replacement
+
+
+def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late."""
+    state = runtime.parallel_state(model)
+    if state is not None and dtype is not None:
+        compute_in(state.root, dtype)
 
 
 def no_sync(original: Callable) -> Callable:
