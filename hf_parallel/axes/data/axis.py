@@ -100,6 +100,7 @@ class Data(Axis[None, DataPart]):
 
     def apply(self, model: Any, part: DataPart, building: Building) -> None:
         """Move each root to the device, give its weights another kind if asked to, and shard it."""
+        from hf_parallel.axes.data.lowered import lower_once_per_step
         from hf_parallel.axes.data.mixed_precision import lowered_dtype
         from hf_parallel.axes.data.zero import shard_data_parallel
 
@@ -109,6 +110,8 @@ class Data(Axis[None, DataPart]):
             building.pack(model)
         for root, layers in building.roots:
             shard_data_parallel(model, root, layers, building.mesh)
+        if building.mesh.data_size == 1:
+            lower_once_per_step(building.roots, building.mesh.device)
         if building.pipeline is not None:
             stage = building.roots[0][0]
             building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, building.mesh.device)
