@@ -99,22 +99,24 @@ class Data(Axis[None, DataPart]):
         return [] if part.line is None else [part.line]
 
     def apply(self, model: Any, part: DataPart, building: Building) -> None:
-        """Move each root to the device, give its weights another kind if asked to, and shard it."""
+        """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.lowered import lower_once_per_step
         from hf_parallel.axes.data.mixed_precision import lowered_dtype
-        from hf_parallel.axes.data.zero import shard_data_parallel
+        from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
-        if not building.on_meta:
-            model.to(building.mesh.device)
+        mesh = building.mesh
+        if not building.on_meta and (mesh.data_size == 1 or building.pack is not None):
+            model.to(mesh.device)
         if building.pack is not None:
             building.pack(model)
         for root, layers in building.roots:
-            shard_data_parallel(model, root, layers, building.mesh)
-        if building.mesh.data_size == 1:
-            lower_once_per_step(building.roots, building.mesh.device)
+            shard_data_parallel(model, root, layers, mesh)
+        move_rest(model, mesh.device)
+        if mesh.data_size == 1:
+            lower_once_per_step(building.roots, mesh.device)
         if building.pipeline is not None:
             stage = building.roots[0][0]
-            building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, building.mesh.device)
+            building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
 
 
 def _when_reduced(config: ParallelConfig) -> str:

@@ -27,9 +27,7 @@ from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.mesh import ParallelMesh
 
 
-def shard_data_parallel(
-    model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh
-) -> None:
+def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
     """Shard `root` over the data axes: a parameter group for each of `blocks`, for both ends, and for the rest.
 
     Args:
@@ -61,6 +59,15 @@ def shard_data_parallel(
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def move_rest(model: nn.Module, device: torch.device) -> None:
+    """`fully_shard` moves what is in its units; a stage has buffers beside them."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for tensor in (tensor for tensor in tensors.values() if tensor is not None):
+                if tensor.device != device and not tensor.is_meta:
+                    tensor.data = tensor.data.to(device)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
