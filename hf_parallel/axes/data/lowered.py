@@ -26,7 +26,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.data.mixed_precision import autocast_dtype
 
-_users: "weakref.WeakSet[Lowered]" = weakref.WeakSet()
+_users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _installed: list[Any] = []
 
 

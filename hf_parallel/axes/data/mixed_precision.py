@@ -13,7 +13,7 @@ to change it: a unit's state and its parameter groups are its internals, looked 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
 def compute_in(root: Any, dtype: torch.dtype) -> None:
     """From here on `root` gathers its weights in this dtype, in training and evaluation."""
     if isinstance(root, FSDPModule):
-        root._hf_parallel_computes_in = dtype  # type: ignore[attr-defined]
-        change(root, dtype)
+        cast(Any, root)._hf_parallel_computes_in = dtype
+        change(cast(nn.Module, root), dtype)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -91,7 +91,7 @@ def _widen(root: Any) -> None:
 
 
 def _narrow(root: Any) -> None:
-    for group, dtype, parameters in getattr(root, _WIDENED):
+    for group, dtype, parameters in getattr(root, _WIDENED) or ():  # each output of the model may ask for it
         group._orig_dtype = dtype
         for parameter in parameters:
             gradient, parameter.grad = parameter.grad, None

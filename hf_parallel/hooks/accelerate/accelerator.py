@@ -180,8 +180,9 @@ def prepare_model(original: Callable) -> Callable:
 def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late."""
     state = runtime.parallel_state(model)
-    for part in [] if state is None or dtype is None else [part._hf_parallel for part in state.parts] or [state]:
-        compute_in(part.root, dtype)
+    if state is not None and dtype is not None:
+        for part in [part._hf_parallel for part in state.parts] or [state]:
+            compute_in(part.root, dtype)
 
 
 def no_sync(original: Callable) -> Callable:
