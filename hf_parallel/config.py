@@ -125,10 +125,10 @@ class ParallelConfig(
             if world_size % used:
                 raise SpecError(_sizes_message(sizes, used, world_size))
             rest: dict[str, Any] = {f"{free[0]}_size": world_size // used}
-            return dataclasses.replace(self, **rest)
+            return _sized(dataclasses.replace(self, **rest))
         if used != world_size:
             raise SpecError(_sizes_message(sizes, used, world_size))
-        return self
+        return _sized(self)
 
     @property
     def data_parallel_size(self) -> int:
@@ -151,6 +151,12 @@ class ParallelConfig(
         changed = (name for name in _names(type(self)) if getattr(self, name) != default[name])
         spelled = ",".join(f"{name.removesuffix('_size')}={spell(getattr(self, name))}" for name in changed)
         return spelled or "dp_shard=-1"
+
+
+def _sized(config: ParallelConfig) -> ParallelConfig:
+    for axis in config.axes():
+        config = axis.sized(config)
+    return config
 
 
 @_cached

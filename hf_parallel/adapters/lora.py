@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_parallel.axes.data.zero import without_sharding
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.dropout import look_again, own_numbers, shared_numbers, shared_numbers_of_layer
 from hf_parallel.axes.tensor.layers import (
@@ -229,7 +230,7 @@ def can_copy(module: Any) -> bool:
 def copied(module: Any) -> Any:
     """A copy with parameters of its own that communicates in the same group."""
     shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
-    new = copy.deepcopy(module, shared)
+    new = copy.deepcopy(without_sharding(module), shared)
     for part in new.modules():
         if isinstance(part, TensorParallelLayer):
             region = part.region

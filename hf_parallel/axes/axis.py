@@ -101,6 +101,10 @@ class Axis(Generic[Facts, Part]):
     def check(self, config: ParallelConfig) -> None:
         """Refuse values of its keys that hold for no model."""
 
+    def sized(self, config: ParallelConfig) -> ParallelConfig:
+        """The config once all sizes are known, with sizes that follow from settings."""
+        return config
+
     def is_on(self, config: ParallelConfig) -> bool:
         """Does this config make the axis do anything?"""
         return any(getattr(config, f"{axis.name}_size") != 1 for axis in self.mesh_axes)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
@@ -83,16 +83,15 @@ def observe(
 
 
 def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
-    """Forward and backward of each batch; FSDP2 reduces at the last one, a pipeline in every schedule."""
+    """Forward and backward of each batch, as Trainer runs them."""
     state = state_of(model)
     assert state is not None
-    roots = [] if state.pipeline else list(sharded_modules(state.root))[:1]
     for i, batch in enumerate(batches):
-        for root in roots:
-            root.set_requires_gradient_sync(i == len(batches) - 1)
-        with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None):
-            loss = model(**batch)["loss"]
-        loss.backward()
+        more = i < len(batches) - 1
+        with before_the_last(state.root, state.config) if more else contextlib.nullcontext():
+            with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None):
+                loss = model(**batch)["loss"]
+            loss.backward()
 
 
 def build_optimizer(name: str, model: Any) -> torch.optim.Optimizer:

@@ -158,15 +158,10 @@ def output_numbers(block: Block, hidden: int, layout: Layout) -> float:
     return column / layout.tp + (rows + 2) * hidden / parts
 
 
-def lowered_parameters(block: Block, layout: Layout, frozen: bool = False) -> float:
-    """Weights of a block that autocast keeps a copy of on one rank.
-
-    Products that gather their input, as columns under sequence parallelism unless they are frozen, lower their weight
-    again in the backward. Grouped products of experts it does not lower.
-    """
+def lowered_parameters(block: Block, layout: Layout) -> float:
+    """Weights of a block that one rank holds a 16-bit copy of; grouped products of experts have none."""
     lowered = [m for m in block.matrices if m.split != "expert"]
-    kept = [m for m in lowered if m.split == "row" or frozen or not layout.sequence_parallel]
-    return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in kept)
+    return sum(m.parameters / (1 if m.split == "whole" else layout.tp) for m in lowered)
 
 
 # ---- a pipeline's schedule ------------------------------------------------------------------------------------------

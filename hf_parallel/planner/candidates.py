@@ -191,6 +191,7 @@ def to_layout(config: ParallelConfig) -> Layout:
         schedule=config.pipeline_schedule,
         context=config.context_parallel,
         split=config.pipeline_split,
+        reduces_each=config.reduces_each_micro_batch,
     )
 
 

@@ -30,7 +30,7 @@ class Habits:
     master_weights: bool = True  # 16-bit training keeps fp32 weights and moments beside the 16-bit weights
     gradient_bytes: float = 6.0  # per parameter, bf16 before ZeRO-3: the fp32 sum and the 16-bit gradient
     gradient_buffers: bool = True  # gradients are allocated for the whole run, not by each backward
-    fsdp2: bool = False  # weights are sharded at every ZeRO stage, gathered for a step or a schedule, reduced once
+    fsdp2: bool = False  # weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule
     gathered_layers: float = 2.0  # alive at a time under ZeRO-3
     balanced: bool = False  # stages are cut by cost also where an even cut is possible
     # activations
@@ -97,6 +97,7 @@ class Layout:
     schedule: str = "1f1b"
     context: str = "ring"  # how cp shares attention: "ring" or "ulysses"
     split: tuple[int, ...] | None = None  # layers per stage; default: even, or by cost where that is impossible
+    reduces_each: bool = False  # gradients in every micro-batch of a step, not once after them
 
     @property
     def gpus(self) -> int:
@@ -163,6 +164,12 @@ class Job:
     def products_beside(self) -> str:
         """The precision of attention and head, which fp8 leaves in 16 bits."""
         return "bf16" if self.products == "fp8" else self.products
+
+
+def computed_job(layout: Layout, job: Job) -> Job:
+    """The job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
+    gathered = job.habits.fsdp2 and layout.dp * layout.cp > 1
+    return dataclasses.replace(job, precision="bf16") if job.autocast and gathered else job
 
 
 def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> Layout:

@@ -21,7 +21,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.pipeline import (
     Stage,
     adapted,
@@ -33,7 +33,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, summed_width, tensor_sum_width
+from hf_parallel.planner.states import ADAPTER_WIDTH, summed_width
 from hf_parallel.planner.transfer import (
     ATTENTION,
     BACKWARD,
@@ -91,8 +91,8 @@ def end_transfers(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> l
     """What a stage sends with one micro-batch beside its blocks: embedding, head, loss, norms."""
     sends = _Sends(stage.shape.hidden, layout, job, cluster)
     ends = stage.ends(layout.tp)
-    gradients = 0.0 if job.lora else ends * summed_width(layout, job)
-    found = list(sends.zero(ends * job.stored, gradients, "zero", kept=True))
+    gradients = 0.0 if job.lora else ends * summed_width(sends.job)
+    found = list(sends.zero(ends * sends.job.stored, gradients, "zero", kept=True))
     if job.habits.counts_ends:
         found += [*sends.vocabulary(stage), *sends.whole_on_all_ranks(stage), *sends.second_halves(stage)]
     return _real(found)
@@ -117,8 +117,10 @@ class _Sends:
     """
 
     def __init__(self, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> None:
-        self.layout, self.job, self.habits, self.links = layout, job, job.habits, groups(layout, cluster)
-        self.widened = summed_width(layout, job) / job.stored  # a gradient's bytes beside its weight's
+        self.kept_width = job.stored  # of weights where they rest
+        self.job = job = computed_job(layout, job)
+        self.layout, self.habits, self.links = layout, job.habits, groups(layout, cluster)
+        self.widened = summed_width(job) / job.stored  # a gradient's bytes beside its weight's
         self.tokens = job.micro_batch * job.seq / layout.cp
         self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
         self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
@@ -176,7 +178,7 @@ class _Sends:
         shared = sum(count * shared_projections(block, self.layout.tp) for block, count in stage.counts)
         if not self.job.lora:
             gathers = self.layout.sequence_parallel
-            width = tensor_sum_width(self.job)
+            width = summed_width(self.job)
             yield self.tp("all_reduce", norms * width, gathers, "gradients of norms", BACKWARD)
             yield self.tp("all_reduce", shared * width, 1, "gradients of k and v", BACKWARD)
 
@@ -223,18 +225,19 @@ class _Sends:
         yield from self.zero(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def zero(self, weights: float, gradients: float, group: str, kept: bool = False) -> Iterator[Transfer]:
-        """ZeRO-3 gathers weights in each pass and reduces gradients, FSDP2 in the last micro-batch only.
+        """ZeRO-3 gathers weights in each pass, FSDP2 at stages 1 and 2 for a step, in a pipeline for a schedule.
 
-        FSDP2 at stages 1 and 2 keeps weights from the forward to the backward, those of the ends (`kept`) at every
-        stage; in a pipeline it keeps all of them for the whole schedule.
+        Those of the ends (`kept`) FSDP2 gathers once: an embedding's backward needs none, and a head's comes at once.
         """
         axis, fsdp2, stage, link = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage, self.links[group]
+        once = 1 / self.job.micro_batches
         if stage == 3 or (stage and fsdp2 and self.layout.pp == 1):
             what = "weights" if stage == 3 else "updated weights"
-            yield Transfer(axis, "all_gather", weights, 1, link, what, FORWARD, COMPUTE)
+            yield Transfer(axis, "all_gather", weights, 1 if stage == 3 else once, link, what, FORWARD, COMPUTE)
         if stage == 3:
-            rounds = 1 / self.job.micro_batches if fsdp2 else 1
             yield Transfer(axis, "all_gather", weights, not (kept and fsdp2), link, "weights", BACKWARD, COMPUTE)
+        if stage == 3 or self.layout.reduces_each:
+            rounds = once if fsdp2 and not self.layout.reduces_each else 1
             yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", BACKWARD, COMPUTE)
 
     def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
@@ -253,11 +256,13 @@ class _Sends:
             axis = "dp_replicate" if fsdp2 else axis
             yield Transfer(axis, "all_reduce", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
         elif stage < 3:
-            yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
+            if not self.layout.reduces_each:
+                yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
             if self.layout.pp > 1 or not fsdp2:
                 updated = weights if fsdp2 else gradients
                 yield Transfer(axis, "all_gather", updated, rounds, link, "updated weights", STEP)
         part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
+        rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)
 
     # ---- pipeline ------------------------------------------------------------------------------------------------
@@ -271,7 +276,7 @@ class _Sends:
             yield Transfer("pp", "p2p", _LOSS_WIDTH, calls, link, "loss", STEP, SCHEDULE)
             if shape.tied and len(stages) == 1 and (stages[0].is_first or stages[0].is_last):
                 shards = layout.shards if layout.zero_stage else 1
-                payload = shape.embedding_parameters * self.job.stored / layout.tp / shards
+                payload = shape.embedding_parameters * self.kept_width / layout.tp / shards
                 both = dataclasses.replace(link, size=min(2, link.size))
                 yield Transfer("pp", "all_reduce", payload, calls, both, "gradients of the tied embedding", STEP)
 

@@ -1,8 +1,8 @@
 """Bytes that each rank holds at the fullest moment of a step, by kind.
 
 States follow table 1 of ZeRO (Rajbhandari et al., 2020, arXiv:1910.02054), activations are added term by term after
-Korthikanti et al. (2022, arXiv:2205.05198), a pipeline is followed through its schedule. Of one step the fullest of
-three moments counts: the end of the forward, a backward pass in the schedule, the end of the backward. Where engines
+Korthikanti et al. (2022, arXiv:2205.05198), a pipeline is followed through its schedule. Of one step the fuller of two
+moments counts: a backward pass in the schedule, or the end of the backward. Where engines
 differ `Habits` decides; docs/planner.md has the formulas and their measured accuracy.
 """
 
@@ -21,7 +21,7 @@ from hf_parallel.planner.activations import (
     output_numbers,
 )
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.pipeline import (
     Stage,
     live_forwards,
@@ -84,7 +84,7 @@ def fits(memory: RankMemory, cluster: Cluster) -> bool:
 def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> RankMemory:
     """Memory of the pipeline rank that holds `stages`."""
     mine, habits = _Rank(stages, layout, job, rank), job.habits
-    moments = mine.end_of_forward(), mine.in_schedule(), mine.end_of_backward()
+    moments = mine.in_schedule(), mine.end_of_backward()
     kinds = max(moments, key=lambda kinds: sum(kinds.values()))
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
@@ -100,7 +100,9 @@ class _Rank:
     """The quantities of one rank, in bytes unless they are called numbers."""
 
     def __init__(self, stages: list[Stage], layout: Layout, job: Job, rank: int) -> None:
-        self.stages, self.layout, self.job, self.rank, self.habits = stages, layout, job, rank, job.habits
+        self.kept, self.job = job, computed_job(layout, job)  # as states are kept, and as layers compute
+        job = self.job
+        self.stages, self.layout, self.rank, self.habits = stages, layout, rank, job.habits
         self.shape, self.width = stages[0].shape, job.stored
         self.tokens = job.micro_batch * job.seq / layout.cp
         self.parts = layout.tp if layout.sequence_parallel else 1  # of the residual stream
@@ -111,7 +113,7 @@ class _Rank:
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
-        self.summed = summed_width(layout, job) if self.gathers else float(self.width)
+        self.summed = summed_width(job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
 
     # ---- states --------------------------------------------------------------------------------------------------
@@ -119,7 +121,7 @@ class _Rank:
     def _states(self) -> dict[str, float]:
         """Weights, gradients after they are reduced, and what the optimizer keeps."""
         stage = 3 if self.habits.fsdp2 and self.layout.zero_stage else self.layout.zero_stage
-        per, adapter = state_bytes(self.job, self.layout.zero_stage), adapter_bytes(self.job)
+        per, adapter = state_bytes(self.kept, self.layout.zero_stage), adapter_bytes(self.kept)
         each = (
             zero_states(self.numbers, self.layout.shards, stage, per),
             zero_states(self.experts, expert_shards(self.layout), stage, per),
@@ -136,7 +138,8 @@ class _Rank:
     @property
     def _accumulates(self) -> bool:
         """Do gradients stay whole between micro-batches?"""
-        return not self.habits.gradient_buffers and (self.layout.pp > 1 or self.job.micro_batches > 1)
+        several = self.layout.pp > 1 or (self.job.micro_batches > 1 and not self.layout.reduces_each)
+        return not self.habits.gradient_buffers and several
 
     def _gathered(self) -> float:
         """Whole weights: those of the layers at work and of the ends, or all."""
@@ -148,40 +151,41 @@ class _Rank:
         layer = max((one.dense(self.layout.tp) + one.experts(self.layout.ep) for one in alone), default=0.0)
         adapters = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
-        return self.width * (self.ends + self.habits.gathered_layers * layer) + adapters + reduced
+        ends = self.ends - self._freed_embedding(self.stages[0])
+        return self.width * (ends + self.habits.gathered_layers * layer) + adapters + reduced
+
+    def _freed_embedding(self, stage: Stage) -> float:
+        """Numbers of an embedding that nothing needs after the forward: FSDP2 has it in a group of its own."""
+        alone = self.habits.fsdp2 and stage.is_first and not self.shape.tied
+        return self.shape.embedding_parameters / self.layout.tp if alone else 0.0
 
     def _alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)
 
     # ---- moments of a step ---------------------------------------------------------------------------------------
 
-    def end_of_forward(self) -> dict[str, float]:
-        """Autocast holds a copy of every weight until the forward is over, also of layers that are recomputed."""
-        if not self.job.autocast or self.job.lora or self.job.recompute != "full" or self.layout.pp > 1:
-            return {}  # of frozen weights it holds none
-        kinds = self.in_schedule()
-        logits = self.tokens * self.shape.head_outputs / self.layout.tp
-        kinds["temporaries"] -= 2 * logits  # the gradient is not there yet
-        kinds["activations"] += self._lowered(self.stages[0], "none") - self._lowered(self.stages[0], "full")
-        return kinds
-
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
         states, moment = self._states(), self._fullest_moment()
         if not self.habits.gradient_buffers:  # a pipeline reduces in each call, and adds to what it put aside
-            states["gradients"] = states["gradients"] if self.job.calls > 1 else 0.0
+            wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
+            more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
+            states["gradients"] = wide * states["gradients"] if more else 0.0
         whole = "gathered" if self.gathers else "gradients"
-        kinds = {**states, "gathered": self._gathered()}
+        kinds = {**states, "gathered": self._gathered() + self._lowered()}
         kinds[whole] += moment.gradients
         return {**kinds, "activations": moment.held + self._received(), "temporaries": moment.passing}
 
     def end_of_backward(self) -> dict[str, float]:
-        """All gradients, those of embedding and head still whole under FSDP2."""
+        """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
         if self.habits.gradient_buffers:
             return {}  # they are there at any moment
-        whole = self.ends * (self.width if self.job.lora else 2 * self.width + self.summed) if self.gathers else 0.0
-        if self.gathers and self._accumulates:
-            whole = self.width * self.ends + sum(map(self._gradients, self.stages))
+        embedding = sum(map(self._freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
+        ends = (self.ends - embedding) * (self.layout.pp > 1 or self.shape.tied)
+        whole = ends * self.width + (0.0 if self.job.lora else (ends + embedding) * (self.width + self.summed))
+        if self._accumulates:
+            whole = self.width * ends + sum(map(self._gradients, self.stages))
+        whole = whole * self.gathers + self._lowered()
         activations = self._received() + self.stream
         return {**self._states(), "gathered": whole, "activations": activations, "temporaries": 0.0}
 
@@ -207,7 +211,7 @@ class _Rank:
         sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits
         return StageBytes(
-            kept + self._lowered(stage, self.job.recompute),
+            kept,
             self._between_halves(stage),
             max(self._loss(stage) - kept_logits, self._layer_again(stage)),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
@@ -231,14 +235,14 @@ class _Rank:
         again = self._kept(stage, "none") - self._kept(stage, self.job.recompute)
         return self.tokens * (self.job.width * (layers + head) + again)
 
-    def _lowered(self, stage: Stage, recompute: str) -> float:
-        """16-bit copies of weights that products under autocast keep for their backward, of each forward in flight."""
+    def _lowered(self) -> float:
+        """Without data ranks: one 16-bit copy of each matrix, for all micro-batches of a step."""
         if not self.job.autocast:
             return 0.0
-        frozen = self.job.lora > 0
-        layers = sum(count * lowered_parameters(block, self.layout, frozen) for block, count in stage.counts)
-        head = self.shape.head_outputs * self.shape.hidden if stage.is_last and self.layout.tp == 1 else 0.0
-        return self.job.width * (head + (layers if recompute != "full" else 0.0))
+        blocks = (block_count for stage in self.stages for block_count in stage.counts)
+        layers = sum(count * lowered_parameters(block, self.layout) for block, count in blocks)
+        head = self.shape.head_outputs * self.shape.hidden / self.layout.tp * any(stage.is_last for stage in self.stages)
+        return self.job.width * (layers + head)
 
     def _received(self) -> float:
         """A pipeline's buffers: one per micro-batch and neighbour that sends."""
@@ -262,6 +266,5 @@ class _Rank:
         block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
         one, recompute = self._alone(block), self.job.recompute
         again = self._kept(one, "none") - self._kept(one, recompute)
-        lowered = self._lowered(one, "none") - self._lowered(one, recompute)
         gradients = 2 * self.width * (block.inner / self.layout.tp + self.shape.hidden / self.parts)
-        return self.tokens * (again + gradients) + lowered
+        return self.tokens * (again + gradients)

@@ -238,7 +238,9 @@ def count_activations(
         kept -= 2 * lowered_parameters(shape.blocks[0], Layout()) / _TOKENS
     known = (*shape.blocks[0].kept, (counted_as(precision, adapt is not None), kept))
     block = dataclasses.replace(shape.blocks[0], kept=known)
-    return dataclasses.replace(shape, blocks=(block,) * shape.layers)
+    shape = dataclasses.replace(shape, blocks=(block,) * shape.layers)
+    # Data ranks gather fp32 weights in 16 bits: see `computed_job`.
+    return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", adapt)
 
 
 def plan(

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from hf_parallel.planner.hardware import Cluster, Gpu
-from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.ledger import block_transfers, end_transfers
 from hf_parallel.planner.pipeline import Stage
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
@@ -180,6 +180,7 @@ def kind_of(transfer: Transfer) -> str:
 @functools.lru_cache(maxsize=4096)
 def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One micro-batch on one stage."""
+    job = computed_job(layout, job)
     total = _end_times(stage, layout, job, cluster)
     for block, count in stage.counts:
         total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
@@ -208,17 +209,17 @@ def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
 
 
 def _lowering(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """Autocast reads fp32 weights and writes 16-bit copies, again where a forward is recomputed; gradients go back."""
+    """Fp32 weights are read and 16-bit copies written, once for all micro-batches; gradients go back from each."""
     weights = stage.dense(layout.tp)  # experts compute in fp32
     once = memory_seconds(cluster.gpu, weights * (job.stored + job.width))
-    back = 0 if job.lora else once
-    return Times({"autocast": once}, {"autocast": back + (once if job.recompute == "full" else 0.0)})
+    return Times({"autocast": once / job.micro_batches}, {"autocast": 0.0 if job.lora else once})
 
 
 def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> float:
     """Each micro-batch's 16-bit gradients are read and added to the sum, under ZeRO-3 to a shard of it."""
     if job.lora or job.micro_batches == 1:
         return 0.0
-    shards = layout.shards if layout.zero_stage == 3 and not job.habits.fsdp2 else 1
+    sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
+    shards = layout.shards if sharded else 1
     numbers = stage.dense(layout.tp) / shards + stage.experts(layout.ep)
     return memory_seconds(cluster.gpu, numbers * (job.stored + 8))

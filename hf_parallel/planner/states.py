@@ -48,14 +48,8 @@ def moment_bytes(optimizer: str, width: float) -> float:
     return known[optimizer]
 
 
-def summed_width(layout: Layout, job: Job) -> float:
-    """Bytes per gradient while data ranks and micro-batches add to it; not widened between halves of a backward."""
-    split = layout.pp > 1 and layout.schedule in SPLIT_BACKWARD
-    return float(job.stored) if split else tensor_sum_width(job)
-
-
-def tensor_sum_width(job: Job) -> float:
-    """Bytes per gradient that tp ranks add up."""
+def summed_width(job: Job) -> float:
+    """Bytes per gradient while ranks and micro-batches add to it."""
     return max(4.0, job.stored) if job.habits.fp32_sums else float(job.stored)
 
 

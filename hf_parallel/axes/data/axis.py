@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, NotBuilt, key
 from hf_parallel.spec import refuse
@@ -22,12 +22,13 @@ class DataKeys(Keys):
     dp_shard_size: int = key(-1, "ranks that share parameters, gradients and optimizer (FSDP2)")
     zero_stage: int = key(
         3,
-        "3 frees gathered weights after use, 2 keeps them until the backward pass",
+        "what `dp_shard` shards: nothing (0), optimizer states (1), gradients too (2), weights too (3)",
         choices=(0, 1, 2, 3),
-        not_built=(
-            NotBuilt("sharding the optimizer alone", "zero_stage=2", (1,)),
-            NotBuilt("unsharded data parallelism by this key", "dp_replicate=-1", (0,)),
-        ),
+    )
+    gradient_reduction: str = key(
+        "auto",
+        "`micro_step` reduces gradients in every micro-step of an accumulation; `step` once, and holds them whole",
+        choices=("auto", "micro_step", "step"),
     )
     offload: str = key(
         "none", "where parameters and optimizer states rest", not_built=(NotBuilt("offloading", "offload=none"),)
@@ -39,8 +40,26 @@ class DataKeys(Keys):
         False, "reduce gradients in fewer bits", not_built=(NotBuilt(_COMPRESSION, "quantize_gradients=false"),)
     )
 
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Are gradients reduced in every micro-step of an accumulation? By default where less of them is then held.
 
-class Data(Axis[None, None]):
+        Not where replicas would have to reduce them as often over slow links. Needs a resolved config.
+        """
+        if self.gradient_reduction != "auto":
+            return self.gradient_reduction == "micro_step"
+        sizes = cast("ParallelConfig", self).sizes
+        return self.zero_stage >= 2 and self.dp_shard_size > 1 and self.dp_replicate_size == sizes["pp"] == 1
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """What the data axes will do. `line`: when gradients are reduced, and why."""
+
+    line: str | None
+
+
+class Data(Axis[None, DataPart]):
     """The last of all to be applied: it stores what the other axes have left of each parameter."""
 
     name = "dp"
@@ -52,24 +71,69 @@ class Data(Axis[None, None]):
     def is_on(self, config: ParallelConfig) -> bool:
         return True
 
-    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> None:
-        """Nothing is chosen; FSDP2's own limits hold."""
+    def check(self, config: ParallelConfig) -> None:
+        """A reduction in every micro-step needs shards to hold what is reduced."""
+        if config.gradient_reduction != "micro_step":
+            return
+        what = "gradient_reduction=micro_step"
+        if config.zero_stage < 2:
+            refuse(what, f"zero_stage={config.zero_stage} holds whole gradients", "zero_stage=2")
+        if config.pp_size != 1:
+            refuse(what, "a pipeline reduces once per run of its schedule", "gradient_reduction=step")
+
+    def sized(self, config: ParallelConfig) -> ParallelConfig:
+        """ZeRO-0 is what replicas are."""
+        if config.zero_stage or config.dp_shard_size == 1:
+            return config
+        return replace(config, dp_replicate_size=config.dp_replicate_size * config.dp_shard_size, dp_shard_size=1)
+
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> DataPart:
+        """When gradients are reduced; FSDP2's own limits hold."""
         scalar = next((p.names[0] for p in anatomy.parameters if not p.shape), None)
         if scalar is not None and config.data_parallel_size > 1:
             name = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
             refuse(f"{name}={getattr(config, name)}", f"FSDP2 cannot shard the scalar {scalar}", f"{name}=1")
+        return DataPart(_when_reduced(config) if config.dp_shard_size > 1 else None)
 
-    def apply(self, model: Any, part: None, building: Building) -> None:
-        """Move each root to the device, give its weights another kind if asked to, and shard it."""
-        from hf_parallel.axes.data.zero import shard_data_parallel
+    def notes(self, part: DataPart) -> list[str]:
+        return [] if part.line is None else [part.line]
 
-        if not building.on_meta:
-            model.to(building.mesh.device)
+    def apply(self, model: Any, part: DataPart, building: Building) -> None:
+        """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
+        from hf_parallel.axes.data.lowered import lower_once_per_step
+        from hf_parallel.axes.data.mixed_precision import lowered_dtype
+        from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
+
+        mesh = building.mesh
+        if not building.on_meta and (mesh.data_size == 1 or building.pack is not None):
+            model.to(mesh.device)
         if building.pack is not None:
             building.pack(model)
-        splits = building.pipeline is not None and building.pipeline.splits_backward
         for root, layers in building.roots:
-            shard_data_parallel(model, root, layers, building.mesh, splits)
+            shard_data_parallel(model, root, layers, mesh)
+        move_rest(model, mesh.device)
+        if mesh.data_size == 1:
+            lower_once_per_step(building.roots, mesh.device)
+        if building.pipeline is not None:
+            stage = building.roots[0][0]
+            building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
+
+
+def _when_reduced(config: ParallelConfig) -> str:
+    shards = config.dp_shard_size
+    if config.reduces_each_micro_batch:
+        return (
+            f"gradients are reduced in every micro-step: each rank holds 1/{shards} of them; "
+            "gradient_reduction=step sends them once per step and holds all"
+        )
+    if config.gradient_reduction == "step":
+        why = "as asked for"
+    elif config.pp_size > 1:
+        why = "micro-batches of a pipeline overlap"
+    else:
+        why = "replicas would reduce as often" if config.zero_stage >= 2 else f"zero_stage={config.zero_stage}"
+    when = "run of the schedule" if config.pp_size > 1 else "step"
+    return f"gradients are reduced once per {when}, and whole on each rank until then: {why}"
 
 
 DATA = DataKeys.axis = Data()

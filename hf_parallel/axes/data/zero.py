@@ -1,64 +1,73 @@
 """ZeRO (Rajbhandari et al., 2020) and its hybrid with replicas, as settings of torch's `fully_shard`.
 
     spec                          mesh of fully_shard            weights between forward and backward
-    dp_shard=n                    (dp_shard,)                    freed (zero_stage=3) or kept (zero_stage=2)
+    dp_shard=n                    (dp_shard,)                    freed (zero_stage=3) or kept (zero_stage=1, 2)
     dp_replicate=m,dp_shard=n     (dp_replicate, dp_shard)       the same; gradients also all-reduced over replicas
-    dp_replicate=m                (dp_replicate, 1)              kept: every rank owns the whole weight anyway
+    dp_replicate=m, zero_stage=0  (dp_replicate, 1)              kept: every rank owns the whole weight anyway
 
-With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` would copy every weight at each gather.
+What happens between the micro-batches of a step is in `reduction.py`. With a single data rank nothing is wrapped: on a
+mesh of size one `fully_shard` would copy every weight at each gather.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
+from hf_parallel.axes.data.ends import shard_ends
+from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
+from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.mesh import ParallelMesh
 
 
-def shard_data_parallel(
-    model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh, splits_backward: bool = False
-) -> None:
-    """Shard `root` over the data axes, one parameter group for each of `blocks` and one for the rest.
+def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
+    """Shard `root` over the data axes: a parameter group for each of `blocks`, for both ends, and for the rest.
 
     Args:
         model: what the script calls.
         root: what runs its layers: under a pipeline the stage, otherwise the model.
         blocks: the transformer layers of this rank, gathered one at a time.
-        splits_backward: gradients of inputs and of weights are computed at different times.
     """
     if mesh.data_size == 1:
         return
     axes = mesh["dp_replicate", "dp_shard"] if mesh.size("dp_replicate") > 1 else mesh["dp_shard"]
-    reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
+    keeps = mesh.config.zero_stage < 3 or mesh.size("dp_shard") == 1
     if mesh.size("pp") > 1:
-        reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
-    # Between the halves of a split backward pass it would hold two sums.
-    policy = MixedPrecisionPolicy() if splits_backward else _summing_in_fp32(root)
+        keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
+    settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy_for(root)}
     for block in blocks:
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
-    # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
-    fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False, mp_policy=policy)
+            fully_shard(block, reshard_after_forward=not keeps, **settings)
+    if root is model:  # a pipeline keeps all of its weights
+        shard_ends(model, blocks, keeps, **settings)
+    # What is left is needed first in backward: None lets torch keep it.
+    fully_shard(root, reshard_after_forward=False if keeps else None, **settings)
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in sharded_modules(root):
         # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
+    follow_autocast(root, mesh.device)
+    round_after_backward(root)
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
 
 
-def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:
-    """Gradients of 16 bits are summed over ranks and micro-batches in fp32; weights and activations stay 16 bits."""
-    half = any(parameter.dtype in (torch.bfloat16, torch.float16) for parameter in root.parameters())
-    return MixedPrecisionPolicy(reduce_dtype=torch.float32 if half else None)
+def move_rest(model: nn.Module, device: torch.device) -> None:
+    """`fully_shard` moves what is in its units; a stage has buffers beside them."""
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for tensor in (tensor for tensor in tensors.values() if tensor is not None):
+                if tensor.device != device and not tensor.is_meta:
+                    tensor.data = tensor.data.to(device)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
@@ -97,3 +106,22 @@ def forget_root(model: nn.Module) -> None:
 def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
     """The modules under FSDP2, outermost first."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
+
+
+def without_sharding(module: nn.Module) -> nn.Module:
+    """The same module with the same parameters, for FSDP2 a stranger; the module itself if it is no unit.
+
+    torch has no call for this: a unit's state and its handles are internals, looked at in torch 2.13.
+    """
+    if not isinstance(module, FSDPModule):
+        return module
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    plain = copy.copy(module)  # of the class from before
+    for name in ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"):
+        setattr(plain, name, type(vars(plain)[name])(vars(plain)[name]))
+    for key in (STATE_KEY, REGISTRY_KEY):
+        vars(plain).pop(key, None)
+    for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
+        for hooks in (plain._forward_pre_hooks, plain._forward_pre_hooks_with_kwargs, plain._forward_hooks):
+            hooks.pop(handle.id, None)
+    return plain

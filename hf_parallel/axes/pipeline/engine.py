@@ -26,7 +26,7 @@ from torch import nn
 
 from hf_parallel.axes.axis import Building
 from hf_parallel.axes.pipeline import unscheduled
-from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD, PipelinePart
+from hf_parallel.axes.pipeline.axis import PipelinePart
 from hf_parallel.axes.pipeline.batches import Batch, count_targets, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs
 from hf_parallel.axes.pipeline.recorder import Recorder
@@ -49,11 +49,13 @@ class Stage(nn.Module):
         super().__init__()
         self.parts = nn.ModuleList(view.modules)
         self.work: Callable[[torch.Tensor | None, int], Any] | None = None
+        self.autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def __call__(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
         """FSDP2's hooks would move indices to the GPU; to read one there waits for all that is queued."""
         arrived = None if hidden is not None and not hidden.is_floating_point() else hidden
-        return super().__call__(arrived, micro_batch=int(micro_batch))
+        with self.autocast():  # around FSDP2's hooks too: it gathers weights in autocast's dtype
+            return super().__call__(arrived, micro_batch=int(micro_batch))
 
     def forward(self, hidden: torch.Tensor | None, micro_batch: int) -> Any:
         assert self.work is not None
@@ -92,17 +94,13 @@ class PipelineEngine:
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
+        self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
         self._width = text_config(model).hidden_size
         self.schedules: dict[tuple, Any] = {}  # by number and shape of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
-
-    @property
-    def splits_backward(self) -> bool:
-        """Are gradients of inputs and of weights computed at different times?"""
-        return self.config.pipeline_schedule in SPLIT_BACKWARD
 
     # ---- attaching ---------------------------------------------------------------------------------------------
 
@@ -248,7 +246,9 @@ class PipelineEngine:
         try:
             return self._backbone_forward(**kwargs)
         except LeaveAtExit as leave:
-            expected = boundary_dtype(self._layers)
+            expected = self._boundary_dtype()
+            if self.lowered_dtype() is not None:  # FSDP2 would cast it when it arrives
+                leave.carried = leave.carried.to(expected)
             if leave.carried.dtype != expected:  # it would arrive as garbage in the receiver's buffer
                 raise RuntimeError(
                     f"hf_parallel: activations are {leave.carried.dtype}, weights {expected}: cannot cross stages"
@@ -262,7 +262,10 @@ class PipelineEngine:
         """An empty tensor of the shape that travels between stages for a batch of these tokens."""
         rows, length = tokens.shape[:2]
         shape = rows, -(-length // self.sequence_parts), self._width
-        return torch.empty(shape, dtype=boundary_dtype(self._layers), device=device)
+        return torch.empty(shape, dtype=self._boundary_dtype(), device=device)
+
+    def _boundary_dtype(self) -> torch.dtype:
+        return self.lowered_dtype() or boundary_dtype(self._layers)
 
     def take_over(self) -> torch.Tensor:
         """What a stage of this rank has left for the next one here."""

@@ -33,17 +33,16 @@ def scheduled(engine: Any, count: int, tokens: torch.Tensor, run: Run) -> torch.
     with _autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
 
         def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
-            with autocast():
-                output = run(view, hidden, i)
+            output = run(view, hidden, i)
             return output if scale is None or view.index != engine.last_index else output * scale
 
         try:
             for view, stage in zip(engine.views, engine.stages, strict=True):
-                stage.work = functools.partial(work, view)
+                stage.work, stage.autocast = functools.partial(work, view), autocast
             schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
         finally:
             for stage in engine.stages:
-                stage.work = None
+                stage.work, stage.autocast = None, contextlib.nullcontext
     loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
     loss = loss.to(engine.mesh.device) / (1 if scale is None else scale)
     dist.broadcast(loss, group=engine.group, group_src=engine.last_rank)

@@ -15,7 +15,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.gradients import clip_grad_norm
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.mixed_precision import compute_in
+from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
@@ -168,13 +169,24 @@ def prepare_model(original: Callable) -> Callable:
     def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if runtime.parallel_state(model) is None:
             return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        return original(self, model, device_placement=False, evaluation_mode=True)
+        prepared = original(self, model, device_placement=False, evaluation_mode=True)
+        if self.native_amp:
+            _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision))
+        return prepared
 
     return replacement
 
 
+def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Data ranks gather fp32 weights in 16 bits; accelerate's autocast, inside the forward, would come too late."""
+    state = runtime.parallel_state(model)
+    if state is not None and dtype is not None:
+        for part in [part._hf_parallel for part in state.parts] or [state]:
+            compute_in(part.root, dtype)
+
+
 def no_sync(original: Callable) -> Callable:
-    """Hold gradient reduction back until the last micro-step."""
+    """Know that this is not the last micro-step."""
 
     @contextlib.contextmanager
     def replacement(self: Any, model: nn.Module) -> Iterator[None]:
@@ -186,16 +198,13 @@ def no_sync(original: Callable) -> Callable:
 
 @contextlib.contextmanager
 def defer_reduction(model: nn.Module) -> Iterator[None]:
-    """Accumulate unreduced gradients inside the block. A pipeline reduces in each of its schedules instead."""
+    """In here run the micro-batches of a step but the last."""
     state = runtime.parallel_state(model)
-    roots = [] if state is None or state.pipeline else list(sharded_modules(state.root))[:1]
-    for root in roots:
-        root.set_requires_gradient_sync(False)
-    try:
+    states = [] if state is None else [part._hf_parallel for part in state.parts] or [state]
+    with contextlib.ExitStack() as stack:
+        for each in states:
+            stack.enter_context(before_the_last(each.root, each.config))
         yield
-    finally:
-        for root in roots:
-            root.set_requires_gradient_sync(True)
 
 
 def _offer_no_sync(model: nn.Module) -> None:

@@ -81,7 +81,7 @@ def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
         if not any(name.endswith(target) for target in names):
             continue
         inside = list(module.modules())
-        if any(isinstance(part, FSDPModule) for part in inside):
+        if any(isinstance(part, FSDPModule) for part in inside if any(part.children())):
             raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
         if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
             raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")

@@ -1,0 +1,198 @@
+"""fp32 weights under mixed precision: what is gathered, what is held, and the numbers of torch's own FSDP2."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import models
+from tests.counting import CountCollectives
+from tests.distributed import run
+from tests.training import spec_id
+
+ROWS, LENGTH = 12, 33
+
+
+def tokens(seed=5):
+    return torch.randint(0, 515, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def build():
+    return models.build(
+        "llama", num_hidden_layers=7, num_attention_heads=6, num_key_value_heads=3, head_dim=16, vocab_size=515
+    )
+
+
+def by_hand():
+    """Losses under torch's FSDP2 and its policy, in the autocast that accelerate puts around the forward."""
+    model, policy = build(), MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    share = tokens().chunk(2)[torch.distributed.get_rank()]
+    for _ in range(3):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(input_ids=share, labels=share).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def with_accelerate(spec):
+    """The same in an unchanged loop; bytes gathered per parameter and micro-batch; 16-bit bytes held after a step."""
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    from accelerate import Accelerator
+
+    accelerator, model, losses = Accelerator(mixed_precision="bf16", cpu=True), build(), []
+    size = sum(parameter.numel() for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    share = tokens().chunk(2)[torch.distributed.get_rank()]
+    for _ in range(3):
+        with CountCollectives() as counted:
+            output = model(input_ids=share, labels=share)
+            accelerator.backward(output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(output.loss.item())
+    assert output.logits.dtype == torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    model.eval()
+    with torch.inference_mode():
+        evaluated = model(input_ids=share)
+    drawn = accelerator.unwrap_model(model).generate(share[:, :5], max_new_tokens=3, do_sample=False)
+    assert evaluated.logits.dtype == torch.float32
+    assert drawn.shape == (ROWS // 2, 8)
+    units = (module for module in model.modules() if isinstance(module, FSDPModule))
+    held = [p for unit in units for group in fully_shard.state(unit)._fsdp_param_groups for p in group.fsdp_params]
+    assert sum(buffer.untyped_storage().nbytes() for p in held for buffer in p.all_gather_outputs) == 0
+    return losses, {kind: count / size for kind, count in counted.whole.items()}
+
+
+def test_data_ranks_gather_16_bits_with_the_numbers_of_fsdp2():
+    """As many bits in every sum: the same numbers, whatever units the weights are gathered in."""
+    for (ours, moved), theirs in zip(run(with_accelerate, 2, "dp_shard=2", init=False), run(by_hand, 2), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-6)
+        assert 3 < moved["gather"] <= 4.05  # 2 bytes twice, of embedding and head once; autocast alone: 8
+        assert moved["scatter"] == pytest.approx(4, rel=0.02)
+
+
+class Casts(TorchDispatchMode):
+    """How many weights of `sizes` numbers are cast to bf16."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.sizes, self.count = sizes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func._opname == "_to_copy" and result.dtype == torch.bfloat16 and args[0].dtype == torch.float32:
+            self.count += tuple(result.shape) in self.sizes
+        return result
+
+
+def cast(spec, alone=False):
+    """Losses of three steps of two calls each, and how many matrices of the MLPs were cast in each of the steps."""
+    import hf_parallel
+
+    model = models.build("llama", intermediate_size=96, vocab_size=515)
+    if not alone:
+        hf_parallel.parallelize(model, spec)
+    down = model.model.layers[
+        0 if alone or "pp" not in spec else 2 * model._hf_parallel.mesh.index("pp")
+    ].mlp.down_proj
+    part = down.weight.to_local() if isinstance(down.weight, DTensor) else down.weight
+    sizes = {tuple(part.shape), tuple(part.t().shape)}
+    optimizer, losses, counts, rows = torch.optim.SGD(model.parameters(), lr=0.1), [], [], tokens()
+    for _ in range(3):
+        with Casts(sizes) as casts:
+            for _ in range(2):
+                with torch.autocast("cpu", dtype=torch.bfloat16):
+                    loss = model(input_ids=rows, labels=rows).loss
+                (loss / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        counts.append(casts.count)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        model.eval()(input_ids=rows, labels=rows)
+    return losses, counts
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["tp=2", "pp=2", "tp=2,activation_checkpointing=full", "pp=2,pipeline_schedule=zbv_zero_bubble"],
+    ids=spec_id,
+)
+def test_without_data_ranks_a_matrix_is_cast_once_per_step(spec):
+    """3 matrices in each MLP; the micro-batches of a pipeline, both calls and recomputation read the same copies."""
+    layers = 4 if "pp" not in spec else 2
+    expected = run(cast, 1, spec, True)[0][0]
+    assert expected[2] < expected[0] - 0.1
+    for losses, counts in run(cast, 2, spec):
+        assert losses == pytest.approx(expected, rel=2e-3)  # bf16 keeps 8 bits: 4e-3 per product
+        assert counts == [3 * layers] * 3
+
+
+def tied(spec):
+    """Where embedding and head are after a step."""
+    import hf_parallel
+
+    found = {}
+    for name in ("llama", "qwen3"):
+        model = models.build(name, vocab_size=515)
+        hf_parallel.parallelize(model, spec)
+        rows = tokens()[:4]
+        seen = []
+        model.model.layers[1].register_forward_hook(
+            lambda *_, model=model, seen=seen: seen.extend(
+                type(end.weight).__name__ for end in (model.get_input_embeddings(), model.get_output_embeddings())
+            )
+        )
+        model(input_ids=rows, labels=rows).loss.backward()
+        found[name] = seen
+    return found
+
+
+def test_embedding_and_head_are_gathered_only_while_they_are_needed():
+    """In the middle of the layers: both are shards, but for a tied one, which both ends need."""
+    for found in run(tied, 2, "dp_shard=2"):
+        assert found == {"llama": ["DTensor", "DTensor"], "qwen3": ["Parameter", "Parameter"]}
+
+
+def started(spec):
+    """Is a model built in code ever moved as a whole?"""
+    import hf_parallel
+
+    model = build()
+    torch.nn.Module.to = lambda self, *_: pytest.fail("moved as a whole")
+    hf_parallel.parallelize(model, spec)
+
+
+def test_sharded_models_are_moved_layer_by_layer():
+    run(started, 2, "dp_shard=2")
+
+
+def test_checksums_see_every_bit():
+    from hf_parallel.axes.data.identical import checksum
+
+    cpu, values = torch.device("cpu"), torch.randn(300_001)
+    changed, exchanged = values.clone(), values.clone()
+    changed[-1] = torch.nextafter(values[-1], torch.tensor(9.0))
+    exchanged[[5, 200_000]] = values[[200_000, 5]]
+    kinds = [values, changed, exchanged, values.bfloat16(), values[1:], values > 0, values.new_full((3, 5), torch.nan)]
+    sums = [checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))]
+    assert len(set(sums)) == len(sums)
+    assert sums == [
+        checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))
+    ]
