@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_parallel.axes.attention import AttentionKeys
 from hf_parallel.axes.axis import Axis, MeshAxis
+from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts import ExpertKeys
@@ -41,6 +42,7 @@ class ParallelConfig(
     ExpertKeys,
     PipelineKeys,
     DataKeys,
+    CompressionKeys,
     SavingKeys,
 ):
     """How many processes along which axis, and how each axis behaves.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
-_COMPRESSION = "ZeRO++ compression"
-
 
 @dataclass(frozen=True)
 class DataKeys(Keys):
@@ -31,12 +29,6 @@ class DataKeys(Keys):
     )
     offload: str = key(
         "none", "where parameters and optimizer states rest", not_built=(NotBuilt("offloading", "offload=none"),)
-    )
-    quantize_weights: bool = key(
-        False, "gather weights in fewer bits", not_built=(NotBuilt(_COMPRESSION, "quantize_weights=false"),)
-    )
-    quantize_gradients: bool = key(
-        False, "reduce gradients in fewer bits", not_built=(NotBuilt(_COMPRESSION, "quantize_gradients=false"),)
     )
 
 
