@@ -20,6 +20,7 @@ from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts import ExpertKeys
+from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
@@ -43,6 +44,7 @@ class ParallelConfig(
     PipelineKeys,
     DataKeys,
     CompressionKeys,
+    OffloadKeys,
     SavingKeys,
 ):
     """How many processes along which axis, and how each axis behaves.

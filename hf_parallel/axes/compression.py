@@ -28,7 +28,7 @@ class CompressionKeys(Keys):
     gradient_error_feedback: bool = key(False, "add what quantize_gradients has lost to the next step's gradients")
 
 
-class Compression(Axis[None, None]):
+class Compression(Axis[None, list[str]]):
     """Other collectives for the units that the data axes have sharded."""
 
     name = "compression"
@@ -50,8 +50,8 @@ class Compression(Axis[None, None]):
     def is_on(self, config: ParallelConfig) -> bool:
         return bool(_asked(config))
 
-    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> None:
-        """Nothing is chosen; the ranks must be there."""
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
+        """Nothing is chosen but what to tell; the ranks must be there."""
         ranks, group = config.dp_shard_size, config.hierarchical_shard
         if ranks == 1:
             asked = _asked(config)[0]
@@ -60,8 +60,14 @@ class Compression(Axis[None, None]):
             divisors = [n for n in range(2, ranks) if ranks % n == 0]
             works = f"hierarchical_shard={divisors[-1]}" if divisors else "hierarchical_shard=none"
             refuse(f"hierarchical_shard={group}", f"no whole part of dp_shard_size={ranks}", works)
+        if group is None or config.pp_size == 1:
+            return []
+        return ["a pipeline keeps weights for its backward pass: hierarchical_shard saves it traffic, no memory"]
 
-    def finish(self, model: Any, part: None, building: Building) -> None:
+    def notes(self, part: list[str]) -> list[str]:
+        return part
+
+    def finish(self, model: Any, part: list[str], building: Building) -> None:
         """Give each unit its collectives."""
         from hf_parallel.axes.data.compressed import compress
 

@@ -27,9 +27,6 @@ class DataKeys(Keys):
             NotBuilt("unsharded data parallelism by this key", "dp_replicate=-1", (0,)),
         ),
     )
-    offload: str = key(
-        "none", "where parameters and optimizer states rest", not_built=(NotBuilt("offloading", "offload=none"),)
-    )
 
 
 class Data(Axis[None, None]):

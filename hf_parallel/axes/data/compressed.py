@@ -48,13 +48,9 @@ def compress(root: nn.Module, mesh: ParallelMesh) -> None:
     config = mesh.config
     nodes = None if config.hierarchical_shard is None else _nodes_of(mesh, config.hierarchical_shard)
     for unit in sharded_modules(root):
-        if nodes is not None and mesh.size("pp") > 1:
-            # A pipeline keeps weights from their first micro-batch on; who names a group wants them freed.
-            unit.set_reshard_after_forward(True, recurse=False)
         if nodes is not None or config.quantize_weights != "none":
-            group = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
-            if group:
-                unit.set_custom_all_gather(GatherWeights(group[0], config.quantize_weights, nodes))
+            for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+                unit.set_custom_all_gather(GatherWeights(group, config.quantize_weights, nodes))
         if config.quantize_gradients != "none":
             unit.set_custom_reduce_scatter(
                 ScatterGradients(config.quantize_gradients, nodes, config.gradient_error_feedback)

@@ -16,7 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 
 from hf_parallel.mesh import ParallelMesh
 
@@ -42,9 +48,10 @@ def shard_data_parallel(
     policy = MixedPrecisionPolicy() if splits_backward else _summing_in_fp32(root)
     for block in blocks:
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy, **resting(mesh))
     # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
-    fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False, mp_policy=policy)
+    kept = None if reshard else False
+    fully_shard(root, mesh=axes, reshard_after_forward=kept, mp_policy=policy, **resting(mesh))
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in sharded_modules(root):
@@ -53,6 +60,13 @@ def shard_data_parallel(
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def resting(mesh: ParallelMesh) -> dict[str, Any]:
+    """Under offload=cpu parameters and gradients rest on the host, in memory that a GPU copies from and to by itself."""
+    if mesh.config.offload != "cpu":
+        return {}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")}
 
 
 def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:

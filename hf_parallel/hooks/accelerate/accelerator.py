@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.axes.pipeline.batches import count_targets
+from hf_parallel.axes.data import host_step
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.config import SpecError
@@ -43,6 +44,7 @@ def prepare(original: Callable) -> Callable:
             check_optimizer(optimizer)
             eight_bit.check(optimizer)
             follow_parameters(optimizer)
+            host_step.check_optimizer(optimizer)
         return original(self, *args, **kwargs)
 
     return replacement
