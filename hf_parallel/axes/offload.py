@@ -67,6 +67,8 @@ def folder(offload: str) -> str:
 
 def _check_folder(path: str) -> None:
     """One that can be written to, made if it is not there."""
+    if path == "PATH":  # as `plan` writes it
+        refuse(f"offload={_NVME}PATH", "PATH stands for a folder on a fast disk", f"offload={_NVME}/scratch")
     above = os.path.abspath(path)
     while not os.path.exists(above):
         above = os.path.dirname(above)

@@ -96,6 +96,10 @@ class Layout:
     schedule: str = "1f1b"
     context: str = "ring"  # how cp shares attention: "ring" or "ulysses"
     split: tuple[int, ...] | None = None  # layers per stage; default: even, or by cost where that is impossible
+    hierarchical_shard: int = 1  # ranks of a group within which ZeRO-3's backward gathers; 1: all shards
+    quantize_weights: str = "none"
+    quantize_gradients: str = "none"
+    gradient_error_feedback: bool = False
 
     @property
     def gpus(self) -> int:

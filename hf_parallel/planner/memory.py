@@ -31,7 +31,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_bytes, state_bytes, summed_width, zero_states
+from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, adapter_bytes, state_bytes, summed_width, zero_states
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
@@ -125,7 +125,8 @@ class _Rank:
             zero_states(self.experts, expert_shards(self.layout), stage, per),
             zero_states(self.adapters, self.layout.shards, stage, adapter),
         )
-        return {kind: sum(states[kind] for states in each) for kind in each[0]}
+        found = {kind: sum(states[kind] for states in each) for kind in each[0]}
+        return {**found, "gradients": found["gradients"] + self._fed_back()}
 
     def _gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
@@ -148,7 +149,20 @@ class _Rank:
         layer = max((one.dense(self.layout.tp) + one.experts(self.layout.ep) for one in alone), default=0.0)
         adapters = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
-        return self.width * (self.ends + self.habits.gathered_layers * layer) + adapters + reduced
+        return (
+            self.width * (self.ends + self.habits.gathered_layers * layer) + adapters + reduced + self._kept_nearby()
+        )
+
+    def _kept_nearby(self) -> float:
+        """Weights of the layers that a group of hierarchical shards holds among its ranks, as they were gathered."""
+        if self.layout.hierarchical_shard == 1:
+            return 0.0
+        width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
+        return width * (self.numbers + self.experts - self.ends) / self.layout.hierarchical_shard
+
+    def _fed_back(self) -> float:
+        """What quantised gradients have lost, for all numbers of a step."""
+        return 4.0 * (self.numbers + self.experts) if self.layout.gradient_error_feedback else 0.0
 
     def _alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)

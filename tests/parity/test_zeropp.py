@@ -161,8 +161,10 @@ def gathered(kind: str) -> dict[str, float]:
     stored_weights = {name: whole(parameter) for name, parameter in layer.named_parameters()}
     dtypes = {parameter.dtype for parameter in layer.parameters()}
     layer.unshard()
-    gaps = {name: distance({"": parameter.detach().float()}, {"": stored_weights[name].float()})
-            for name, parameter in layer.named_parameters()}
+    gaps = {
+        name: distance({"": parameter.detach().float()}, {"": stored_weights[name].float()})
+        for name, parameter in layer.named_parameters()
+    }
     layer.reshard()
     gradients = steps(model, 4, dist.get_rank())["gradients"]
     return {

@@ -109,7 +109,9 @@ class GatherWeights(_Allocates, AllGather):
 
     def __init__(self, group: Any, kind: str, nodes: Nodes | None) -> None:
         self.group, self.kind, self.nodes = group, kind, nodes
-        self.kept: torch.Tensor | None = None  # this rank's part of the unit within its node, as it came over the links
+        self.kept: torch.Tensor | None = (
+            None  # this rank's part of the unit within its node, as it came over the links
+        )
         self._written: Any = None  # on which stream's queue that is done
 
     def __call__(

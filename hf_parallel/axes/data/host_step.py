@@ -166,6 +166,7 @@ class HostStep:
             part = self._parts[number] = self.file.part(size)
             for place, slots, slot in fresh:
                 slots[slot] = self._kept[place, slot] = part.keep(slots[slot])
+            self.file.free()
         if not number:
             self.file.settle()  # what the last step has left
         if number in self._parts:

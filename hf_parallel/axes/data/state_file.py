@@ -76,6 +76,11 @@ class StateFile:
 
         self._submit(write)
 
+    def free(self) -> None:
+        """Give the system back what the allocator keeps of states that were made in memory."""
+        if hasattr(_libc, "malloc_trim"):
+            _libc.malloc_trim(0)
+
     def settle(self) -> None:
         """Wait for what was begun.
 
