@@ -16,9 +16,11 @@ from typing import Any
 
 from hf_parallel.axes.attention import AttentionKeys
 from hf_parallel.axes.axis import Axis, MeshAxis
+from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts import ExpertKeys
+from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
@@ -41,6 +43,8 @@ class ParallelConfig(
     ExpertKeys,
     PipelineKeys,
     DataKeys,
+    CompressionKeys,
+    OffloadKeys,
     SavingKeys,
 ):
     """How many processes along which axis, and how each axis behaves.

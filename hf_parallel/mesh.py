@@ -101,7 +101,7 @@ class ParallelMesh:
             refuse(config.to_spec(), f"does not fit {dist.get_world_size()} processes", "dp_shard=-1")
         device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
         rank = dist.get_rank()
-        data_group = _own_group(axis_ranks(config, *_data_axes(config)), rank)
+        data_group = new_group_of(axis_ranks(config, *_data_axes(config)), rank)
         limit = time_out()
         if limit is not None:
             set_time_out(limit, [device_mesh.get_group(axis) for axis in config.sizes])
@@ -155,7 +155,7 @@ class ParallelMesh:
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
         ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
-        return _own_group(ends, self.rank)
+        return new_group_of(ends, self.rank)
 
 
 def end_groups() -> None:
@@ -170,8 +170,8 @@ def end_groups() -> None:
         time.sleep(_LAST_WORK_S)
 
 
-def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """Create every group (each rank must take part in each creation) and keep the one that holds `rank`."""
+def new_group_of(all_ranks: list[list[int]], rank: int) -> Any:
+    """Create every group (each rank must take part in each creation); the one that holds `rank`, or None."""
     own = None
     for ranks in all_ranks:
         group = dist.new_group(ranks, timeout=time_out())

@@ -23,7 +23,7 @@ _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {"offload": offload, "activation_checkpointing": recompute}
-    for offload in ("none", "cpu", "nvme:PATH")
+    for offload in ("none", "optimizer", "cpu", "nvme:PATH")
     for recompute in ("none", "selective", "full")
 )
 
@@ -76,7 +76,8 @@ def runnable_part(config: ParallelConfig) -> ParallelConfig:
 def sizes_of(config: ParallelConfig) -> tuple:
     """The sizes of all axes, how cp shares attention, and ZeRO's stage."""
     names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
-    return (*(getattr(config, name) for name in names), config.context_parallel, config.zero_stage)
+    sizes = (getattr(config, name) for name in names)
+    return (*sizes, config.context_parallel, config.zero_stage, config.hierarchical_shard)
 
 
 def layouts(goal: Goal) -> Iterator[ParallelConfig]:
@@ -102,9 +103,11 @@ def _data(goal: Goal, sizes: dict[str, Any], data: int) -> Iterator[ParallelConf
         shards = data // replicate
         for experts in _experts(goal.shape, shards * sizes["cp_size"] * sizes["tp_size"]):
             for stage in _zero_stages(shards, sizes["pp_size"]):
-                yield configured(
-                    **sizes, dp_replicate_size=replicate, dp_shard_size=shards, zero_stage=stage, ep_size=experts
-                )
+                chosen = {"dp_replicate_size": replicate, "dp_shard_size": shards, "zero_stage": stage}
+                yield configured(**sizes, **chosen, ep_size=experts)
+                inside = max(1, goal.cluster.per_node // sizes["tp_size"] // sizes["cp_size"])
+                if stage == 3 and sizes["pp_size"] == sizes["cp_size"] == 1 < inside < shards and shards % inside == 0:
+                    yield configured(**sizes, **chosen, ep_size=experts, hierarchical_shard=inside)
 
 
 def heads_divide(shape: ModelShape, tp: int) -> bool:
@@ -192,6 +195,10 @@ def to_layout(config: ParallelConfig) -> Layout:
         context=config.context_parallel,
         split=config.pipeline_split,
         reduces_each=config.reduces_each_micro_batch,
+        hierarchical_shard=config.hierarchical_shard or 1,
+        quantize_weights=config.quantize_weights,
+        quantize_gradients=config.quantize_gradients,
+        gradient_error_feedback=config.gradient_error_feedback,
     )
 
 

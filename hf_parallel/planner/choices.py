@@ -125,6 +125,8 @@ def variants(
     share = goal.share(config)
     sizes = micro_batches(goal, share, config) if share else []
     for way in ways:
+        if way["offload"] == "cpu" and config.data_parallel_size == 1:
+            continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
         tried = [predicted(goal, configured(config, **way), size, limit) for size in sizes]
         yield from (choice for choice in tried if choice is not None)
         if any(isinstance(choice, Choice) for choice in tried):

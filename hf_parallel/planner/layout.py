@@ -98,6 +98,10 @@ class Layout:
     context: str = "ring"  # how cp shares attention: "ring" or "ulysses"
     split: tuple[int, ...] | None = None  # layers per stage; default: even, or by cost where that is impossible
     reduces_each: bool = False  # gradients in every micro-batch of a step, not once after them
+    hierarchical_shard: int = 1  # ranks of a group within which ZeRO-3's backward gathers; 1: all shards
+    quantize_weights: str = "none"
+    quantize_gradients: str = "none"
+    gradient_error_feedback: bool = False
 
     @property
     def gpus(self) -> int:

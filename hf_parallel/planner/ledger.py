@@ -33,7 +33,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, summed_width
+from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, summed_width
 from hf_parallel.planner.transfer import (
     ATTENTION,
     BACKWARD,
@@ -221,24 +221,55 @@ class _Sends:
         dense = dense_parameters(block, self.layout.tp) * self.job.stored
         adapters = ADAPTER_WIDTH * adapter_parameters(block, self.layout.tp, self.job.lora)
         experts = block.expert_parameters / self.layout.ep * self.job.stored
-        yield from self.zero(dense + adapters, adapters if self.job.lora else dense * self.widened, "zero")
+        reduced = adapters if self.job.lora else dense * self.widened
+        yield from self.zero(dense + adapters, reduced, "zero", exact=adapters)
         yield from self.zero(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
-    def zero(self, weights: float, gradients: float, group: str, kept: bool = False) -> Iterator[Transfer]:
+    def zero(
+        self, weights: float, gradients: float, group: str, kept: bool = False, exact: float = 0.0
+    ) -> Iterator[Transfer]:
         """ZeRO-3 gathers weights in each pass, FSDP2 at stages 1 and 2 for a step, in a pipeline for a schedule.
 
         Those of the ends (`kept`) FSDP2 gathers once: an embedding's backward needs none, and a head's comes at once.
+        `exact`: bytes that are never quantised.
         """
-        axis, fsdp2, stage, link = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage, self.links[group]
-        once = 1 / self.job.micro_batches
+        fsdp2, stage, once = self.habits.fsdp2, self.layout.zero_stage, 1 / self.job.micro_batches
+        weights = self.coded_weights(weights - exact) + exact
         if stage == 3 or (stage and fsdp2 and self.layout.pp == 1):
             what = "weights" if stage == 3 else "updated weights"
-            yield Transfer(axis, "all_gather", weights, 1 if stage == 3 else once, link, what, FORWARD, COMPUTE)
+            yield from self.gather(weights, 1 if stage == 3 else once, group, what, FORWARD, COMPUTE)
         if stage == 3:
-            yield Transfer(axis, "all_gather", weights, not (kept and fsdp2), link, "weights", BACKWARD, COMPUTE)
+            yield from self.gather(weights, not (kept and fsdp2), group, "weights", BACKWARD, COMPUTE)
         if stage == 3 or self.layout.reduces_each:
             rounds = once if fsdp2 and not self.layout.reduces_each else 1
-            yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", BACKWARD, COMPUTE)
+            yield from self.scatter(gradients, rounds, group, BACKWARD, COMPUTE)
+
+    def gather(
+        self, size: float, count: float, group: str, what: str, when: str, behind: str = EXPOSED
+    ) -> Iterator[Transfer]:
+        """In two hops where shards are hierarchical, of which ZeRO-3's backward makes the one inside."""
+        axis, inside = self.habits.data_axis, self.layout.hierarchical_shard
+        if inside == 1 or group != "zero":
+            yield Transfer(axis, "all_gather", size, count, self.links[group], what, when, behind)
+            return
+        if when != BACKWARD:
+            yield Transfer(axis, "all_gather", size / inside, count, self.links["across"], what, when, behind)
+        yield Transfer(axis, "all_gather", size, count, self.links["within"], what, when, behind)
+
+    def scatter(self, size: float, count: float, group: str, when: str, behind: str) -> Iterator[Transfer]:
+        """Quantised gradients are exchanged and then summed, in two hops where shards are hierarchical."""
+        axis, inside = self.habits.data_axis, self.layout.hierarchical_shard
+        if self.layout.quantize_gradients == "none":
+            yield Transfer(axis, "reduce_scatter", size, count, self.links[group], "gradients", when, behind)
+            return
+        size *= CODE_BYTES[self.layout.quantize_gradients] / (self.job.stored * self.widened)
+        hops = [(group, 1)] if inside == 1 or group != "zero" else [("within", 1), ("across", inside)]
+        for hop, parts in hops:
+            yield Transfer(axis, "all_to_all", size / parts, count, self.links[hop], "gradients", when, behind)
+
+    def coded_weights(self, size: float) -> float:
+        """Bytes of weights as they are gathered."""
+        return size * CODE_BYTES.get(self.layout.quantize_weights, self.job.stored) / self.job.stored
 
     def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
         """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
@@ -257,10 +288,10 @@ class _Sends:
             yield Transfer(axis, "all_reduce", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
         elif stage < 3:
             if not self.layout.reduces_each:
-                yield Transfer(axis, "reduce_scatter", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
+                yield from self.scatter(gradients, rounds, group, STEP, LAST_BACKWARD)
             if self.layout.pp > 1 or not fsdp2:
-                updated = weights if fsdp2 else gradients
-                yield Transfer(axis, "all_gather", updated, rounds, link, "updated weights", STEP)
+                updated = self.coded_weights(weights) if fsdp2 else gradients
+                yield from self.gather(updated, rounds, group, "updated weights", STEP)
         part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
         rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)

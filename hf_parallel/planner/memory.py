@@ -31,7 +31,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_bytes, state_bytes, summed_width, zero_states
+from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, adapter_bytes, state_bytes, summed_width, zero_states
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
@@ -127,7 +127,8 @@ class _Rank:
             zero_states(self.experts, expert_shards(self.layout), stage, per),
             zero_states(self.adapters, self.layout.shards, stage, adapter),
         )
-        return {kind: sum(states[kind] for states in each) for kind in each[0]}
+        found = {kind: sum(states[kind] for states in each) for kind in each[0]}
+        return {**found, "gradients": found["gradients"] + self._fed_back()}
 
     def _gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
@@ -152,12 +153,24 @@ class _Rank:
         adapters = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
         ends = self.ends - self._freed_embedding(self.stages[0])
-        return self.width * (ends + self.habits.gathered_layers * layer) + adapters + reduced
+        gathered = self.width * (ends + self.habits.gathered_layers * layer)
+        return gathered + adapters + reduced + self._kept_nearby()
 
     def _freed_embedding(self, stage: Stage) -> float:
         """Numbers of an embedding that nothing needs after the forward: FSDP2 has it in a group of its own."""
         alone = self.habits.fsdp2 and stage.is_first and not self.shape.tied
         return self.shape.embedding_parameters / self.layout.tp if alone else 0.0
+
+    def _kept_nearby(self) -> float:
+        """Weights of the layers that a group of hierarchical shards holds among its ranks, as they were gathered."""
+        if self.layout.hierarchical_shard == 1:
+            return 0.0
+        width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
+        return width * (self.numbers + self.experts - self.ends) / self.layout.hierarchical_shard
+
+    def _fed_back(self) -> float:
+        """What quantised gradients have lost, for all numbers of a step."""
+        return 4.0 * (self.numbers + self.experts) if self.layout.gradient_error_feedback else 0.0
 
     def _alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)
@@ -241,7 +254,9 @@ class _Rank:
             return 0.0
         blocks = (block_count for stage in self.stages for block_count in stage.counts)
         layers = sum(count * lowered_parameters(block, self.layout) for block, count in blocks)
-        head = self.shape.head_outputs * self.shape.hidden / self.layout.tp * any(stage.is_last for stage in self.stages)
+        head = (
+            self.shape.head_outputs * self.shape.hidden / self.layout.tp * any(stage.is_last for stage in self.stages)
+        )
         return self.job.width * (layers + head)
 
     def _received(self) -> float:

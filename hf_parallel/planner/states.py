@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.layout import Job
 
+#: Bytes per number of quantised transfers: the code, and a scale of 2 bytes for each 64.
+CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
 #: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
@@ -70,11 +71,15 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
         state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
     if job.offload == "none":
         return state
+    if habits.fsdp2 and job.offload == "cpu":
+        return StateBytes(0, 0, 0)
     return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
 
 
 def adapter_bytes(job: Job) -> StateBytes:
     """What training keeps per parameter of an adapter."""
+    if job.habits.fsdp2 and job.offload == "cpu":
+        return StateBytes(0, 0, 0)
     moments = moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
     return StateBytes(ADAPTER_WIDTH, ADAPTER_WIDTH, moments)
 
@@ -89,6 +94,8 @@ def state_width(job: Job) -> float:
 
 def host_bytes(parameters: float, job: Job) -> float:
     """What `parameters` whose optimizer runs on the host take in its memory: gradient, weight, two moments."""
+    if job.offload == "optimizer":
+        return parameters * 2 * state_width(job)
     return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
 
 

@@ -92,6 +92,8 @@ def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
         "ep": (layout.ep, 1),
         "dp": (layout.dp, inner),
         "zero": (layout.shards, layout.tp),
+        "within": (layout.hierarchical_shard, layout.tp),
+        "across": (layout.shards // layout.hierarchical_shard, layout.tp * layout.hierarchical_shard),
         "experts": (experts, layout.tp * layout.shards // experts),
         "replicate": (layout.dp_replicate, inner * replica),
         "pp": (layout.pp, inner * layout.dp),

@@ -175,7 +175,7 @@ def test_others_are_ranked_on_request_and_marked():
         ParallelConfig.parse(marked[0].config.to_spec())
 
 
-@pytest.mark.parametrize("key", ["cp_size", "activation_checkpointing", "zero_stage", "ep_size", "offload"])
+@pytest.mark.parametrize("key", ["cp_size", "activation_checkpointing", "zero_stage", "ep_size"])
 def test_a_version_that_lifts_a_refusal_is_believed(key, monkeypatch):
     """The search asks what stops a run at start; there is no other list."""
     field = next(field for field in dataclasses.fields(ParallelConfig) if field.name == key)
@@ -187,7 +187,6 @@ def test_a_version_that_lifts_a_refusal_is_believed(key, monkeypatch):
         "activation_checkpointing": {"gpus": 8, "memory_gib": 50, "seq": 8192},
         "zero_stage": {"gpus": 8, "gpu": "h200"},
         "ep_size": {"model": experts, "gpus": 8, "gpu": "h200"},
-        "offload": {"gpus": 2, "gpu": "rtx4090-24gb", "seq": 512, "global_batch": 64},
     }[key]
     found = searched(**given, top=200)
     default = getattr(ParallelConfig(), key)
@@ -198,8 +197,8 @@ def test_a_version_that_lifts_a_refusal_is_believed(key, monkeypatch):
 
 def test_the_only_one_that_fits_is_named():
     found = searched(LLAMA_8B, gpus=2, gpu="rtx4090-24gb", seq=512, global_batch=64)
-    assert found.choices == []
-    assert any(line.startswith("offload=cpu") and "would fit" in line for line in found.beyond), found.beyond
+    assert {choice.config.offload for choice in found.choices} <= {"optimizer", "cpu", "nvme:PATH"}, found.choices
+    assert found.best is not None
 
 
 def test_what_you_expected_may_be_refused():

@@ -59,8 +59,11 @@ def refusal(world: int, fn, *args, env=None) -> str:
         pytest.param("pp=2", 2, "bert", ["pp_size=2", "Bert", "pp_size=1"], id="no pipeline plan"),
         pytest.param("cp=2", 2, "llama", ["cp_size=2", "cp_size=1"], id="context parallelism"),
         pytest.param("ep=2", 2, "llama", ["ep_size=2", "ep_size=1"], id="expert parallelism"),
-        pytest.param("offload=cpu", 2, "llama", ["offload=cpu", "offload=none"], id="offload"),
-        pytest.param("quantize_weights=true", 2, "llama", ["quantize_weights=true"], id="ZeRO++"),
+        pytest.param("tp=2,offload=cpu", 2, "llama", ["offload=cpu", "offload=optimizer"], id="offload"),
+        pytest.param("offload=nvme:/proc/x", 2, "llama", ["nvme:/proc/x", "offload=optimizer"], id="no folder"),
+        pytest.param("quantize_weights=true", 2, "llama", ["quantize_weights=true", "int8"], id="ZeRO++"),
+        pytest.param("tp=2,quantize_weights=int8", 2, "llama", ["quantize_weights=int8", "dp_shard_size"], id="qwZ"),
+        pytest.param("dp_shard=2,hierarchical_shard=2", 2, "llama", ["hierarchical_shard=none"], id="hpZ"),
         pytest.param("zero_stage=1", 2, "llama", ["zero_stage=1", "zero_stage=2"], id="ZeRO-1"),
     ],
 )

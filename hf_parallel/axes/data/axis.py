@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
-from hf_parallel.axes.axis import Axis, Keys, MeshAxis, NotBuilt, key
+from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
-
-_COMPRESSION = "ZeRO++ compression"
 
 
 @dataclass(frozen=True)
@@ -29,15 +27,6 @@ class DataKeys(Keys):
         "auto",
         "`micro_step` reduces gradients in every micro-step of an accumulation; `step` once, and holds them whole",
         choices=("auto", "micro_step", "step"),
-    )
-    offload: str = key(
-        "none", "where parameters and optimizer states rest", not_built=(NotBuilt("offloading", "offload=none"),)
-    )
-    quantize_weights: bool = key(
-        False, "gather weights in fewer bits", not_built=(NotBuilt(_COMPRESSION, "quantize_weights=false"),)
-    )
-    quantize_gradients: bool = key(
-        False, "reduce gradients in fewer bits", not_built=(NotBuilt(_COMPRESSION, "quantize_gradients=false"),)
     )
 
     @property

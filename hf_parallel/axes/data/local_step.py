@@ -44,7 +44,7 @@ def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | N
         isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]
     ):
         refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
-    if not _is_elementwise(optimizer):
+    if not is_elementwise(optimizer):
         return None
     held = OnLocalParts(optimizer, states_too=True)
     setattr(optimizer, _HELD, held)
@@ -61,10 +61,17 @@ def _after(optimizer: Any, *_: Any) -> None:
         held.end()
 
 
-def _is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: Any) -> bool:
+    """Is it one of torch's that treat every number by itself?"""
     if type(optimizer).step.__module__ not in _ELEMENTWISE:
         return False
     return not any(group.get("differentiable") for group in optimizer.param_groups)
+
+
+def parameters_of(optimizer: Any) -> list[list[Any]]:
+    """Those of each group, also in the midst of a step on their parts."""
+    held = vars(optimizer).get(_HELD)
+    return [group["params"] for group in optimizer.param_groups] if held is None else held.former
 
 
 class OnLocalParts:

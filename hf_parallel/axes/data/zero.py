@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 
 from hf_parallel.axes.data.ends import shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
@@ -41,7 +41,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     keeps = mesh.config.zero_stage < 3 or mesh.size("dp_shard") == 1
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
-    settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy_for(root)}
+    settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=not keeps, **settings)
@@ -68,6 +68,13 @@ def move_rest(model: nn.Module, device: torch.device) -> None:
             for tensor in (tensor for tensor in tensors.values() if tensor is not None):
                 if tensor.device != device and not tensor.is_meta:
                     tensor.data = tensor.data.to(device)
+
+
+def resting(mesh: ParallelMesh) -> dict[str, Any]:
+    """Under offload=cpu parameters and gradients rest on the host, in memory that a GPU copies from and to by itself."""
+    if mesh.config.offload != "cpu":
+        return {}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")}
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.mixed_precision import compute_in
 from hf_parallel.axes.data.reduction import before_the_last
@@ -44,6 +45,7 @@ def prepare(original: Callable) -> Callable:
             check_optimizer(optimizer)
             eight_bit.check(optimizer)
             follow_parameters(optimizer)
+            host_step.check_optimizer(optimizer)
         return original(self, *args, **kwargs)
 
     return replacement

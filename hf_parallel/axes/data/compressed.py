@@ -1,0 +1,259 @@
+"""ZeRO++ on `fully_shard`: its all-gather and its reduce-scatter in two hops, in fewer bits, or both.
+
+dp_shard=8,hierarchical_shard=4, ranks 0-3 on one node and 4-7 on the other; rank 1 has shard 1:
+
+    forward     across  1 5        shards 1, 5: one part in four of the unit, kept until the next forward pass
+                within  0 1 2 3    all shards
+    backward    within  0 1 2 3    all shards, from the parts that were kept: nothing crosses
+    gradients   within  0 1 2 3    summed in the node: what rank 1 passes on, for ranks 1 and 5
+                across  1 5        summed over the nodes: the gradient of shard 1
+
+Bytes stand in the order of shards between hops, whole units after them. Everything is queued on the stream that
+torch gathers or reduces on, so what it overlaps stays overlapped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import _get_device_handle
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.collectives.quantized import pack, packed_bytes, reduce_scatter, unpack
+from hf_parallel.mesh import ParallelMesh, axis_ranks, new_group_of
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The ranks of this one's shard group that are close to it, and those with its place on the other nodes."""
+
+    within: dist.ProcessGroup
+    across: dist.ProcessGroup
+
+
+_nodes: weakref.WeakKeyDictionary[ParallelMesh, Nodes] = weakref.WeakKeyDictionary()
+
+
+def compress(root: nn.Module, mesh: ParallelMesh) -> None:
+    """Give the units below `root` the collectives that the mesh's config asks for. Collective at a mesh's first."""
+    config = mesh.config
+    nodes = None if config.hierarchical_shard is None else _nodes_of(mesh, config.hierarchical_shard)
+    for unit in sharded_modules(root):
+        if nodes is not None or config.quantize_weights != "none":
+            for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+                unit.set_custom_all_gather(GatherWeights(group, config.quantize_weights, nodes))
+        if config.quantize_gradients != "none":
+            unit.set_custom_reduce_scatter(
+                ScatterGradients(config.quantize_gradients, nodes, config.gradient_error_feedback)
+            )
+
+
+def _nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
+    if mesh not in _nodes:
+        shards = axis_ranks(mesh.config, "dp_shard")
+        within = [ranks[start : start + size] for ranks in shards for start in range(0, len(ranks), size)]
+        across = [ranks[place::size] for ranks in shards for place in range(size)]
+        _nodes[mesh] = Nodes(new_group_of(within, mesh.rank), new_group_of(across, mesh.rank))
+    return _nodes[mesh]
+
+
+class _Allocates:
+    """Memory from the allocator, as torch's own collectives of `fully_shard` have it."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _Then(dist.Work):
+    """A collective under way, and what is to be done with its result before it counts as waited for."""
+
+    def __init__(self, work: Any, then: Callable[[], None]) -> None:
+        super().__init__()
+        self._work, self._then = work, then
+
+    def wait(self, timeout: Any = None) -> bool:
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+            self._then()
+        return True
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes of a shard, from one parameter or several in a row: floats to be quantised, or what must be exact."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype | None  # None: exact
+
+
+class GatherWeights(_Allocates, AllGather):
+    """The all-gather of one unit.
+
+    Quantised are matrices in floats. Exact are vectors, which are few and sensitive; what trains beside a frozen base,
+    as adapters do; and what is in integers already, as a 4-bit base.
+    """
+
+    def __init__(self, group: Any, kind: str, nodes: Nodes | None) -> None:
+        self.group, self.kind, self.nodes = group, kind, nodes
+        self.kept: torch.Tensor | None = (
+            None  # this rank's part of the unit within its node, as it came over the links
+        )
+        self._written: Any = None  # on which stream's queue that is done
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Fill `output_tensor` with the shards of all ranks."""
+        spans = [] if self.kind == "none" else _spans(self.group.fsdp_params)
+        quantized = any(span.dtype for span in spans)
+        own = _packed(input_tensor, spans, self.kind) if quantized else input_tensor.view(torch.uint8)
+        plain = output_tensor.view(torch.uint8).view(group.size(), -1)
+        shards = own.new_empty(group.size(), own.numel()) if quantized else plain
+
+        def finish() -> None:
+            if quantized:
+                _unpacked(shards, spans, self.kind, plain)
+
+        if self.nodes is not None:
+            return self._in_two_hops(shards, own, finish, async_op)
+        work = dist.all_gather_single(shards.view(-1), own, group=group, async_op=async_op)
+        return _finished(work, finish)
+
+    def _in_two_hops(
+        self, shards: torch.Tensor, own: torch.Tensor, finish: Callable[[], None], async_op: bool
+    ) -> dist.Work | None:
+        assert self.nodes is not None
+        across, within = self.nodes.across, self.nodes.within
+        streams = _get_device_handle(own.device.type)
+
+        def inside() -> None:
+            received = own.new_empty(within.size(), part.numel())
+            dist.all_gather_single(received.view(-1), part, group=within)
+            by_node = received.view(within.size(), across.size(), -1).transpose(0, 1)
+            shards.view(by_node.shape).copy_(by_node)
+            finish()
+
+        if self.kept is not None and self.group._training_state == TrainingState.PRE_BACKWARD:
+            part = self.kept
+            streams.current_stream().wait_event(self._written)
+            return _finished(None, inside)
+        part = own.new_empty(across.size() * own.numel())
+        work = dist.all_gather_single(part, own, group=across, async_op=async_op)
+
+        def keep() -> None:
+            if self.group._reshard_after_forward:
+                self.kept, self._written = part, streams.current_stream().record_event()
+            inside()
+
+        return _finished(work, keep)
+
+
+def _finished(work: dist.Work | None, then: Callable[[], None]) -> dist.Work | None:
+    if work is not None:
+        return _Then(work, then)
+    then()
+    return None
+
+
+def _spans(parameters: list[Any]) -> list[Span]:
+    """How the bytes of a shard are treated; `parameters` are those of torch's group, in the order of the bytes."""
+    frozen = any(not held.sharded_param.requires_grad for held in parameters)
+    found: list[Span] = []
+    place = 0
+    for held in parameters:
+        dtype = held.param_dtype or held.orig_dtype
+        exact = not dtype.is_floating_point or dtype.itemsize < 2 or held.sharded_param.ndim < 2
+        exact = exact or (frozen and held.sharded_param.requires_grad)
+        end = place + held._sharded_param_data.numel() * dtype.itemsize
+        span = Span(place, end, None if exact else dtype)
+        if found and found[-1].dtype == span.dtype:
+            span = Span(found.pop().start, end, span.dtype)
+        found.append(span)
+        place = end
+    return found
+
+
+def _packed(shard: torch.Tensor, spans: list[Span], kind: str) -> torch.Tensor:
+    """One rank's bytes to send: all that is quantised as one row, then what is exact."""
+    raw = shard.view(torch.uint8)
+    floats = [_typed(raw[span.start : span.stop], span.dtype) for span in spans if span.dtype]
+    exact = [raw[span.start : span.stop] for span in spans if not span.dtype]
+    return torch.cat([pack(torch.cat([part.float() for part in floats]).unsqueeze(0), kind)[0], *exact])
+
+
+def _typed(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as floats; copied where they do not start at a multiple of a float's size."""
+    return (part.clone() if part.storage_offset() % dtype.itemsize else part).view(dtype)
+
+
+def _unpacked(shards: torch.Tensor, spans: list[Span], kind: str, whole: torch.Tensor) -> None:
+    """Fill `whole`, one row of bytes for each rank, from the rows that were sent."""
+    counts = [(span.stop - span.start) // span.dtype.itemsize for span in spans if span.dtype]
+    dtypes = {span.dtype for span in spans if span.dtype}
+    bytes_of_codes = packed_bytes(sum(counts), kind)
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    values = list(unpack(shards[:, :bytes_of_codes], sum(counts), kind, dtype).split(counts, 1))
+    place = bytes_of_codes
+    for span in spans:
+        if span.dtype:
+            part = values.pop(0).to(span.dtype).contiguous().view(torch.uint8)
+        else:
+            part = shards[:, place : place + span.stop - span.start]
+            place += span.stop - span.start
+        whole[:, span.start : span.stop] = part
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+
+
+class ScatterGradients(_Allocates, ReduceScatter):
+    """The reduce-scatter of one unit: every number is packed once for each hop, never summed in few bits."""
+
+    def __init__(self, kind: str, nodes: Nodes | None, feedback: bool) -> None:
+        self.kind, self.nodes, self.feedback = kind, nodes, feedback
+        self._errors: dict[str, torch.Tensor] = {}  # by hop
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Fill `output_tensor` with the sum, or the mean, of all ranks' gradients for this rank's shard."""
+        parts = input_tensor.view(group.size(), -1)
+        if self.nodes is None:
+            total = self._hop("group", parts, group)
+        else:
+            across, within = self.nodes.across, self.nodes.within
+            by_place = parts.view(across.size(), within.size(), -1).transpose(0, 1)
+            in_node = self._hop("within", by_place.reshape(within.size(), -1), within)
+            total = self._hop("across", in_node.view(across.size(), -1), across)
+        if op == dist.ReduceOp.AVG:
+            total = total / group.size()
+        elif op != dist.ReduceOp.SUM:
+            raise NotImplementedError(f"{op}: quantised gradients are summed or averaged")
+        output_tensor.copy_(total)
+
+    def _hop(self, name: str, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        error = None
+        if self.feedback and group.size() > 1:
+            error = self._errors.get(name)
+            if error is None or error.shape != parts.shape:  # other parameters have gradients now
+                error = self._errors[name] = torch.zeros_like(parts, dtype=torch.float32)
+        return reduce_scatter(parts, group, self.kind, error)

@@ -1,0 +1,247 @@
+"""Optimizers that step on the host, with states in its memory or in files (ZeRO-Offload, arXiv:2101.06840).
+
+Around each `step` of an optimizer of torch, chunk by chunk of its parameters:
+
+    parameters on a device     copied to the host with their gradients, the next chunk's while this one's are used
+    states                     on the host; in files: read ahead for the next chunk, written back behind this one
+    the optimizer's own step   on the chunk alone, by torch's fused kernel where it is an Adam
+    parameters on a device     copied back
+
+Then the step that the script has called finds no gradient to do anything with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hf_parallel.axes.data.local_step import is_elementwise, parameters_of, step_on_local_parts
+from hf_parallel.axes.data.state_file import StateFile, StatePart
+from hf_parallel.axes.offload import folder
+from hf_parallel.spec import refuse
+
+#: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
+CHUNK = 64 * 2**20
+_HELD = "_hf_parallel_host_step"
+_models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # -> its `offload`
+_installed: list[Any] = []
+
+
+def step_on_host(model: nn.Module, offload: str) -> None:
+    """From here on the optimizers that have parameters of `model` step on the host."""
+    _models[model] = offload
+    if not _installed:
+        step_on_local_parts()  # first: what is stepped here are the parts that a rank stores
+        _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Refuse an optimizer whose step cannot be made on the host, or in parts."""
+    way = _way_of(optimizer)
+    if way not in (None, "cpu") and not is_elementwise(optimizer):
+        why = f"{type(optimizer).__name__} is none of torch's optimizers that step number by number"
+        refuse(f"offload={way}", why, "AdamW (adamw_torch) or SGD, or offload=cpu,")
+
+
+def _way_of(optimizer: Any) -> str | None:
+    """How the model is offloaded whose parameters it has."""
+    mine = set(map(id, itertools.chain(*parameters_of(optimizer))))
+    return next((way for model, way in _models.items() if any(id(p) in mine for p in model.parameters())), None)
+
+
+def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    own = vars(optimizer)
+    if _HELD not in own:
+        check_optimizer(optimizer)
+        way = _way_of(optimizer)
+        own[_HELD] = HostStep(optimizer, way) if way is not None and is_elementwise(optimizer) else None
+    held = own[_HELD]
+    if held is None:
+        return None
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    loss = None
+    if closure is not None:  # once for all chunks
+        with torch.enable_grad():
+            loss = closure()
+    held.step()
+    return None if closure is None else ((args[0], lambda: loss), {})
+
+
+def _after(optimizer: Any, *_: Any) -> None:
+    held = optimizer.__dict__.get(_HELD)
+    if held is not None:
+        held.show_gradients()
+
+
+class HostStep:
+    """The steps of one optimizer; `offload` as in the spec."""
+
+    def __init__(self, optimizer: Any, offload: str) -> None:
+        self._optimizer, self.offload = weakref.ref(optimizer), offload
+        path = folder(offload)
+        self.file = StateFile(path) if path else None
+        self._parts: dict[int, StatePart] = {}  # by chunk
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}  # states in files, by place of the parameter
+        self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def step(self) -> None:
+        """What the optimizer's own step would do."""
+        optimizer: Any = self._optimizer()
+        former = [group["params"] for group in optimizer.param_groups]
+        places = {parameter: place for place, parameter in enumerate(p for group in former for p in group)}
+        chunks = list(_chunks(parameter for parameter in places if parameter.grad is not None))
+        copies = _HostCopies(chunks)
+        try:
+            for number, chunk in enumerate(chunks):
+                self._fetch(number + 1)
+                self._step_chunk(optimizer, former, copies.of(number), chunk)
+                self._keep(number, chunk, places, optimizer.state)
+        finally:
+            for group, parameters in zip(optimizer.param_groups, former, strict=True):
+                group["params"] = parameters
+        for parameter in places:
+            if parameter.grad is not None:
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def show_gradients(self) -> None:
+        """After the step, as it would have left them."""
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden = []
+
+    def _step_chunk(
+        self, optimizer: Any, former: list[list], on_host: dict[Any, torch.Tensor], chunk: list[torch.Tensor]
+    ) -> None:
+        state, chosen = optimizer.state, set(chunk)
+        for group, parameters in zip(optimizer.param_groups, former, strict=True):
+            group["params"] = [on_host.get(p, p) for p in parameters if p in chosen]
+        for parameter, copy in on_host.items():
+            if parameter in state:
+                state[copy] = {slot: _to_host(value) for slot, value in state.pop(parameter).items()}
+        try:
+            with _fused(optimizer):
+                type(optimizer).step.__wrapped__(optimizer)
+        finally:
+            for parameter, copy in on_host.items():
+                if copy in state:
+                    state[parameter] = state.pop(copy)
+        with torch.no_grad():
+            for parameter, copy in on_host.items():
+                parameter.copy_(copy, non_blocking=True)
+
+    # ---- files ---------------------------------------------------------------------------------------------------
+
+    def _fetch(self, number: int) -> None:
+        if self.file is not None and number in self._parts:
+            self.file.fetch(self._parts[number])
+
+    def _keep(self, number: int, chunk: list[torch.Tensor], places: dict[Any, int], state: Any) -> None:
+        """Put states that are new, or were loaded, into the file; and begin to write the chunk's part of it."""
+        if self.file is None:
+            return
+        new = [
+            (places[parameter], slots, slot)
+            for parameter in chunk
+            for slots in [state.get(parameter, {})]
+            for slot, value in slots.items()
+            if torch.is_tensor(value) and value.ndim and value.numel()
+            if value is not self._kept.get((places[parameter], slot))
+        ]
+        known = [entry for entry in new if _same_kind(self._kept.get((entry[0], entry[2])), entry[1][entry[2]])]
+        for place, slots, slot in known:  # loaded
+            slots[slot] = self._kept[place, slot].copy_(slots[slot])
+        fresh = [entry for entry in new if entry not in known]
+        if fresh:
+            size = StatePart.size_of([slots[slot] for _, slots, slot in fresh])
+            if not self._parts:
+                self._reserve_all(size / sum(p.numel() for p in chunk), places)
+            part = self._parts[number] = self.file.part(size)
+            for place, slots, slot in fresh:
+                slots[slot] = self._kept[place, slot] = part.keep(slots[slot])
+            self.file.free()
+        if not number:
+            self.file.settle()  # what the last step has left
+        if number in self._parts:
+            self.file.release(self._parts[number])
+
+    def _reserve_all(self, per_number: float, places: Iterable[torch.Tensor]) -> None:
+        """Room for the states of all parameters, as the first chunk's are; before any other is made."""
+        assert self.file is not None
+        self.file.reserve(int(per_number * sum(p.numel() for p in places if p.grad is not None)))
+
+
+class _HostCopies:
+    """Parameters of chunks on the host, with their gradients; those of the next chunk are under way meanwhile."""
+
+    def __init__(self, chunks: list[list[torch.Tensor]]) -> None:
+        self._chunks = chunks
+        self._next: tuple[dict, Any] = self._begin(0)
+
+    def of(self, number: int) -> dict[Any, torch.Tensor]:
+        """The copies of a chunk's parameters; empty for those that are on the host already."""
+        found, arrived = self._next
+        self._next = self._begin(number + 1)
+        if arrived is not None:
+            arrived.synchronize()
+        return found
+
+    def _begin(self, number: int) -> tuple[dict, Any]:
+        chunk = self._chunks[number] if number < len(self._chunks) else []
+        away = [parameter for parameter in chunk if parameter.device.type != "cpu"]
+        copies = {parameter: _begin_copy(parameter) for parameter in away}
+        for parameter, copy in copies.items():
+            copy.grad = _begin_copy(parameter.grad)
+        if not away:
+            return copies, None
+        arrived = torch.Event(away[0].device)
+        arrived.record()
+        return copies, arrived
+
+
+def _begin_copy(tensor: Any) -> torch.Tensor:
+    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+def _to_host(value: Any) -> Any:
+    """A state that was loaded onto the device."""
+    return value.cpu() if torch.is_tensor(value) else value
+
+
+def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    chunk: list[torch.Tensor] = []
+    for parameter in parameters:
+        chunk.append(parameter)
+        if sum(p.nbytes for p in chunk) >= CHUNK:
+            yield chunk
+            chunk = []
+    if chunk:
+        yield chunk
+
+
+def _same_kind(kept: torch.Tensor | None, value: torch.Tensor) -> bool:
+    return kept is not None and (kept.shape, kept.dtype) == (value.shape, value.dtype)
+
+
+@contextlib.contextmanager
+def _fused(optimizer: Any) -> Iterator[None]:
+    """Torch's fused kernel for the Adams, unless the script has chosen one."""
+    changed = []
+    if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):
+        changed = [group for group in optimizer.param_groups if not group["foreach"] and group["fused"] is None]
+    former = [group["foreach"] for group in changed]
+    for group in changed:
+        group.update(fused=True, foreach=None)
+    try:
+        yield
+    finally:
+        for group, foreach in zip(changed, former, strict=True):
+            group.update(fused=None, foreach=foreach)

@@ -1,0 +1,84 @@
+"""Numbers in fewer bits: how far they are from what they stand for, and what refuses to be hidden."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_parallel.collectives.quantized import BLOCK, pack, packed_bytes, reduce_scatter, unpack
+from hf_parallel.config import ParallelConfig, SpecError
+from tests.distributed import run
+
+#: Half a step of the codes, relative to the largest number of a block; 2^-9 more for the scale, which has 8 bits.
+ROUNDING = {"int8": 0.5 / 127 + 2**-9, "int4": 0.5 / 7 + 2**-9, "fp8": 2**-4 + 2**-9}
+ODD = 515
+
+
+def numbers(rows: int = 3, count: int = ODD) -> torch.Tensor:
+    """Blocks whose sizes differ by powers of ten, one of them zero."""
+    drawn = torch.randn(rows, count, generator=torch.Generator().manual_seed(0))
+    drawn[:, :BLOCK] *= 1e6
+    drawn[:, BLOCK : 2 * BLOCK] *= 1e-6
+    drawn[:, 2 * BLOCK : 3 * BLOCK] = 0
+    return drawn
+
+
+@pytest.mark.parametrize("kind", list(ROUNDING))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_is_within_half_a_step_of_its_block(kind, dtype):
+    given = numbers()
+    packed = pack(given, kind)
+    assert packed.shape == (3, packed_bytes(ODD, kind))
+    values = unpack(packed, ODD, kind, dtype).float()
+    if dtype == torch.float16:  # has no 1e6
+        given, values = given[:, BLOCK:], values[:, BLOCK:]
+    own = 2**-8 if dtype == torch.bfloat16 else 2**-11 if dtype == torch.float16 else 0.0
+    for start in range(0, given.shape[1], BLOCK):
+        block, found = given[:, start : start + BLOCK], values[:, start : start + BLOCK]
+        largest = block.abs().amax(1, keepdim=True)
+        # the last term: fp16's smallest steps
+        assert ((found - block).abs() <= largest * (ROUNDING[kind] + own) + 6e-8).all(), (kind, dtype, start)
+
+
+@pytest.mark.parametrize("kind", list(ROUNDING))
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_overflowed_stays_so(kind, bad):
+    given = numbers()
+    given[1, 3] = bad
+    values = unpack(pack(given, kind), ODD, kind)
+    assert not values[1, :BLOCK].isfinite().any()
+    assert values[0].isfinite().all()
+
+
+def scattered() -> dict:
+    """What four ranks' numbers sum to, with and without error feedback."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # Beside a large number small ones are lost in 4 bits, unless they are made up for.
+    parts = torch.full((ranks, ODD), 0.05 * (rank + 1))
+    parts[:, ::BLOCK] = 1.0
+    summed = parts.clone()
+    dist.all_reduce(summed)
+    expected, steps, error = summed[rank], 20, torch.zeros(ranks, ODD)
+    plain = sum(reduce_scatter(parts, dist.group.WORLD, "int4") for _ in range(steps)) / steps
+    fed = sum(reduce_scatter(parts, dist.group.WORLD, "int4", error) for _ in range(steps)) / steps
+    return {"plain": (plain - expected).abs().max().item(), "fed": (fed - expected).abs().max().item()}
+
+
+def test_error_feedback_makes_up_for_what_packing_loses():
+    for found in run(scattered, 4):
+        assert found["plain"] > 0.05, found  # 0.05 of a largest 1.0 is below half a step, 0.07
+        assert found["fed"] < 0.03, found  # what is left of four ranks' last step, a 20th of 4 x 0.07 at most
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("quantize_weights=true", ["quantize_weights=true", "int8", "fp8"]),
+        ("gradient_error_feedback=true", ["gradient_error_feedback=true", "quantize_gradients=int4"]),
+        ("hierarchical_shard=2,zero_stage=2", ["hierarchical_shard=2", "zero_stage=2", "zero_stage=3"]),
+        ("hierarchical_shard=1", ["hierarchical_shard=1", "hierarchical_shard=2"]),
+    ],
+)
+def test_refused_by_name(spec, words):
+    with pytest.raises(SpecError) as caught:
+        ParallelConfig.parse(spec)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
