@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import SHARDS, ParallelConfig, SpecError
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
@@ -68,7 +68,7 @@ def data_rank(config: ParallelConfig, rank: int) -> int:
 def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
     """All groups along some axes, as lists of global ranks."""
     names, shape = list(config.sizes), tuple(config.sizes.values())
-    inner = [names.index(axis) for axis in axes]
+    inner = [names.index(axis) for name in axes for axis in config.axes_along(name)]
     outer = [dim for dim in range(len(names)) if dim not in inner]
     grid = torch.arange(math.prod(shape)).view(shape).permute(*outer, *inner)
     return grid.reshape(-1, math.prod(shape[dim] for dim in inner)).tolist()
@@ -100,13 +100,22 @@ class ParallelMesh:
             raise SpecError(f"{config.to_spec()} does not fit {dist.get_world_size()} processes")
         device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
         rank = dist.get_rank()
-        data_group = _own_group(axis_ranks(config, *_data_axes(config)), rank)
+        data_group = own_group(axis_ranks(config, *_data_axes(config)), rank)
         limit = time_out()
         if limit is not None:
             set_time_out(limit, [device_mesh.get_group(axis) for axis in config.sizes])
         atexit.unregister(end_groups)
         atexit.register(end_groups)
         return cls(config, device, device_mesh, rank, data_group)
+
+    @functools.cached_property
+    def sharing_mesh(self) -> DeviceMesh:
+        """The ranks over which FSDP2 shares weights: replicas, if any, by all that shard. Collective at first."""
+        replicas = self.size("dp_replicate") > 1
+        if self.size("cp") == 1:
+            return self["dp_replicate", "dp_shard"] if replicas else self["dp_shard"]
+        shards = self["cp"] if self.size("dp_shard") == 1 else self["dp_shard", "cp"]._flatten(SHARDS)
+        return DeviceMesh._concatenate([self["dp_replicate"], shards]) if replicas else shards
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self.device_mesh[axes]
@@ -154,7 +163,7 @@ class ParallelMesh:
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
         ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
-        return _own_group(ends, self.rank)
+        return own_group(ends, self.rank)
 
 
 def end_groups() -> None:
@@ -169,7 +178,7 @@ def end_groups() -> None:
         time.sleep(_LAST_WORK_S)
 
 
-def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | None:
+def own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     """Create every group (each rank must take part in each creation) and keep the one that holds `rank`."""
     own = None
     for ranks in all_ranks:

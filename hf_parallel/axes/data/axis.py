@@ -46,7 +46,7 @@ class Data(Axis[None, None]):
     name = "dp"
     mesh_axes = (
         MeshAxis("dp_replicate", distance=4, data=True),
-        MeshAxis("dp_shard", distance=2, data=True, cuts=True),
+        MeshAxis("dp_shard", distance=2, data=True, cuts=True, shards=True),
     )
 
     def is_on(self, config: ParallelConfig) -> bool:
@@ -55,8 +55,9 @@ class Data(Axis[None, None]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> None:
         """Nothing is chosen; FSDP2's own limits hold."""
         scalar = next((p.names[0] for p in anatomy.parameters if not p.shape), None)
-        if scalar is not None and config.data_parallel_size > 1:
-            name = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
+        if scalar is not None and config.sharing_size > 1:
+            sizes = {name: getattr(config, name) for name in ("dp_shard_size", "cp_size", "dp_replicate_size")}
+            name = next(name for name, size in sizes.items() if size > 1)
             raise SpecError(f"{name}={getattr(config, name)}: FSDP2 cannot shard the scalar {scalar}; {name}=1 works")
 
     def apply(self, model: Any, part: None, building: Building) -> None:

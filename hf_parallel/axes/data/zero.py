@@ -4,6 +4,7 @@
     dp_shard=n                    (dp_shard,)                    freed (zero_stage=3) or kept (zero_stage=2)
     dp_replicate=m,dp_shard=n     (dp_replicate, dp_shard)       the same; gradients also all-reduced over replicas
     dp_replicate=m                (dp_replicate, 1)              kept: every rank owns the whole weight anyway
+    cp=c                          dp_shard x cp in the place of dp_shard: cp ranks hold other tokens of one batch
 
 With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` would copy every weight at each gather.
 """
@@ -32,10 +33,10 @@ def shard_data_parallel(
         blocks: the transformer layers of this rank, gathered one at a time.
         splits_backward: gradients of inputs and of weights are computed at different times.
     """
-    if mesh.data_size == 1:
+    if mesh.config.sharing_size == 1:
         return
-    axes = mesh["dp_replicate", "dp_shard"] if mesh.size("dp_replicate") > 1 else mesh["dp_shard"]
-    reshard = mesh.config.zero_stage == 3 and mesh.size("dp_shard") > 1
+    axes = mesh.sharing_mesh
+    reshard = mesh.config.zero_stage == 3 and mesh.config.sharing_size > mesh.size("dp_replicate")
     if mesh.size("pp") > 1:
         reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
     # Between the halves of a split backward pass it would hold two sums.
