@@ -116,7 +116,7 @@ class Layout:
         capacity = self.shape.heads * self.local
         made: dict[int, torch.Tensor] = {}
         for number, row in enumerate(self.rows):
-            if number and row == self.rows[0] and row.order is None:
+            if number and self.alike and row.order is None and self.rows[0].order is None:
                 made[number] = made[0]
                 continue
             held = self._held[0 if self.alike else number]
