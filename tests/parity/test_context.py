@@ -4,7 +4,7 @@ import pytest
 
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
-from tests.training import Script, axes, layouts, none
+from tests.training import Script, axes, none
 
 
 def check(*cases: tuple) -> None:
@@ -38,7 +38,7 @@ def test_with_other_axes(spec):
     check(*[("llama", kind, f"{spec},context_parallel=ring", True, {}) for kind in ("plain", "packed")])
 
 
-@pytest.mark.parametrize("spec", layouts("Llama", "cp=2,dp_shard=2", "cp=2,pp=2,tp=2"))
+@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=2,pp=2,tp=2"])
 def test_a_trainer_script(runs, spec):
     """Evaluation, prediction and saving too; rows of unequal length, some without a label at a boundary."""
     runs.check(Script(uneven_lengths=True), spec)
