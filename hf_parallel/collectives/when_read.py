@@ -14,7 +14,7 @@ Whole = Callable[[torch.Tensor], torch.Tensor]
 class WholeWhenRead:
     """Mixin for a model's output: a tensor of parts is made whole when it is read, by all ranks alike."""
 
-    _parts: dict[str, list[Whole]]
+    _parts: dict[str, list[Whole]] = {}  # of an output that a script has made of one
 
     def __getitem__(self, key: Any) -> Any:
         if not isinstance(key, str):
@@ -54,5 +54,4 @@ def whole_when_read(output: Any, key: str, function: Whole) -> None:
     """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given."""
     if not isinstance(output, WholeWhenRead):
         output.__class__ = _class(type(output))
-        vars(output)["_parts"] = {}
-    output._parts.setdefault(key, []).append(function)
+    vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)
