@@ -17,7 +17,7 @@ from typing import Any
 from hf_parallel.axes.attention import AttentionKeys
 from hf_parallel.axes.axis import Axis, MeshAxis
 from hf_parallel.axes.compression import CompressionKeys
-from hf_parallel.axes.context import ContextKeys
+from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts import ExpertKeys
 from hf_parallel.axes.offload import OffloadKeys
@@ -31,6 +31,8 @@ __all__ = ["ParallelConfig", "SpecError"]
 
 #: The spec that leaves the layout to the planner.
 AUTO = "auto"
+#: All axes over which FSDP2 shards, as one dim of a parameter's mesh.
+SHARDS = "shards"
 _cached: Any = functools.cache  # of classes, which mypy does not take for hashable
 
 
@@ -138,6 +140,20 @@ class ParallelConfig(
     def data_parallel_size(self) -> int:
         """Number of data ranks: how many different batches are seen in one step. Needs a resolved config."""
         return math.prod(self.sizes[axis.name] for axis in self.mesh_axes() if axis.data)
+
+    @classmethod
+    def axes_along(cls, name: str) -> tuple[str, ...]:
+        """The axes that a dim of a parameter's mesh is made of, slow links first: its own, or all that shard."""
+        return tuple(axis.name for axis in cls.mesh_axes() if axis.shards) if name == SHARDS else (name,)
+
+    def size_along(self, name: str) -> int:
+        """Number of ranks along such a dim."""
+        return math.prod(self.sizes[axis] for axis in self.axes_along(name))
+
+    @property
+    def sharing_size(self) -> int:
+        """Number of ranks whose gradients FSDP2 averages: data ranks, and those that hold other tokens of a batch."""
+        return math.prod(self.sizes[axis.name] for axis in self.mesh_axes() if axis.data or axis.shards)
 
     @property
     def world_size(self) -> int:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.config import ParallelConfig
+from hf_parallel.config import SHARDS, ParallelConfig
 from hf_parallel.spec import refuse
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
@@ -69,7 +69,7 @@ def data_rank(config: ParallelConfig, rank: int) -> int:
 def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
     """All groups along some axes, as lists of global ranks."""
     names, shape = list(config.sizes), tuple(config.sizes.values())
-    inner = [names.index(axis) for axis in axes]
+    inner = [names.index(axis) for name in axes for axis in config.axes_along(name)]
     outer = [dim for dim in range(len(names)) if dim not in inner]
     grid = torch.arange(math.prod(shape)).view(shape).permute(*outer, *inner)
     return grid.reshape(-1, math.prod(shape[dim] for dim in inner)).tolist()
@@ -108,6 +108,15 @@ class ParallelMesh:
         atexit.unregister(end_groups)
         atexit.register(end_groups)
         return cls(config, device, device_mesh, rank, data_group)
+
+    @functools.cached_property
+    def sharing_mesh(self) -> DeviceMesh:
+        """The ranks over which FSDP2 shares weights: replicas, if any, by all that shard. Collective at first."""
+        replicas = self.size("dp_replicate") > 1
+        if self.size("cp") == 1:
+            return self["dp_replicate", "dp_shard"] if replicas else self["dp_shard"]
+        shards = self["cp"] if self.size("dp_shard") == 1 else self["dp_shard", "cp"]._flatten(SHARDS)
+        return DeviceMesh._concatenate([self["dp_replicate"], shards]) if replicas else shards
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self.device_mesh[axes]

@@ -35,7 +35,7 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
     bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
     bind(model, "resize_token_embeddings", resize_token_embeddings)
     bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
-    if mesh.data_size > 1:
+    if mesh.config.sharing_size > 1:
         bind(model, "_apply", _apply)
         if hasattr(model, "prepare_inputs_for_generation"):
             bind(model, "prepare_inputs_for_generation", functools.partial(_prepare_together, type(model)))
@@ -154,7 +154,7 @@ def _generate_without_cache(mesh: ParallelMesh, model: Any, *args: Any, **kwargs
     if mesh.data_size > 1:
         kwargs.setdefault("synced_gpus", True)  # data ranks stop together: their stages gather weights together
     seed = torch.randint(2**31, (1,)).to(mesh.device)
-    for axis in ("pp", "tp"):  # the ranks of one model draw the same tokens
+    for axis in ("pp", "cp", "tp"):  # the ranks of one model draw the same tokens
         dist.broadcast(seed, group=mesh.group(axis), group_src=0)
     with mesh.fork_random_state():
         torch.manual_seed(int(seed))

@@ -126,7 +126,7 @@ def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows
             owner.register_parameter(leaf, model.get_parameter(source))
     for end in ends:
         _describe(getattr(end, "real", end), rows)
-    if state.mesh.data_size > 1:
+    if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)
 
 

@@ -209,9 +209,9 @@ def train_rank(spec: str, script: Script, initial: str, out: str) -> Outcome:
 def axes(spec: str) -> dict[str, int]:
     """World size and data ranks of a spec in short keys, by plain multiplication (not the product's own parser)."""
     sizes = dict(re.findall(r"(\w+)=(\d+)", spec))
-    size = {axis: int(sizes.get(axis, 1)) for axis in ("dp_replicate", "dp_shard", "pp", "tp")}
+    size = {axis: int(sizes.get(axis, 1)) for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
     data_ranks = size["dp_replicate"] * size["dp_shard"]
-    return {"world": data_ranks * size["pp"] * size["tp"], "data_ranks": data_ranks}
+    return {"world": data_ranks * size["pp"] * size["cp"] * size["tp"], "data_ranks": data_ranks}
 
 
 def layouts(column: str, *specs: str) -> list:
@@ -272,7 +272,7 @@ class Runs:
     def check(self, script: Script, spec: str, tolerance: Tolerance | None = None) -> None:
         """Fail, with every difference in words, unless the layout does what one process does."""
         if tolerance is None:
-            tolerance = Tolerance() if "tp=" in spec or "pp=" in spec else DATA_PARALLEL
+            tolerance = Tolerance() if any(f"{axis}=" in spec for axis in ("tp", "pp", "cp")) else DATA_PARALLEL
         none(differences(self.parallel(script, spec), self.reference(script), tolerance))
 
 

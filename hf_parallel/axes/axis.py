@@ -7,6 +7,7 @@ without ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -56,7 +57,7 @@ class MeshAxis:
 
     `distance`: how far apart its ranks may sit; 0 is inside a node, the largest crosses the slowest links.
     `data`: its ranks see different batches. `cuts`: its ranks hold slices of one parameter, whose norm is summed over
-    them. `layers`: its ranks hold different parameters.
+    them. `layers`: its ranks hold different parameters. `shards`: FSDP2 shards what its ranks hold alike over them.
     """
 
     name: str
@@ -64,6 +65,7 @@ class MeshAxis:
     data: bool = False
     cuts: bool = False
     layers: bool = False
+    shards: bool = False
 
 
 class Packing(Protocol):
@@ -85,6 +87,7 @@ class Building:
     roots: list[tuple[nn.Module, list[nn.Module]]]  # what runs layers, and the layers: the model, or each stage
     pack: Packing | None = None
     sequence_flag: SequenceParallelFlag | None = None
+    local_length: Callable[[int], int] | None = None  # tokens of a row -> those of it that a cp rank holds
     pipeline: PipelineEngine | None = None
 
 

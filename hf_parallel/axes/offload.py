@@ -42,7 +42,7 @@ class Offload(Axis[None, list[str]]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""
-        if config.offload == "cpu" and config.data_parallel_size == 1:
+        if config.offload == "cpu" and config.sharing_size == 1:
             refuse("offload=cpu", "one data rank gathers no parameters, it needs them all", "offload=optimizer")
         path = folder(config.offload)
         if path:

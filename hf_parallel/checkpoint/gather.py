@@ -44,7 +44,7 @@ def part_of(entry: Entry, number: int, config: ParallelConfig) -> Part:
     """What the holder with this number has of a tensor."""
     cuts = []
     for axis, dim in reversed(entry.cuts):
-        size = getattr(config, f"{axis}_size")
+        size = config.size_along(axis)
         number, index = divmod(number, size)
         cuts.append((dim, size, index))
     return cut_part(entry.shape, entry.order, reversed(cuts))

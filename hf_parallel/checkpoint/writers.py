@@ -89,7 +89,7 @@ def _in_long_rows(entry: Entry, config: ParallelConfig) -> bool:
         return True
     if any(dim for _, dim in entry.cuts) or (entry.order is not None and entry.order.dim):
         return False
-    cuts = [(0, getattr(config, f"{axis}_size"), 0) for axis, _ in entry.cuts]
+    cuts = [(0, config.size_along(axis), 0) for axis, _ in entry.cuts]
     (rows,) = cut_part(entry.shape[:1], entry.order, cuts)
     return len(rows) * (entry.nbytes // max(1, entry.shape[0])) >= LONG * len(runs(rows))
 

@@ -177,7 +177,8 @@ def _count(
         report.pipeline.append(PipelineRank(stages, layers, others, parameters, size))
     for rank in range(config.world_size):
         where = coordinates(config, rank)
-        report.parameters_per_rank.append(tables[where["pp"]][where["dp_shard"], where["tp"]][0])
+        shard = where["dp_shard"] * config.cp_size + where["cp"]
+        report.parameters_per_rank.append(tables[where["pp"]][shard, where["tp"]][0])
 
 
 def _holds(part: PipelinePart, stages: list[int], names: tuple[str, ...]) -> bool:

@@ -52,12 +52,12 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
 def stored(
     parameters: Iterable[ParameterFacts], cuts: dict[str, int], config: ParallelConfig
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard, tp) place."""
+    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard x cp, tp) place."""
     placed = [(p.shape, cuts.get(p.names[0]), p.width) for p in parameters]
-    table = {}
+    table, shards = {}, config.dp_shard_size * config.cp_size
     for tp in range(config.tp_size):
         local = [(slice_shape(shape, dim, config.tp_size, tp), width) for shape, dim, width in placed]
-        for shard in range(config.dp_shard_size):
-            counts = [(math.prod(slice_shape(shape, 0, config.dp_shard_size, shard)), width) for shape, width in local]
+        for shard in range(shards):
+            counts = [(math.prod(slice_shape(shape, 0, shards, shard)), width) for shape, width in local]
             table[shard, tp] = sum(n for n, _ in counts), sum(n * width for n, width in counts)
     return table

@@ -40,7 +40,7 @@ def parallelize(
         make(model)
     state = state_of(model)
     assert state is not None
-    runtime.equalise_random_state("tp", of=state.mesh)  # dropout: ranks that hold the same drop the same
+    runtime.equalise_within_model(of=state.mesh)  # dropout: ranks that hold the same drop the same
     return model
 
 

@@ -180,6 +180,12 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
         device.set_rng_state(state[1])
 
 
+def equalise_within_model(source: int = -1, of: ParallelMesh | None = None) -> None:
+    """The same for the ranks that run the same layers of one model, and drop alike what they hold alike."""
+    for axis in ("tp", "cp"):
+        equalise_random_state(axis, source, of)
+
+
 def _set_environment() -> dict[str, str | None]:
     """Variables that accelerate and transformers read; returns their former values."""
     wanted = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # load one tensor at a time: all at once would need the whole model

@@ -125,7 +125,7 @@ def _divisors(number: int) -> list[int]:
 
 def _context(goal: Goal, tp: int) -> Iterator[tuple[int, str]]:
     """Parts of a row: a ring cuts it in twice as many as it has ranks, Ulysses needs a head for each of them."""
-    yield 1, "ring"
+    yield 1, "auto"
     for cp in _divisors(goal.cluster.gpus // tp)[1:]:
         if goal.seq % (2 * cp) == 0 and goal.seq // cp >= _LEAST_TOKENS:
             yield cp, "ring"
@@ -169,7 +169,7 @@ def other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> I
     if config.pp_size == 1 or goal.shape.layers < 2 * config.pp_size or micro_batches % config.pp_size:
         return
     for name in _SCHEDULES:
-        tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.data_parallel_size > 1
+        tied_v = name == "zbv_zero_bubble" and goal.shape.tied and config.sharing_size > 1
         if not recomputes_in_parts(config, name) and not tied_v:
             yield configured(config, pipeline_schedule=name)
 
@@ -192,7 +192,7 @@ def to_layout(config: ParallelConfig) -> Layout:
         sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
         dp_replicate=config.dp_replicate_size if sharded else 1,
         schedule=config.pipeline_schedule,
-        context=config.context_parallel,
+        context="ulysses" if config.context_parallel == "ulysses" else "ring",
         split=config.pipeline_split,
         reduces_each=config.reduces_each_micro_batch,
         hierarchical_shard=config.hierarchical_shard or 1,

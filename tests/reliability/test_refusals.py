@@ -57,7 +57,20 @@ def refusal(world: int, fn, *args, env=None) -> str:
         pytest.param("tp=2", 2, "stablelm_12b", ["tp_size=2", "for each head", "tp_size=1"], id="norms of heads"),
         pytest.param("tp=2", 2, "doge", ["tp_size=2", "DogeAttention", "tp_size=1"], id="mask of all heads"),
         pytest.param("pp=2", 2, "bert", ["pp_size=2", "Bert", "pp_size=1"], id="no pipeline plan"),
-        pytest.param("cp=2", 2, "llama", ["cp_size=2", "cp_size=1"], id="context parallelism"),
+        pytest.param("cp=2", 2, "mamba", ["cp_size=2", "Mamba", "cp_size=1"], id="no attention to share"),
+        pytest.param("cp=2", 2, "t5", ["cp_size=2", "T5", "cp_size=1"], id="two stacks"),
+        pytest.param("cp=2", 2, "roberta", ["cp_size=2", "positions", "cp_size=1"], id="positions of its own"),
+        pytest.param(
+            "cp=2,context_parallel=ring", 2, "gemma2", ["softcapping=50", "context_parallel=ulysses"], id="soft caps"
+        ),
+        pytest.param(
+            "cp=3,context_parallel=ulysses",
+            3,
+            "llama",
+            ["ulysses", "4 heads", "context_parallel=ring"],
+            id="few heads",
+        ),
+        pytest.param("cp=2,attention=eager", 2, "llama", ["attention=eager", "attention=auto"], id="kernels"),
         pytest.param("ep=2", 2, "llama", ["ep_size=2", "ep_size=1"], id="expert parallelism"),
         pytest.param("tp=2,offload=cpu", 2, "llama", ["offload=cpu", "offload=optimizer"], id="offload"),
         pytest.param("offload=nvme:/proc/x", 2, "llama", ["nvme:/proc/x", "offload=optimizer"], id="no folder"),

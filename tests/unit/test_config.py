@@ -43,7 +43,7 @@ def understood(spec, world_size=None) -> ParallelConfig:
     return config if world_size is None else config.resolve(world_size)
 
 
-@pytest.mark.parametrize("axis", [axis for axis in AXES if axis not in ("cp", "ep")])
+@pytest.mark.parametrize("axis", [axis for axis in AXES if axis != "ep"])
 def test_long_and_short_axis_keys_mean_the_same(axis):
     short, long = ParallelConfig.parse(f"{axis}=2"), ParallelConfig.parse(f"{axis}_size=2")
     assert short == long
@@ -269,7 +269,8 @@ def test_where_stages_live():
 @pytest.mark.parametrize(
     ("spec", "works"),
     [
-        ("cp=2", "cp_size=1"),
+        ("context_parallel=rings", "context_parallel=auto"),
+        ("cp=4,context_parallel=hybrid:3", "context_parallel=ring"),
         ("sequence_parallel=true", "sequence_parallel=false"),
         ("ep=2", "ep_size=1"),
         ("gradient_reduction=micro_step,zero_stage=1", "zero_stage=2"),

@@ -54,7 +54,7 @@ class Data(Axis[None, DataPart]):
     name = "dp"
     mesh_axes = (
         MeshAxis("dp_replicate", distance=4, data=True),
-        MeshAxis("dp_shard", distance=2, data=True, cuts=True),
+        MeshAxis("dp_shard", distance=2, data=True, cuts=True, shards=True),
     )
 
     def is_on(self, config: ParallelConfig) -> bool:
@@ -79,9 +79,10 @@ class Data(Axis[None, DataPart]):
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> DataPart:
         """When gradients are reduced; FSDP2's own limits hold."""
         scalar = next((p.names[0] for p in anatomy.parameters if not p.shape), None)
-        if scalar is not None and config.data_parallel_size > 1:
-            name = "dp_shard_size" if config.dp_shard_size > 1 else "dp_replicate_size"
-            refuse(f"{name}={getattr(config, name)}", f"FSDP2 cannot shard the scalar {scalar}", f"{name}=1")
+        if scalar is not None and config.sharing_size > 1:
+            sizes = {name: getattr(config, name) for name in ("dp_shard_size", "cp_size", "dp_replicate_size")}
+            name = next(name for name, size in sizes.items() if size > 1)
+            refuse(f"{name}={sizes[name]}", f"FSDP2 cannot shard the scalar {scalar}", f"{name}=1")
         return DataPart(_when_reduced(config) if config.dp_shard_size > 1 else None)
 
     def notes(self, part: DataPart) -> list[str]:
@@ -94,14 +95,14 @@ class Data(Axis[None, DataPart]):
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
         mesh = building.mesh
-        if not building.on_meta and (mesh.data_size == 1 or building.pack is not None):
+        if not building.on_meta and (mesh.config.sharing_size == 1 or building.pack is not None):
             model.to(mesh.device)
         if building.pack is not None:
             building.pack(model)
         for root, layers in building.roots:
             shard_data_parallel(model, root, layers, mesh)
         move_rest(model, mesh.device)
-        if mesh.data_size == 1:
+        if mesh.config.sharing_size == 1:
             lower_once_per_step(building.roots, mesh.device)
         if building.pipeline is not None:
             stage = building.roots[0][0]

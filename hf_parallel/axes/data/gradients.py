@@ -95,7 +95,7 @@ def _cut_axes(gradient: torch.Tensor, mesh: ParallelMesh) -> frozenset[str]:
     names = gradient.device_mesh.mesh_dim_names or ()
     # A strided shard (dp_shard and tp on one dim) has a dim too, but is not a plain Shard.
     cut = (n for n, placement in zip(names, gradient.placements, strict=True) if hasattr(placement, "dim"))
-    return frozenset(name for name in cut if mesh.size(name) > 1)
+    return frozenset(axis for name in cut for axis in mesh.config.axes_along(name) if mesh.size(axis) > 1)
 
 
 def _by_device_and_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -4,6 +4,7 @@
     dp_shard=n                    (dp_shard,)                    freed (zero_stage=3) or kept (zero_stage=1, 2)
     dp_replicate=m,dp_shard=n     (dp_replicate, dp_shard)       the same; gradients also all-reduced over replicas
     dp_replicate=m, zero_stage=0  (dp_replicate, 1)              kept: every rank owns the whole weight anyway
+    cp=c                          dp_shard x cp in the place of dp_shard: cp ranks hold other tokens of one batch
 
 What happens between the micro-batches of a step is in `reduction.py`. With a single data rank nothing is wrapped: on a
 mesh of size one `fully_shard` would copy every weight at each gather.
@@ -35,10 +36,10 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         root: what runs its layers: under a pipeline the stage, otherwise the model.
         blocks: the transformer layers of this rank, gathered one at a time.
     """
-    if mesh.data_size == 1:
+    if mesh.config.sharing_size == 1:
         return
-    axes = mesh["dp_replicate", "dp_shard"] if mesh.size("dp_replicate") > 1 else mesh["dp_shard"]
-    keeps = mesh.config.zero_stage < 3 or mesh.size("dp_shard") == 1
+    axes = mesh.sharing_mesh
+    keeps = mesh.config.zero_stage < 3 or mesh.config.sharing_size == mesh.size("dp_replicate")
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}

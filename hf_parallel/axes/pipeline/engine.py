@@ -88,6 +88,7 @@ class PipelineEngine:
         # Under sequence parallelism stages exchange 1/tp of each sequence.
         flag = building.sequence_flag
         self.sequence_parts = mesh.size("tp") if flag is not None and flag.on else 1
+        self.local_length = building.local_length
         self.loss_only = False  # evaluation that wants no logits need not send them
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
@@ -261,6 +262,7 @@ class PipelineEngine:
     def boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
         """An empty tensor of the shape that travels between stages for a batch of these tokens."""
         rows, length = tokens.shape[:2]
+        length = length if self.local_length is None else self.local_length(length)
         shape = rows, -(-length // self.sequence_parts), self._width
         return torch.empty(shape, dtype=self._boundary_dtype(), device=device)
 

@@ -117,7 +117,7 @@ def _with_schedule(config: ParallelConfig, layers: int, tied: bool) -> ParallelC
 
 def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
     """A V puts embedding and head on one rank but in two FSDP2 roots, which cannot share a parameter."""
-    if tied and config.pipeline_schedule in V_SCHEDULES and config.data_parallel_size > 1:
+    if tied and config.pipeline_schedule in V_SCHEDULES and config.sharing_size > 1:
         refuse(
             f"pipeline_schedule={config.pipeline_schedule}",
             "tied embeddings cannot be sharded over data ranks",

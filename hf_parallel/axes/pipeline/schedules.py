@@ -47,7 +47,7 @@ def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
     Raises:
         SpecError: none can run `pipeline_microbatches`.
     """
-    allowed = [name for name in SCHEDULES if not (tied and config.data_parallel_size > 1 and name in V_SCHEDULES)]
+    allowed = [name for name in SCHEDULES if not (tied and config.sharing_size > 1 and name in V_SCHEDULES)]
     allowed = [name for name in allowed if not recomputes_in_parts(config, name)]
     count = config.pipeline_microbatches or 4 * config.pp_size
     return timeline.choose(config.pp_size, count, layers, allowed, most_live=config.pp_size)

@@ -22,6 +22,7 @@ from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, 
 from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.collectives import all_reduce, reduce_from_group
+from hf_parallel.collectives.when_read import whole_when_read
 
 
 def vocab_parallel(
@@ -170,46 +171,9 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
         raise IndexError(f"{problem}: from {low} to {high}, of {size} in the vocabulary") from None
 
 
-class GatheredWhenRead:
-    """Mixin for a model's output: a tensor cut over ranks is made whole when it is read, by all ranks alike."""
-
-    def __getitem__(self, key: Any) -> Any:
-        if not isinstance(key, str):
-            return tuple(self.values())[key]
-        value: Any = dict.__getitem__(self, key)  # type: ignore[index]
-        return self._whole(key, value) if isinstance(value, DTensor) else value
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if dict.__contains__(self, key) else default  # type: ignore[operator]
-
-    def __getattribute__(self, name: str) -> Any:
-        value = super().__getattribute__(name)
-        return self._whole(name, value) if isinstance(value, DTensor) else value
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """RemoteModules a plain output."""
-        return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
-
-    def _whole(self, key: str, value: DTensor) -> torch.Tensor:
-        whole = value.full_tensor()
-        self[key] = whole  # type: ignore[index]
-        return whole
-
-    def items(self) -> Any:
-        return [(key, self[key]) for key in self.keys()]  # type: ignore[attr-defined]
-
-    def values(self) -> Any:
-        return [self[key] for key in self.keys()]  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _gathering_class(cls: type) -> type:
-    return type(cls.__name__, (GatheredWhenRead, cls), {"__module__": cls.__module__})
-
-
 def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
-    if isinstance(output, dict) and isinstance(output.get("logits"), DTensor):
-        output.__class__ = _gathering_class(type(output))
+    if isinstance(output, dict) and isinstance(dict.get(output, "logits"), DTensor):
+        whole_when_read(output, "logits", DTensor.full_tensor)
 
 
 def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

@@ -63,7 +63,7 @@ def make_parallel(model: nn.Module) -> None:
         make_parallel_below(model, make)
     else:
         make(model)
-    runtime.equalise_random_state("tp")
+    runtime.equalise_within_model()
     reference, current = weakref.ref(model), dict(model.named_parameters())
     for name, parameter in before:
         if current.get(name) is not parameter:  # of a model inside one that was parallel already it is the same

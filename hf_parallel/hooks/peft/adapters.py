@@ -52,7 +52,7 @@ def inject_adapter(original: Callable) -> Callable:
             make_parallel(model)
             state = runtime.parallel_state(model)
         assert state is not None
-        for axis in ("dp_replicate", "dp_shard", "pp", "tp"):
+        for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
             runtime.equalise_random_state(axis, 0, state.mesh)
         for module in sharded_modules(state.root):
             module.reshard()  # what was gathered for a pass would hide what is stored

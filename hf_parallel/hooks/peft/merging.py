@@ -117,7 +117,7 @@ def unload(original: Callable) -> Callable:
                 _wrapped(wrapper).adapted = False
         if state.pipeline is not None:
             _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
-        if state.mesh.data_size > 1:
+        if state.mesh.config.sharing_size > 1:
             remove_late_parameters(state.root)
         return result
 

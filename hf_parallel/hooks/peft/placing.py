@@ -30,7 +30,7 @@ def place(model: Any, state: ParallelState) -> None:
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.adapters = AdapterState(model)
-    if state.mesh.data_size > 1:
+    if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)
     if waiting is not None:
@@ -43,7 +43,7 @@ def place_copies(model: Any, state: ParallelState) -> None:
 
     wrappers = [module for module in model.modules() if isinstance(module, ModulesToSaveWrapper)]
     for copy in (copy for wrapper in wrappers for copy in wrapper.modules_to_save.values()):
-        if state.mesh.data_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
+        if state.mesh.config.sharing_size > 1 and not hasattr(copy, "_hf_parallel_placed"):
             for part in copy.modules():
                 _unshard(part, state)
         copy._hf_parallel_placed = True

@@ -46,7 +46,7 @@ def from_pretrained(original: Callable) -> Callable:
         if placed:
             state: Any = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
             state.notes.append("device_map=auto: the layout is what places the model")
-        runtime.equalise_random_state("tp")
+        runtime.equalise_within_model()
         return result
 
     return replacement

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
-from hf_parallel.config import ParallelConfig
+from hf_parallel.config import SHARDS, ParallelConfig
 from hf_parallel.hooks.report import say
 from hf_parallel.mesh import stored
 from hf_parallel.whole import full_tensor, order_of
@@ -98,7 +98,8 @@ def draw(original: Callable) -> Callable:
 
 def _is_cut(tensor: DTensor) -> bool:
     return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= {
-        axis.name for axis in ParallelConfig.mesh_axes()
+        SHARDS,
+        *(axis.name for axis in ParallelConfig.mesh_axes()),
     }
 
 

@@ -142,7 +142,7 @@ def generate_and_score(original: Callable) -> Callable:
     """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
 
     def replacement(self: Any, inputs: list[dict]) -> dict:
-        runtime.equalise_random_state("tp", 0)
+        runtime.equalise_within_model(0)
         step = record_of(self).step
         step.generated = _real_rows(self, len(inputs))
         if step.generated is None:

@@ -1,0 +1,1 @@
+"""Context parallelism: sequences over ranks, exactly, with the work of attention shared out evenly."""

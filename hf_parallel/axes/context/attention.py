@@ -1,0 +1,193 @@
+"""What layers call in the place of their kernel, and what makes masks: transformers' two registries.
+
+While a batch is cut (`current` is its layout) an attention runs over the ranks and no mask is made: who sees whom
+follows from the layout, and what each layer says of itself (causal or not, its window) as for flash attention. At any
+other time, as in `generate`, both do what the model's own kernel would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hf_parallel.axes.context.layout import Layout
+from hf_parallel.axes.context.ring import Ring, RingAttention
+from hf_parallel.axes.context.ulysses import to_heads, to_tokens
+
+#: The name of the attention in transformers' registries.
+NAME = "hf_parallel_context"
+_EVERYTHING = float("inf")
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """How attention runs over the ranks: a ring of groups of Ulysses, or one of them."""
+
+    ring: dist.ProcessGroup | None
+    heads: dist.ProcessGroup | None
+    gathered: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """A batch over the ranks. It goes to the attentions in the place of a mask, so a recomputed layer has it too."""
+
+    layout: Layout
+    exchanged: Exchanged
+
+
+class Current:
+    """The batch that is being computed, if it is cut."""
+
+    cut: Cut | None = None
+
+
+current = Current()
+
+
+def register() -> None:
+    """Put both into the registries; a second time changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+def mask(*args: Any, **kwargs: Any) -> Any:
+    """The cut while a batch is; else what scaled-dot-product attention takes."""
+    if current.cut is not None:
+        return current.cut
+    return AttentionMaskInterface()["sdpa"](*args, **kwargs)
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Cut | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """[b, h, n, d] queries, [b, h / g, n, d] keys and values of this rank's tokens -> [b, n, h, d]."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if not isinstance(attention_mask, Cut):
+        if current.cut is not None:
+            raise NotImplementedError(
+                f"hf_parallel: {type(module).__name__} makes its mask in a way of its own, which cannot be cut along "
+                "the sequence; cp_size=1 works"
+            )
+        out = _one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
+        return out.transpose(1, 2).contiguous(), None
+    layout = attention_mask.layout
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # latent attention: kernels want one width
+        value = F.pad(value, (0, query.shape[-1] - width))
+    low, high = limits(causal, sliding_window, layout)
+    out = _over_ranks(query, key, value, s_aux, scaling, softcap, dropout, low, high, attention_mask)
+    return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+def limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, float]:
+    """How many tokens before a query the keys lie that it sees: at least and at most."""
+    if window is None or window >= layout.length:
+        return (0 if causal else -_EVERYTHING), _EVERYTHING
+    if not layout.whole:
+        raise ValueError(
+            f"hf_parallel: a padding mask with holes under a sliding window of {window} tokens cannot be cut along "
+            "the sequence; padding at the ends of rows, or cp_size=1, works"
+        )
+    return (0 if causal else 1 - window), window - 1
+
+
+def _over_ranks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    low: float,
+    high: float,
+    cut: Cut,
+) -> torch.Tensor:
+    layout, how = cut.layout, cut.exchanged
+    if how.heads is not None:
+        q, k, v = to_heads(q, k, v, how.heads)
+        sinks = None if sinks is None else sinks.chunk(how.heads.size())[how.heads.rank()]
+    if softcap is not None or dropout:  # refused of a ring in `axis.py`
+        hidden = ~_visible(layout, low, high, q.device)
+        out = _dense(q, k, v, hidden, dropout, scale, softcap, sinks)
+    else:
+        out = RingAttention.apply(q, k, v, sinks, scale, Ring(layout, how.ring, low, high, how.gathered))
+    return out if how.heads is None else to_tokens(out, how.heads)
+
+
+def _visible(layout: Layout, low: float, high: float, device: torch.device) -> torch.Tensor:
+    """[b, 1, n, n]: which keys each query sees, where one rank has all tokens."""
+    count = layout.local * layout.shape.heads
+    seen = torch.zeros(len(layout.rows), 1, count, count, dtype=torch.bool)
+    for tile in layout.tiles(0, 0, low, high):
+        rows = slice(None) if tile.row is None else tile.row
+        behind, least, most = tile.band if tile.kind == "band" else (0, -_EVERYTHING, _EVERYTHING)
+        least = 0 if tile.kind == "causal" else least
+        shape = tile.q.stop - tile.q.start, tile.k.stop - tile.k.start
+        distance = torch.arange(shape[0])[:, None] + behind - torch.arange(shape[1])
+        seen[rows, :, tile.q, tile.k] |= (distance >= least) & (distance <= most)
+    return seen.to(device)
+
+
+def _one_process(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+) -> torch.Tensor:
+    """A batch that is not cut: generation, one token or the whole row."""
+    if softcap is None and sinks is None:
+        several = q.shape[2] > 1 and mask is None
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and several, scale=scale)
+    if mask is None:
+        lengths = q.shape[2], k.shape[2]
+        mask = torch.ones(lengths, dtype=torch.bool, device=q.device)
+        mask = mask.tril(lengths[1] - lengths[0]) if causal else mask
+    return _dense(q, k, v, ~mask, dropout, scale, softcap, sinks)
+
+
+def _dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    hidden: torch.Tensor,
+    dropout: float,
+    scale: float | None,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """With a matrix of scores, as transformers' eager attention, for what no fused kernel does."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(hidden, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
+    shares = F.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)[..., : k.shape[2]]
+    return F.dropout(shares, dropout) @ v

@@ -1,0 +1,119 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention runs over the ranks."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.axis import Building
+    from hf_parallel.axes.context.read import ContextFacts
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.model.anatomy import Anatomy
+
+AUTO, RING, ULYSSES, ALLGATHER = "auto", "ring", "ulysses", "allgather"
+_HYBRID = re.compile(r"hybrid:(\d+)")
+
+
+@dataclass(frozen=True)
+class ContextKeys(Keys):
+    cp_size: int = key(1, "ranks that share every sequence; weights are sharded over `dp_shard` x `cp`")
+    context_parallel: str = key(
+        AUTO, "how `cp` attends: `ring`, `ulysses`, `allgather`, `hybrid:U` (U ranks of Ulysses inside a ring)"
+    )
+
+    @property
+    def ulysses_size(self) -> int:
+        """How many cp ranks share heads in attention; the others form rings."""
+        hybrid = _HYBRID.fullmatch(self.context_parallel)
+        if hybrid:
+            return int(hybrid[1])
+        return self.cp_size if self.context_parallel == ULYSSES else 1
+
+
+@dataclass(frozen=True)
+class ContextPart:
+    """What cp will do. `config`: with the variant chosen; `why`: the reason of a choice, for people."""
+
+    config: ParallelConfig
+    why: str | None
+    own_loss: bool
+    facts: ContextFacts
+
+
+class Context(Axis["ContextFacts", ContextPart]):
+    """Cuts sequences; ranks hold the same layers and other tokens, and share weights as data ranks do."""
+
+    name = "cp"
+    mesh_axes = (MeshAxis("cp", distance=1, cuts=True, shards=True),)
+    inside = True
+
+    def check(self, config: ParallelConfig) -> None:
+        """A variant that is known, and fits the number of ranks."""
+        variant, size = config.context_parallel, config.cp_size
+        hybrid = _HYBRID.fullmatch(variant)
+        if hybrid is None and variant not in (AUTO, RING, ULYSSES, ALLGATHER):
+            what = f"context_parallel={variant}"
+            refuse(what, "not one of auto, ring, ulysses, allgather, hybrid:U", "context_parallel=auto")
+        if hybrid is not None and size > 1 and (int(hybrid[1]) < 1 or size % int(hybrid[1])):
+            refuse(f"context_parallel={variant}", f"cp_size={size} ranks do not divide so", "context_parallel=ring")
+
+    def read(self, model: Any, config: ParallelConfig) -> ContextFacts:
+        """Heads, masks, and what stands against cutting its sequences."""
+        from hf_parallel.axes.context.read import read_context
+
+        return read_context(model)
+
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: ContextFacts) -> ContextPart:
+        """The variant, or why there is none."""
+        from hf_parallel.axes.context.read import choose
+
+        variant, why = choose(config, facts)
+        return ContextPart(replace(config, context_parallel=variant), why, anatomy.sums_over_tokens, facts)
+
+    def settle(self, config: ParallelConfig, part: ContextPart | None) -> ParallelConfig:
+        return config if part is None else replace(config, context_parallel=part.config.context_parallel)
+
+    def notes(self, part: ContextPart) -> list[str]:
+        return [] if part.why is None else [f"context_parallel={part.config.context_parallel}: {part.why}"]
+
+    def apply(self, model: Any, part: ContextPart, building: Building) -> None:
+        """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
+        from hf_parallel.axes.context.attention import NAME, register
+        from hf_parallel.axes.context.layout import local_length
+
+        register()
+        model.set_attn_implementation(NAME)
+        size, multiple = building.mesh.size("cp"), _multiple(building)
+        building.local_length = lambda length: local_length(length, size, multiple)
+
+    def finish(self, model: Any, part: ContextPart, building: Building) -> None:
+        """Cut batches, inside of a pipeline and around what pads for tp."""
+        from hf_parallel.axes.context.cut import SequenceCut, backbone
+        from hf_parallel.axes.context.groups import exchanged
+        from hf_parallel.axes.context.layout import Shape
+
+        config, mesh = part.config, building.mesh
+        cut = SequenceCut(
+            group=mesh.group("cp"),
+            shape=Shape(config.cp_size // config.ulysses_size, config.ulysses_size),
+            exchanged=exchanged(mesh, config),
+            multiple=_multiple(building),
+            packed=part.facts.causal,
+            own_loss=part.own_loss,
+            caches=building.pipeline is None,
+        )
+        cut.attach(model, backbone(model))
+
+
+def _multiple(building: Building) -> int:
+    """Under sequence parallelism tp ranks share what a cp rank holds."""
+    flag = building.sequence_flag
+    return building.mesh.size("tp") if flag is not None and flag.on else 1
+
+
+CONTEXT = ContextKeys.axis = Context()

@@ -1,0 +1,258 @@
+"""Batches are cut where tokens enter the backbone, and made whole where hidden states leave it.
+
+    model(input_ids, labels)                     the script's own loss, heads that read one token, …
+      backbone: cut -> layers on s / cp            backbone: cut -> layers on s / cp -> join
+      head on s / cp                               head on s
+      loss: labels shifted, then cut;              loss: the script's, on every cp rank alike
+            summed over cp ranks
+
+The left way needs the model's own loss, a sum over tokens; then logits are a rank's own, and whole only for a script
+that reads them. The right way is exact for whatever is done with the outputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.axes.context import documents
+from hf_parallel.axes.context.attention import Cut, Exchanged, current
+from hf_parallel.axes.context.exchange import join, sum_over_ranks, take
+from hf_parallel.axes.context.keep import keep_attention
+from hf_parallel.axes.context.layout import Layout, Shape, local_length
+from hf_parallel.collectives.when_read import whole_when_read
+from hf_parallel.model.anatomy import token_readers
+
+Batch = dict[str, Any]
+#: What tells flash attention where documents begin: the layout knows.
+_BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+
+class SequenceCut:
+    """Cuts the batches of one model.
+
+    Args:
+        multiple: what a rank's number of tokens must be a multiple of: tp, under sequence parallelism.
+        packed: do positions that start again begin another document, as in causal models?
+        own_loss: is the model's loss a sum over tokens?
+        caches: may the model keep a key/value cache? Calls with one (generation) are not cut.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        shape: Shape,
+        exchanged: Exchanged,
+        multiple: int,
+        packed: bool,
+        own_loss: bool,
+        caches: bool,
+    ) -> None:
+        self.group, self.shape, self.exchanged, self.multiple = group, shape, exchanged, multiple
+        self.packed, self.own_loss, self.caches = packed, own_loss, caches
+        self._parts = False  # does what leaves the backbone stay a rank's own?
+        self._batch: Batch = {}
+        self._last: tuple[tuple, Layout] | None = None
+
+    # ---- around the model ----------------------------------------------------------------------------------------
+
+    def attach(self, model: Any, backbone: Any) -> None:
+        """Stand behind the forward of model and backbone. Before a pipeline does, whose stages each call both."""
+        backbone.forward = self._around(backbone, self._backbone)
+        for module in backbone.children():
+            if "pooler" in type(module).__name__.lower():
+                module.register_forward_pre_hook(self._whole_for_pooler)
+        if backbone is not model:
+            model.forward = self._around(model, self._model)
+            if self.own_loss:
+                model.loss_function = functools.partial(self._loss, model.loss_function)
+                names = list(inspect.signature(model.forward).parameters)
+                hook = functools.partial(self._whole_logits, names)
+                model.register_forward_hook(hook, with_kwargs=True)
+
+    def _around(self, module: Any, call: Any) -> Any:
+        forward, names = module.forward, list(inspect.signature(module.forward).parameters)
+
+        @functools.wraps(forward)
+        def cut(*args: Any, **kwargs: Any) -> Any:
+            args = args[1:] if args and args[0] is module else args  # accelerate rebinds what it wraps
+            return call(module, forward, names, {**dict(zip(names, args, strict=False)), **kwargs})
+
+        return cut
+
+    def _model(self, module: Any, forward: Any, names: list[str], batch: Batch) -> Any:
+        former = self._parts, self._batch
+        self._parts, self._batch = self._loss_is_own(module, batch), batch
+        try:
+            return forward(**batch)
+        finally:
+            self._parts, self._batch = former
+
+    def _loss_is_own(self, model: Any, batch: Batch) -> bool:
+        labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
+        keep = batch.get("logits_to_keep")
+        all_logits = keep is None or (isinstance(keep, int) and keep == 0)
+        asked = batch.get("output_hidden_states")
+        hidden = getattr(model.config, "output_hidden_states", False) if asked is None else asked
+        return self.own_loss and labels and all_logits and not hidden
+
+    def _loss(
+        self,
+        loss: Any,
+        logits: torch.Tensor,
+        labels: torch.Tensor | None,
+        vocab_size: int,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        ignore_index: int = -100,
+        shift_labels: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """The model's own loss, over this rank's tokens and then over all."""
+        if not self._parts:
+            return loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        layout = self._layout(self._batch)
+        own = take(shift_labels, layout, self.group.rank(), ignore_index).contiguous()
+        if num_items_in_batch is None:
+            num_items_in_batch = (shift_labels != ignore_index).sum()
+        part = loss(logits, None, vocab_size, num_items_in_batch, ignore_index, own, **kwargs)
+        return sum_over_ranks(part, self.group)
+
+    def _whole_logits(self, names: list[str], model: Any, args: tuple, kwargs: Batch, output: Any) -> None:
+        """A hook of the model, after FSDP2's own, which reads outputs."""
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
+            layout = self._layout(batch)
+            whole_when_read(output, "logits", functools.partial(join, layout=layout, group=self.group))
+
+    # ---- around the backbone -------------------------------------------------------------------------------------
+
+    def _backbone(self, module: Any, forward: Any, names: list[str], batch: Batch) -> Any:
+        if self._is_generation(batch):
+            return forward(**batch)
+        self._check(batch)
+        layout = self._layout(batch)
+        keep_attention(module.modules())
+        with self._running(layout), _own_random_numbers(module, self.group):
+            output = forward(**self._cut(batch, layout, names))
+        return output if self._parts else self._joined(output, layout)
+
+    def _is_generation(self, batch: Batch) -> bool:
+        asked = bool(batch.get("use_cache")) and not torch.is_grad_enabled()
+        return self.caches and (asked or batch.get("past_key_values") is not None)
+
+    def _check(self, batch: Batch) -> None:
+        mask = batch.get("attention_mask")
+        if isinstance(mask, dict) or (torch.is_tensor(mask) and mask.dim() > 2):
+            raise ValueError(
+                "hf_parallel: an attention_mask of queries by keys cannot be cut along the sequence; a mask of tokens "
+                "[rows, length], or cp_size=1, works"
+            )
+        if batch.get("output_attentions"):
+            raise ValueError("hf_parallel: output_attentions=True needs whole matrices of scores; cp_size=1 works")
+
+    @contextlib.contextmanager
+    def _running(self, layout: Layout) -> Iterator[None]:
+        former, current.cut = current.cut, Cut(layout, self.exchanged)
+        try:
+            yield
+        finally:
+            current.cut = former
+
+    def _layout(self, batch: Batch) -> Layout:
+        """Who holds which tokens of this batch; the last one is remembered."""
+        tokens = _tokens(batch)
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids") if self.packed else None
+        boundaries = batch.get("cu_seq_lens_q")
+        given = (mask, positions, boundaries)
+        key = tokens.shape[:2], given, [None if tensor is None else tensor._version for tensor in given]
+        if self._last is None or not _same(self._last[0], key):
+            rows = documents.find(tuple(tokens.shape[:2]), mask, positions, boundaries)
+            local = local_length(tokens.shape[1], self.shape.size, self.multiple)
+            self._last = key, Layout(rows, self.shape, local)
+        return self._last[1]
+
+    def _cut(self, batch: Batch, layout: Layout, names: list[str]) -> Batch:
+        rank, whole = self.group.rank(), (len(layout.rows), layout.length)
+        own = {key: value for key, value in batch.items() if key not in _BOUNDARIES}
+        for key, value in own.items():
+            if torch.is_tensor(value) and value.dim() >= 2 and value.shape[:2] == whole:
+                own[key] = take(value, layout, rank)
+        if "position_ids" in names:
+            own["position_ids"] = self._positions(batch, layout)
+        if "attention_mask" in own:
+            own["attention_mask"] = None
+        if "use_cache" in names:
+            own["use_cache"] = False
+        return own
+
+    def _positions(self, batch: Batch, layout: Layout) -> torch.Tensor:
+        """Those of this rank's tokens in their rows; several sets of them where a model has sections of rotations."""
+        positions, rows = batch.get("position_ids"), len(layout.rows)
+        if positions is None:
+            positions = torch.arange(layout.length, device=_tokens(batch).device)
+        if positions.dim() <= 2:
+            return take(positions.expand(rows, layout.length), layout, self.group.rank())
+        return torch.stack([take(one.expand(rows, layout.length), layout, self.group.rank()) for one in positions])
+
+    def _joined(self, output: Any, layout: Layout) -> Any:
+        """What the backbone gives for each token, for all of them."""
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(whole(item) for item in value)
+            if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == layout.local:
+                return join(value, layout, self.group)
+            return value
+
+        if isinstance(output, tuple):
+            return whole(output)
+        for key, value in list(output.items()):
+            output[key] = whole(value)
+        return output
+
+    def _whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
+        cut = current.cut
+        return None if cut is None else (join(args[0], cut.layout, self.group), *args[1:])
+
+
+def backbone(model: Any) -> Any:
+    """What reads tokens and runs the layers; the model itself if it has no head."""
+    return token_readers(model)[0]
+
+
+def _tokens(batch: Batch) -> torch.Tensor:
+    return next(batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None)
+
+
+def _same(one: tuple, other: tuple) -> bool:
+    """Rows of the same shape with the very same tensors beside them, unchanged?"""
+    alike = all(a is b for a, b in zip(one[1], other[1], strict=True))
+    return alike and one[0] == other[0] and one[2] == other[2]
+
+
+@contextlib.contextmanager
+def _own_random_numbers(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
+    """Ranks that share a state drop different things of different tokens; afterwards all go on alike."""
+    drops = module.training and any(isinstance(part, nn.Dropout) and part.p for part in module.modules())
+    if not drops:
+        yield
+        return
+    device = next(module.parameters()).device
+    random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
+    seed = int(torch.randint(2**31, (1,)))
+    state = random.get_rng_state()
+    random.manual_seed(seed + group.rank())
+    try:
+        yield
+    finally:
+        random.set_rng_state(state)

@@ -1,0 +1,27 @@
+"""The process groups of one attention: rings, and groups of Ulysses inside them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from hf_parallel.axes.context.attention import Exchanged
+from hf_parallel.mesh import ParallelMesh, axis_ranks, new_group_of
+
+if TYPE_CHECKING:
+    from hf_parallel.config import ParallelConfig
+
+
+def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
+    """How cp ranks attend. Neighbours share heads; ranks of the same place in their groups form a ring.
+
+    Collective over all ranks if both are there.
+    """
+    size, inner, gathered = config.cp_size, config.ulysses_size, config.context_parallel == "allgather"
+    if inner == 1:
+        return Exchanged(mesh.group("cp"), None, gathered)
+    if inner == size:
+        return Exchanged(None, mesh.group("cp"), gathered)
+    all_ranks = axis_ranks(config, "cp")
+    rings = [ranks[place::inner] for ranks in all_ranks for place in range(inner)]
+    groups = [ranks[start : start + inner] for ranks in all_ranks for start in range(0, size, inner)]
+    return Exchanged(new_group_of(rings, mesh.rank), new_group_of(groups, mesh.rank), gathered)

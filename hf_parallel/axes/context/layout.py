@@ -1,0 +1,169 @@
+"""Who holds which tokens.
+
+Each document is cut into 2 R pieces for a ring of R, and ring rank r holds pieces r and 2 R - 1 - r: whoever has an
+early piece, whose queries see little, has a late one, whose queries see much. A single document is a pack of one:
+
+    ring of 2, documents of 8 and 5 tokens      0 1 2 3 4 5 6 7 | 8 9 a b c      8 = 2 + 2 + 2 + 2, 5 = 2 + 1 + 1 + 1
+        ring rank 0   0 1 6 7   8 9 c
+        ring rank 1   2 3 4 5   a b .
+
+Pieces differ by one token at most and the odd ones go round, so ranks differ by one token in all, which is padded.
+Inside a ring rank's part, U ranks of Ulysses hold neighbouring runs of equal length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from hf_parallel.axes.context.documents import Row
+from hf_parallel.axes.context.tiles import Span, Tile, tiles_of
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How cp ranks share a sequence: a ring of `ring` groups of `heads` ranks, which share heads in attention."""
+
+    ring: int
+    heads: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.ring * self.heads
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """(ring rank, rank in its group); groups are neighbours, on the fastest links."""
+        return divmod(rank, self.heads)
+
+
+def local_length(length: int, ranks: int, multiple: int = 1) -> int:
+    """How many tokens each rank holds of a row, whatever its documents."""
+    share = -(-length // ranks)
+    return -(-share // multiple) * multiple
+
+
+def deal(lengths: Sequence[int], ring: int) -> list[list[tuple[Span, ...]]]:
+    """For each ring rank and document the pieces that the rank holds, where they lie in its part and in the row."""
+    held: list[list[tuple[Span, ...]]] = [[] for _ in range(ring)]
+    offsets, start, turn = [0] * ring, 0, 0
+    for length in lengths:
+        even, odd = divmod(length, 2 * ring)
+        extra = [odd // ring] * ring
+        for _ in range(odd % ring):
+            extra[turn % ring] += 1
+            turn += 1
+        sizes = [even + (extra[r] > 0) for r in range(ring)] + [even + (extra[r] > 1) for r in reversed(range(ring))]
+        starts = [start + sum(sizes[:i]) for i in range(2 * ring)]
+        for r in range(ring):
+            spans = []
+            for piece in (r, 2 * ring - 1 - r):
+                if sizes[piece]:
+                    spans.append(Span(offsets[r], sizes[piece], starts[piece]))
+                    offsets[r] += sizes[piece]
+            held[r].append(_joined(spans))
+        start += length
+    return held
+
+
+def _joined(spans: list[Span]) -> tuple[Span, ...]:
+    if len(spans) == 2 and spans[0].start + spans[0].length == spans[1].start:
+        return (Span(spans[0].offset, spans[0].length + spans[1].length, spans[0].start),)
+    return tuple(spans)
+
+
+@dataclass(eq=False)
+class Layout:
+    """The tokens of one batch over the ranks of a context-parallel group.
+
+    Attributes:
+        rows: the documents of each row.
+        local: tokens of each row on each rank.
+    """
+
+    rows: list[Row]
+    shape: Shape
+    local: int
+    _tiles: dict[tuple, list[Tile]] = field(default_factory=dict)
+    _on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """Of the rows, in tokens."""
+        return self.rows[0].length
+
+    @functools.cached_property
+    def alike(self) -> bool:
+        """Have all rows the same documents?"""
+        return all(row.lengths == self.rows[0].lengths for row in self.rows)
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Does each document lie in one piece, so that its tokens are as far apart as in the row?"""
+        return all(row.whole for row in self.rows)
+
+    @functools.cached_property
+    def _held(self) -> list[list[list[tuple[Span, ...]]]]:
+        rows = self.rows[:1] if self.alike else self.rows
+        return [deal(row.lengths, self.shape.ring) for row in rows]
+
+    @functools.cached_property
+    def table(self) -> torch.Tensor:
+        """[rows, ranks, local]: which token of the row each rank holds, -1 where it holds none."""
+        capacity = self.shape.heads * self.local
+        made: dict[int, torch.Tensor] = {}
+        for number, row in enumerate(self.rows):
+            if number and self.alike and row.order is None and self.rows[0].order is None:
+                made[number] = made[0]
+                continue
+            held = self._held[0 if self.alike else number]
+            made[number] = _filled(row, held, self.shape.ring, capacity).view(self.shape.size, self.local)
+        return torch.stack([made[number] for number in range(len(self.rows))])
+
+    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The table there, and [rows, length]: where each token lies among all that ranks hold."""
+        if device not in self._on:
+            flat = self.table.flatten(1)
+            inverse = torch.zeros(len(self.rows), self.length + 1, dtype=torch.long)
+            inverse.scatter_(1, flat.remainder(self.length + 1), torch.arange(flat.shape[1]).expand_as(flat))
+            self._on[device] = self.table.to(device), inverse[:, : self.length].to(device)
+        return self._on[device]
+
+    def tiles(self, queries: int, keys: int, low: float, high: float) -> list[Tile]:
+        """What ring rank `queries` has to compute with the keys of ring rank `keys`.
+
+        Args:
+            low: a query sees keys that are at least so many tokens before it, such as 0.
+            high: and at most so many, such as the sliding window less one.
+        """
+        key = queries, keys, low, high
+        if key not in self._tiles:
+            self._tiles[key] = [
+                tile
+                for number, held in enumerate(self._held)
+                for mine, theirs in zip(held[queries], held[keys], strict=True)
+                for tile in tiles_of(None if self.alike else number, mine, theirs, low, high)
+            ]
+        return self._tiles[key]
+
+    def work(self, ring_rank: int, low: float, high: float) -> int:
+        """How many pairs of a query and a key ring rank `ring_rank` looks at."""
+        rows = len(self.rows) if self.alike else 1
+        return rows * sum(t.pairs for keys in range(self.shape.ring) for t in self.tiles(ring_rank, keys, low, high))
+
+
+def _filled(row: Row, held: list[list[tuple[Span, ...]]], ring: int, capacity: int) -> torch.Tensor:
+    """[ring * capacity]: tokens of documents as dealt, those of none where there is room, -1 at the end."""
+    order, inside = row.tokens(), sum(row.lengths)
+    loose, parts = order[inside:], []
+    for pieces in held:
+        own = [order[span.start : span.start + span.length] for spans in pieces for span in spans]
+        count = sum(map(len, own))
+        own.append(loose[: capacity - count])
+        loose = loose[capacity - count :]
+        count += len(own[-1])
+        parts += [*own, torch.full((capacity - count,), -1)]
+    return torch.cat(parts)

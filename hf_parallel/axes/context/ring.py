@@ -1,0 +1,174 @@
+"""Ring attention (Li et al., 2021; Liu et al., 2023): queries stay, keys and values travel, and are never all here.
+
+    step i of ring rank r       computes with the keys of r - i
+                                receives those of r - i - 1 meanwhile      (two buffers)
+    and backward                returns the gradients of those keys to r - i, while the next step runs
+
+A step's keys come from their holder: the same bytes as passing them on from neighbour to neighbour, and what nobody
+sees, such as what is beyond a sliding window, is not sent. `gathered` collects all keys at once instead (Llama 3's
+variant, arXiv 2407.21783, section 3.3.2): one collective, and memory for all keys of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+from hf_parallel.axes.context.blocks import Gradients, Sum
+from hf_parallel.axes.context.keep import kept_or
+from hf_parallel.axes.context.layout import Layout
+from hf_parallel.axes.context.tiles import Tile
+from hf_parallel.collectives import start_all_gather, start_reduce_scatter
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One attention of one batch: whose keys this rank needs, and who needs its own."""
+
+    layout: Layout
+    group: dist.ProcessGroup | None  # None: this rank has all
+    low: float
+    high: float
+    gathered: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return 1 if self.group is None else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This one's place."""
+        return 0 if self.group is None else self.group.rank()
+
+    def tiles(self, keys: int, queries: int | None = None) -> list[Tile]:
+        """What ring rank `queries`, by default this one, computes with the keys of ring rank `keys`."""
+        return self.layout.tiles(self.rank if queries is None else queries, keys, self.low, self.high)
+
+    def sees(self, queries: int, keys: int) -> bool:
+        """Does ring rank `queries` need the keys of ring rank `keys`?"""
+        return bool(self.layout.tiles(queries, keys, self.low, self.high))
+
+
+class Exchange:
+    """Tensors that travel between two ranks at once, in both directions."""
+
+    def __init__(self, group: Any, out: torch.Tensor | None, to: int, like: torch.Tensor | None, source: int) -> None:
+        self.out = None if out is None else out.contiguous()  # kept until it has been sent
+        self.received = None if like is None else torch.empty_like(like, memory_format=torch.contiguous_format)
+        operations = []
+        if self.out is not None:
+            operations.append(dist.P2POp(dist.isend, self.out, group=group, group_peer=to))
+        if self.received is not None:
+            operations.append(dist.P2POp(dist.irecv, self.received, group=group, group_peer=source))
+        self.works = dist.batch_isend_irecv(operations) if operations else []
+
+    def wait(self) -> torch.Tensor | None:
+        """What was received."""
+        for work in self.works:
+            work.wait()
+        self.out = None
+        return self.received
+
+
+def _blocks(ring: Ring, own: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """(ring rank, its keys and values [2, b, h, n, d]), own ones first; the next travel while these are used."""
+    if ring.gathered and ring.size > 1:
+        assert ring.group is not None
+        started = start_all_gather(own, ring.group)
+        yield ring.rank, own
+        everything = started.wait()
+        yield from ((keys, everything[keys]) for keys in range(ring.size) if keys != ring.rank)
+        return
+    arrived: torch.Tensor | None = own
+    for step in range(ring.size):
+        following = None if step + 1 == ring.size else _next_keys(ring, own, step + 1)
+        if arrived is not None:
+            yield (ring.rank - step) % ring.size, arrived
+        arrived = None if following is None else following.wait()
+
+
+def _next_keys(ring: Ring, own: torch.Tensor, step: int) -> Exchange:
+    to, source = (ring.rank + step) % ring.size, (ring.rank - step) % ring.size
+    wanted, needed = ring.sees(to, ring.rank), ring.sees(ring.rank, source)
+    return Exchange(ring.group, own if wanted else None, to, own if needed else None, source)
+
+
+class RingAttention(torch.autograd.Function):
+    """q [b, h, n, d], k and v [b, h / g, n, d] of this ring rank's tokens -> [b, h, n, d]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        scale: float | None,
+        ring: Ring,
+    ) -> torch.Tensor:
+        out, lse = kept_or(lambda: _forward(q, k, v, sinks, scale, ring))
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.scale, ctx.ring = scale, ring
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        work = Gradients(gradient, q, out, lse, ctx.scale)
+        pair = _backward(work, torch.stack([k, v]), ctx.ring)
+        of_sinks = None if sinks is None else work.of_sinks(sinks)
+        return work.dq.to(q.dtype), pair[0].to(k.dtype), pair[1].to(v.dtype), of_sinks, None, None
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scale: float | None, ring: Ring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    total = Sum(q, scale)
+    for keys, pair in _blocks(ring, torch.stack([k, v])):
+        total.add(pair[0], pair[1], ring.tiles(keys))
+    if sinks is not None:
+        total.with_sinks(sinks)
+    return total.out.to(q.dtype), total.lse
+
+
+def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
+    """The gradients of this rank's keys and values, from all ranks that have seen them."""
+    if ring.gathered and ring.size > 1:
+        assert ring.group is not None
+        everything = torch.empty(ring.size, *own.shape, dtype=work.dq.dtype, device=own.device)
+        for keys, pair in _blocks(ring, own):
+            everything[keys] = work.add(pair[0], pair[1], ring.tiles(keys))
+        return start_reduce_scatter(everything, ring.group).wait()
+    total, returning, arrived = torch.zeros(0), None, own
+    for step in range(ring.size):
+        following = None if step + 1 == ring.size else _next_keys(ring, own, step + 1)
+        keys = (ring.rank - step) % ring.size
+        found = None if arrived is None else work.add(arrived[0], arrived[1], ring.tiles(keys))
+        if step == 0:
+            assert found is not None
+            total = found
+        else:
+            _collect(total, returning)
+            returning = _return(ring, found, total, step)
+        arrived = None if following is None else following.wait()
+    _collect(total, returning)
+    return total
+
+
+def _return(ring: Ring, found: torch.Tensor | None, like: torch.Tensor, step: int) -> Exchange:
+    """Gradients go home the way the keys came."""
+    to, source = (ring.rank - step) % ring.size, (ring.rank + step) % ring.size
+    return Exchange(ring.group, found, to, like if ring.sees(source, ring.rank) else None, source)
+
+
+def _collect(total: torch.Tensor, returning: Exchange | None) -> None:
+    arrived = None if returning is None else returning.wait()
+    if arrived is not None:
+        total += arrived

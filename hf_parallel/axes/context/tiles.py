@@ -1,0 +1,128 @@
+"""Blocks of attention as rectangles that a kernel can compute: whole, causal, or with a small mask.
+
+    keys of another rank      own keys            with a sliding window
+        full                  causal              full, and bands along both edges
+
+A mask is only ever as large as a band's rectangle, of at most `SQUARE` queries: never that of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+#: How many queries one mask may have.
+SQUARE = 1024
+
+
+class Span(NamedTuple):
+    """Tokens in one piece: where they lie in a rank's part, how many, and where they lie in the row."""
+
+    offset: int
+    length: int
+    start: int
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries `q` by keys `k` of one row, or of all (None).
+
+    Attributes:
+        kind: "full", "causal" (as many queries as keys, of the same tokens) or "band".
+        band: of a band: how far its first query is behind its first key, and the least and largest distance seen.
+    """
+
+    row: int | None
+    q: slice
+    k: slice
+    kind: str
+    band: tuple[int, float, float] = (0, 0, 0)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key count."""
+        rows, columns = self.q.stop - self.q.start, self.k.stop - self.k.start
+        if self.kind == "full":
+            return rows * columns
+        if self.kind == "causal":
+            return rows * (rows + 1) // 2
+        behind, low, high = self.band
+        total = 0
+        for i in range(rows):
+            first, last = max(0, behind + i - high), min(columns - 1, behind + i - low)
+            total += max(0, int(last - first) + 1)
+        return total
+
+
+def tiles_of(
+    row: int | None, queries: tuple[Span, ...], keys: tuple[Span, ...], low: float, high: float
+) -> list[Tile]:
+    """The tiles of one document, whose queries see keys `low` to `high` tokens before them."""
+    if not queries or not keys:
+        return []
+    everything = float("inf")
+    if low == -everything and high == everything:
+        return [Tile(row, _slice(queries), _slice(keys), "full")]
+    if low == 0 and high == everything and queries == keys:
+        return [Tile(row, _slice(queries), _slice(keys), "causal")]
+    found = [tile for q in queries for k in keys for tile in _pair(row, q, k, low, high)]
+    return _merged(_merged(found, by_keys=True), by_keys=False)
+
+
+def _slice(spans: tuple[Span, ...]) -> slice:
+    """Pieces of a document lie next to each other in a rank's part."""
+    return slice(spans[0].offset, spans[-1].offset + spans[-1].length)
+
+
+def _pair(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
+    nearest, farthest = q.start - (k.start + k.length - 1), q.start + q.length - 1 - k.start
+    if farthest < low or nearest > high:
+        return
+    if nearest >= low and farthest <= high:
+        yield Tile(row, _slice((q,)), _slice((k,)), "full")
+    elif q.start == k.start and q.length == k.length and low == 0 and high >= q.length - 1:
+        yield Tile(row, _slice((q,)), _slice((k,)), "causal")
+    else:
+        for first in range(0, q.length, SQUARE):
+            part = Span(q.offset + first, min(SQUARE, q.length - first), q.start + first)
+            yield from _strip(row, part, k, low, high)
+
+
+def _strip(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
+    """A few queries: keys that all of them see in the middle, bands at the edges."""
+    last = q.start + q.length - 1
+    begin, end = max(k.start, q.start - high), min(k.start + k.length, last - low + 1)
+    full, after = max(begin, last - high), min(end, q.start - low + 1)
+    if full >= after:
+        yield from _band(row, q, k, begin, end, low, high)
+        return
+    yield from _band(row, q, k, begin, full, low, high)
+    yield Tile(row, _slice((q,)), _keys(k, full, after), "full")
+    yield from _band(row, q, k, after, end, low, high)
+
+
+def _band(row: int | None, q: Span, k: Span, begin: float, end: float, low: float, high: float) -> Iterator[Tile]:
+    if end > begin:
+        yield Tile(row, _slice((q,)), _keys(k, begin, end), "band", (q.start - int(begin), low, high))
+
+
+def _keys(k: Span, begin: float, end: float) -> slice:
+    return slice(k.offset + int(begin) - k.start, k.offset + int(end) - k.start)
+
+
+def _merged(tiles: list[Tile], by_keys: bool) -> list[Tile]:
+    """Full tiles that are neighbours along the queries (`by_keys`: with the same keys), or along the keys, as one."""
+    merged: list[Tile] = []
+    for tile in tiles:
+        for number, other in enumerate(merged):
+            same = other.k == tile.k if by_keys else other.q == tile.q
+            near = other.q.stop == tile.q.start if by_keys else other.k.stop == tile.k.start
+            if same and near and other.kind == tile.kind == "full":
+                q = slice(other.q.start, tile.q.stop) if by_keys else tile.q
+                k = tile.k if by_keys else slice(other.k.start, tile.k.stop)
+                merged[number] = Tile(tile.row, q, k, "full")
+                break
+        else:
+            merged.append(tile)
+    return merged

@@ -1,0 +1,151 @@
+"""Attention over ranks against attention with a matrix of scores: outputs and gradients, for every kind of mask."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_parallel.axes.context import documents, tiles
+from hf_parallel.axes.context.attention import Cut, Exchanged, _dense, attention
+from hf_parallel.axes.context.exchange import join, take
+from hf_parallel.axes.context.layout import Layout, Shape, deal, local_length
+from tests.distributed import run
+
+ROWS, LENGTH, HEADS, KV_HEADS, WIDTH = 2, 33, 4, 2, 8
+PACKS = ((5, 11, 2, 14, 1), (20, 13))
+
+
+def padding(kind):
+    mask = torch.ones(ROWS, LENGTH, dtype=torch.long)
+    if kind == "holes":
+        mask[0, 7:9] = 0
+    else:
+        mask[0, :5], mask[1, 20:] = 0, 0
+    return mask
+
+
+#: Packed? causal? window? sinks? which padding?
+CASES = [
+    (False, True, None, False, None),
+    (False, False, None, False, None),
+    (False, True, 5, True, None),
+    (True, True, None, False, None),
+    (True, True, 4, True, None),
+    (False, True, None, False, "ends"),
+    (False, True, 6, False, "ends"),
+    (False, False, None, False, "ends"),
+    (False, False, 4, False, None),
+    (False, True, None, True, "holes"),
+]
+
+
+def groups(variant):
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    if variant == "hybrid":
+        rings, heads = ([dist.new_group(g) for g in pairs] for pairs in (([0, 2], [1, 3]), ([0, 1], [2, 3])))
+        return Shape(2, 2), Exchanged(rings[rank % 2], heads[rank // 2], False)
+    everyone = dist.group.WORLD
+    if variant == "ulysses":
+        return Shape(1, ranks), Exchanged(None, everyone, False)
+    return Shape(ranks, 1), Exchanged(everyone, None, variant == "allgather")
+
+
+def visible(case):
+    packed, causal, window, _, padded = case
+    distance = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    seen = torch.ones(ROWS, LENGTH, LENGTH, dtype=torch.bool)
+    if causal:
+        seen &= distance >= 0
+    if window:
+        seen &= distance.abs() < window
+    if packed:
+        number = torch.stack([torch.arange(len(p)).repeat_interleave(torch.tensor(p)) for p in PACKS])
+        seen &= number[:, :, None] == number[:, None]
+    real = torch.ones(ROWS, LENGTH, dtype=torch.bool) if padded is None else padding(padded).bool()
+    return seen & real[:, None], real[..., None, None]
+
+
+def gap(case, shape, exchanged):
+    """The largest difference in outputs and gradients."""
+    packed, causal, window, sunk, padded = case
+    generator = torch.Generator().manual_seed(0)
+    whole = [
+        torch.randn(ROWS, LENGTH, n, WIDTH, generator=generator, requires_grad=True)
+        for n in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+    gradient = torch.randn(ROWS, LENGTH, HEADS, WIDTH, generator=generator)
+    sinks = torch.randn(HEADS, generator=generator, requires_grad=True) if sunk else None
+    seen, real = visible(case)
+    q, k, v = (t.transpose(1, 2) for t in whole)
+    expected = _dense(q, k, v, ~seen[:, None], 0.0, None, None, sinks).transpose(1, 2)
+    expected.backward(gradient * real)
+
+    positions = torch.stack([torch.cat([torch.arange(n) for n in p]) for p in PACKS]) if packed else None
+    rows = documents.find((ROWS, LENGTH), None if padded is None else padding(padded), positions)
+    layout = Layout(rows, shape, local_length(LENGTH, shape.size))
+    rank, everyone = dist.get_rank(), dist.group.WORLD
+    own = [take(t.detach(), layout, rank).requires_grad_() for t in whole]
+    own_sinks = sinks.detach().clone().requires_grad_() if sunk else None
+    module = torch.nn.Module()
+    module.is_causal = causal
+    q, k, v = (t.transpose(1, 2) for t in own)
+    out, _ = attention(module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window)
+    out.backward(take(gradient * real, layout, rank))
+    gaps = [((join(out.detach(), layout, everyone) - expected) * real).abs().max()]
+    gaps += [(join(a.grad, layout, everyone) - b.grad).abs().max() for a, b in zip(own, whole, strict=True)]
+    if sunk:
+        dist.all_reduce(own_sinks.grad)
+        gaps.append((own_sinks.grad - sinks.grad).abs().max())
+    return float(torch.stack(gaps).max())
+
+
+def gaps(variants, square):
+    tiles.SQUARE = square
+    found = {}
+    for variant in variants:
+        shape, exchanged = groups(variant)
+        found.update({(variant, case): gap(case, shape, exchanged) for case in CASES})
+    return found
+
+
+@pytest.mark.parametrize("square", [1024, 3])
+@pytest.mark.parametrize(
+    ("ranks", "variants"), [(2, ("ring", "ulysses")), (3, ("ring",)), (4, ("allgather", "hybrid", "ulysses"))]
+)
+def test_same_as_one_process(ranks, variants, square):
+    """Bands of a window in one mask, and in strips of three queries."""
+    for rank in run(gaps, ranks, variants, square):
+        wrong = {case: size for case, size in rank.items() if not size < 2e-6}  # sums of 33 numbers of size 1, fp32
+        assert not wrong
+
+
+def layout(lengths, ring):
+    total = sum(lengths)
+    rows = documents.find((1, total), None, torch.cat([torch.arange(n) for n in lengths])[None])
+    return Layout(rows, Shape(ring, 1), local_length(total, ring))
+
+
+@pytest.mark.parametrize("ring", [2, 4, 8])
+@pytest.mark.parametrize(
+    ("lengths", "most"), [((4097,), 1.05), ((700, 33, 1900, 260, 1204), 1.15), (tuple(range(90, 200, 7)), 1.15)]
+)
+def test_ranks_do_the_same_work(lengths, most, ring):
+    """Of a single causal document 5 % apart at most, of packs 15 %."""
+    work = [layout(lengths, ring).work(rank, 0, float("inf")) for rank in range(ring)]
+    assert sum(work) == sum(n * (n + 1) // 2 for n in lengths)
+    assert max(work) <= most * sum(work) / ring
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 5, 8])
+def test_every_token_has_one_holder(ring):
+    for lengths in ((1,), (33,), (5, 11, 2, 14, 1), (1, 1, 1, 1, 1, 1, 1)):
+        table = layout(lengths, ring).table
+        assert sorted(table[table >= 0].tolist()) == list(range(sum(lengths)))
+        assert max(len(deal([n], ring)[0][0]) for n in lengths) <= 2
+
+
+def test_a_window_spares_what_nobody_sees():
+    """With a window of an eighth of the row two of four ranks need nothing of each other."""
+    rows = layout((4096,), 4)
+    needed = [(q, k) for q in range(4) for k in range(4) if rows.tiles(q, k, 0, 511)]
+    assert (0, 2) not in needed and (3, 1) not in needed and (0, 3) not in needed
+    assert sum(rows.work(rank, 0, 511) for rank in range(4)) == 512 * 513 // 2 + (4096 - 512) * 512
