@@ -18,7 +18,7 @@ from hf_parallel.axes.attention import AttentionKeys
 from hf_parallel.axes.axis import Axis, MeshAxis
 from hf_parallel.axes.context import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
-from hf_parallel.axes.experts import ExpertKeys
+from hf_parallel.axes.experts.axis import ExpertKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys

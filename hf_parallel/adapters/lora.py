@@ -88,12 +88,6 @@ def adapt(wrapper: Any) -> None:
     wrapper.__class__, wrapper.base_layer.adapted = in_front(mixin, kind), True
 
 
-@functools.cache
-def in_front(mixin: Any, cls: Any) -> type:
-    """The class `cls` with a mixin before it, by the same name."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-
-
 # ---- A and B -------------------------------------------------------------------------------------------------------
 
 

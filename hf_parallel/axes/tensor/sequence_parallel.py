@@ -26,6 +26,7 @@ from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
+from hf_parallel.model.experts import named_experts
 
 
 def obstacle(model: Any, styles: dict[str, str]) -> str | None:
@@ -57,8 +58,12 @@ def obstacle(model: Any, styles: dict[str, str]) -> str | None:
 
 
 def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
-    """Weights that work on the residual stream must treat each token by itself, as norms do."""
+    """Weights that work on the residual stream must treat each token by itself, as norms and routers do."""
+    mixtures = {key.rpartition(".")[0] for key, _ in named_experts(layer)}
+    routers = tuple(f"{name}.{block}." if block else f"{name}." for block in mixtures)  # and all beside them
     for key, module in layer.named_modules(prefix=name):
+        if key.startswith(routers):
+            continue
         in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
         if owns_parameters(module) and key not in split and not in_region and not is_norm(module):
             return f"{key} is not split"

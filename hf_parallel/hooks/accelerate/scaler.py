@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hf_parallel.axes.tensor.layers import local
+from hf_parallel.local import local
 from hf_parallel.hooks import runtime
 
 

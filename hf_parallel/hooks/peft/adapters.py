@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters import lora
 from hf_parallel.axes.data.zero import sharded_modules
-from hf_parallel.axes.tensor.layers import holding, local
+from hf_parallel.local import holding, local
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.collectives import assert_all_ranks

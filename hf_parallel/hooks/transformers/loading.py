@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.tensor.layers import local
+from hf_parallel.local import local
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read

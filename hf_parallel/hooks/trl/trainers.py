@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.axes.pipeline.unscheduled import served
-from hf_parallel.axes.tensor.layers import local
+from hf_parallel.local import local
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
 from hf_parallel.config import SpecError
