@@ -95,7 +95,7 @@ def mistral(**changes: Any) -> MistralConfig:
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
-    """Mixtral: four experts of a layer in one weight, two of them for each token; tensor parallelism refuses them."""
+    """Mixtral: four experts of a layer in one weight, two of them for each token."""
     own = {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": None}
     return MixtralConfig(**{**DECODER, **own, "tie_word_embeddings": False, **changes})
 
@@ -104,6 +104,12 @@ def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
     """Qwen3-MoE: q/k norms, narrow experts in every other layer."""
     own = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return Qwen3MoeConfig(**{**DECODER, **own, "decoder_sparse_step": 2, "tie_word_embeddings": False, **changes})
+
+
+def deepseek_moe(**changes: Any) -> DeepseekV3Config:
+    """DeepSeek-V3: latent attention, groups of experts chosen by sigmoids, a shared expert, a dense layer."""
+    groups = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+    return deepseek_v3(**{**groups, "first_k_dense_replace": 1, "moe_intermediate_size": 24, **changes})
 
 
 def odd(**changes: Any) -> LlamaConfig:
@@ -357,6 +363,7 @@ CONFIGS = {
     "mistral": mistral,
     "mixtral": mixtral,
     "qwen3_moe": qwen3_moe,
+    "deepseek_moe": deepseek_moe,
     "odd": odd,
     "gemma2": gemma2,
     "gemma3": gemma3,

@@ -33,8 +33,6 @@ from hf_parallel.axes.tensor.layers import (
     SharedHeads,
     TensorParallelLayer,
     become,
-    holding,
-    local,
     local_weight,
     rows_on,
 )
@@ -42,6 +40,7 @@ from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_from_group
+from hf_parallel.local import holding, in_front, local
 from hf_parallel.model.packed import StoredOrder
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------

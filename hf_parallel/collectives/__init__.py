@@ -14,6 +14,7 @@ from hf_parallel.collectives.differentiable import (
     reduce_scatter_sequence,
     split_sequence,
 )
+from hf_parallel.collectives.exchange import exchange, exchange_counts, scale_gradient
 from hf_parallel.collectives.one_batch import OneBatch
 
 __all__ = [
@@ -24,12 +25,15 @@ __all__ = [
     "begin_gather_sequence",
     "copy_to_group",
     "copy_weight_to_group",
+    "exchange",
+    "exchange_counts",
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
     "assert_all_ranks",
     "reduce_from_group",
     "reduce_scatter_sequence",
+    "scale_gradient",
     "split_sequence",
     "start_all_gather",
     "start_all_reduce",

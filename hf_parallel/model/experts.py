@@ -66,6 +66,4 @@ def expert_facts(module: Any) -> ExpertFacts:
     packed = gates if dense or module.is_concatenated else set()
     unknown = tuple(name for name, _ in module.named_parameters() if name not in widths)
     down = held["down_proj"]
-    return ExpertFacts(
-        kind, len(down), down.shape[1 if transposed else 2], own, frozenset(packed), dense, unknown
-    )
+    return ExpertFacts(kind, len(down), down.shape[1 if transposed else 2], own, frozenset(packed), dense, unknown)

@@ -11,14 +11,17 @@ With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.experts import named_experts
 
 
 def shard_data_parallel(
@@ -40,11 +43,13 @@ def shard_data_parallel(
         reshard = False  # gathering again for every micro-batch would cost more than the memory it frees
     # Between the halves of a split backward pass it would hold two sums.
     policy = MixedPrecisionPolicy() if splits_backward else _summing_in_fp32(root)
+    apart = _shard_experts(root, mesh, reshard, policy)
     for block in blocks:
         if any(True for _ in block.parameters()):
-            fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy)
+            fully_shard(block, mesh=axes, reshard_after_forward=reshard, mp_policy=policy, ignored_params=apart)
     # The root's own weights (embedding, head) are needed first in backward: None lets torch keep them.
-    fully_shard(root, mesh=axes, reshard_after_forward=None if reshard else False, mp_policy=policy)
+    keep = None if reshard else False
+    fully_shard(root, mesh=axes, reshard_after_forward=keep, mp_policy=policy, ignored_params=apart)
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in sharded_modules(root):
@@ -53,6 +58,33 @@ def shard_data_parallel(
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def _shard_experts(
+    root: nn.Module, mesh: ParallelMesh, reshard: bool, policy: MixedPrecisionPolicy
+) -> set[nn.Parameter]:
+    """Shard experts that are shared out over ranks among those that hold the same ones; where none does, leave them.
+
+    Returns:
+        What `fully_shard` of the modules around them must leave alone.
+    """
+    if mesh.config.ep_size == 1:
+        return set()
+    found = [module for _, module in named_experts(root)]
+    if mesh.size("ep_shard") * mesh.size("dp_replicate") == 1:
+        return {parameter for module in found for parameter in module.parameters()}
+    axes = mesh["dp_replicate", "ep_shard"] if mesh.size("dp_replicate") > 1 else mesh["ep_shard"]
+    again = reshard and mesh.size("ep_shard") > 1
+    where = functools.partial(_shard_dim, mesh.size("ep_shard"))
+    for module in found:
+        fully_shard(module, mesh=axes, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=where)
+    return set()
+
+
+def _shard_dim(ranks: int, parameter: nn.Parameter) -> Shard:
+    """By whole experts if there are enough of them here, else inside of each: FSDP2 pads no dim but the first."""
+    shape = stored(parameter).shape
+    return Shard(next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0))
 
 
 def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:

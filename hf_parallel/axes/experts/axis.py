@@ -1,23 +1,104 @@
-"""Expert parallelism: whole experts on different ranks. Understood and planned for, not built yet."""
+"""Expert parallelism (Lepikhin et al., 2021): whole experts on different ranks, to which tokens travel."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-from hf_parallel.axes.axis import Axis, Keys, NotBuilt, key
+from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.axis import Building
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.model.anatomy import Anatomy
+    from hf_parallel.model.experts import ExpertFacts
 
 
 @dataclass(frozen=True)
 class ExpertKeys(Keys):
-    ep_size: int = key(
-        1, "ranks that hold different experts", not_built=(NotBuilt("expert parallelism", "ep_size=1"),)
-    )
+    ep_size: int = key(1, "ranks of `dp_shard`, `cp` and `tp` that hold different experts")
+
+    @property
+    def ep_shard_size(self) -> int:
+        """Ranks that share the experts that one of them would hold (FSDP2). Needs a resolved config."""
+        config: Any = self
+        return math.prod(_shared_out(config)) // self.ep_size
 
 
-class Experts(Axis[None, None]):
+@dataclass(frozen=True)
+class ExpertPart:
+    """What ep will do: experts of each layer by the module's full name."""
+
+    experts: dict[str, ExpertFacts] = field(default_factory=dict)
+    per_rank: int = 1
+
+
+class Experts(Axis["dict[str, ExpertFacts]", ExpertPart]):
     """A second view of ranks that other axes have: no axis of the mesh."""
 
     name = "ep"
+    inside = True
+
+    def is_on(self, config: ParallelConfig) -> bool:
+        return config.ep_size != 1
+
+    def check(self, config: ParallelConfig) -> None:
+        """Experts' ranks are whole groups of cp and tp, whose ranks have the same or neighbouring tokens."""
+        size, inner = config.ep_size, config.cp_size * config.tp_size
+        if size == -1:
+            refuse("ep_size=-1", "takes no processes of its own, but ranks of dp_shard, cp and tp", "ep_size=2")
+        if size == 1 or inner < 1:
+            return
+        ranks = config.dp_shard_size * inner
+        others = f"tp_size={config.tp_size}" if config.cp_size == 1 else f"cp_size x tp_size={inner}"
+        if size % inner:
+            refuse(f"ep_size={size}", f"is no multiple of {others}", f"ep_size={inner}")
+        if ranks > 0 and ranks % size:
+            works = max(n for n in range(inner, ranks + 1, inner) if ranks % n == 0 and (n < size or n == inner))
+            shared = f"dp_shard_size={config.dp_shard_size} x {others}"
+            refuse(f"ep_size={size}", f"does not divide {shared}", f"ep_size={works}")
+
+    def read(self, model: Any, config: ParallelConfig) -> dict[str, ExpertFacts]:
+        """Which modules hold experts, and how."""
+        from hf_parallel.model.experts import expert_facts, named_experts
+
+        return {name: expert_facts(module) for name, module in named_experts(model)}
+
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: dict[str, ExpertFacts]) -> ExpertPart:
+        """The same number of experts on each rank."""
+        asked = f"ep_size={config.ep_size}"
+        if not facts:
+            refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", "ep_size=1")
+        for name, experts in facts.items():
+            if experts.dense:
+                refuse(asked, f"{experts.kind} computes every expert for every token, so none travels", "ep_size=1")
+            if experts.count % config.ep_size:
+                works = _works(experts.count, config)
+                refuse(asked, f"does not divide the {experts.count} experts of {name}", f"ep_size={works}")
+            if experts.unknown:
+                refuse(asked, f"what {experts.kind} does with its {experts.unknown[0]} is not known", "ep_size=1")
+        return ExpertPart(facts, next(iter(facts.values())).count // config.ep_size)
+
+    def notes(self, part: ExpertPart) -> list[str]:
+        return [f"experts: {part.per_rank} of {next(iter(part.experts.values())).count} per rank and layer"]
+
+    def apply(self, model: Any, part: ExpertPart, building: Building) -> None:
+        """Keep this rank's experts of each layer, and let tokens travel to them."""
+        from hf_parallel.axes.experts.layers import share_out
+
+        share_out(model, part.experts, building.mesh, building.sequence_flag)
+
+
+def _shared_out(config: ParallelConfig) -> tuple[int, int, int]:
+    return config.dp_shard_size, config.cp_size, config.tp_size
+
+
+def _works(count: int, config: ParallelConfig) -> int:
+    """The next smaller number of ranks that divides so many experts."""
+    inner = config.cp_size * config.tp_size
+    return max(n for n in range(1, config.ep_size) if count % n == 0 and (n == 1 or n % inner == 0))
 
 
 EXPERTS = ExpertKeys.axis = Experts()
