@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, key
@@ -29,20 +29,33 @@ class ExpertKeys(Keys):
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """What ep will do: experts of each layer by the module's full name."""
+    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one."""
 
-    experts: dict[str, ExpertFacts] = field(default_factory=dict)
-    per_rank: int = 1
+    experts: dict[str, ExpertFacts]
+    ranks: int
+    balanced: bool
+
+    @property
+    def per_rank(self) -> int:
+        """Experts of a layer on each rank."""
+        return next(iter(self.experts.values())).count // self.ranks
 
 
-class Experts(Axis["dict[str, ExpertFacts]", ExpertPart]):
-    """A second view of ranks that other axes have: no axis of the mesh."""
+@dataclass(frozen=True)
+class MixtureFacts:
+    """Experts of each layer, by the module's full name, and whether the loss that balances them is a known one."""
+
+    experts: dict[str, ExpertFacts]
+    balanced: bool
+
+
+class Experts(Axis["MixtureFacts", ExpertPart]):
+    """A second view of ranks that other axes have: no axis of the mesh. Without ep it keeps losses exact."""
 
     name = "ep"
-    inside = True
 
     def is_on(self, config: ParallelConfig) -> bool:
-        return config.ep_size != 1
+        return True
 
     def check(self, config: ParallelConfig) -> None:
         """Experts' ranks are whole groups of cp and tp, whose ranks have the same or neighbouring tokens."""
@@ -60,35 +73,53 @@ class Experts(Axis["dict[str, ExpertFacts]", ExpertPart]):
             shared = f"dp_shard_size={config.dp_shard_size} x {others}"
             refuse(f"ep_size={size}", f"does not divide {shared}", f"ep_size={works}")
 
-    def read(self, model: Any, config: ParallelConfig) -> dict[str, ExpertFacts]:
+    def read(self, model: Any, config: ParallelConfig) -> MixtureFacts:
         """Which modules hold experts, and how."""
+        from hf_parallel.axes.experts.balance import has_known_balance
         from hf_parallel.model.experts import expert_facts, named_experts
 
-        return {name: expert_facts(module) for name, module in named_experts(model)}
+        found = {name: expert_facts(module) for name, module in named_experts(model)}
+        return MixtureFacts(found, bool(found) and hasattr(model, "config") and has_known_balance(model))
 
-    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: dict[str, ExpertFacts]) -> ExpertPart:
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
         """The same number of experts on each rank."""
-        asked = f"ep_size={config.ep_size}"
-        if not facts:
-            refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", "ep_size=1")
-        for name, experts in facts.items():
-            if experts.dense:
-                refuse(asked, f"{experts.kind} computes every expert for every token, so none travels", "ep_size=1")
-            if experts.count % config.ep_size:
-                works = _works(experts.count, config)
-                refuse(asked, f"does not divide the {experts.count} experts of {name}", f"ep_size={works}")
-            if experts.unknown:
-                refuse(asked, f"what {experts.kind} does with its {experts.unknown[0]} is not known", "ep_size=1")
-        return ExpertPart(facts, next(iter(facts.values())).count // config.ep_size)
+        if config.ep_size > 1:
+            _check_experts(config, anatomy, facts.experts)
+        return ExpertPart(facts.experts, config.ep_size, facts.balanced) if facts.experts else None
 
     def notes(self, part: ExpertPart) -> list[str]:
-        return [f"experts: {part.per_rank} of {next(iter(part.experts.values())).count} per rank and layer"]
+        whole = part.per_rank * part.ranks
+        return [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
 
-    def apply(self, model: Any, part: ExpertPart, building: Building) -> None:
+    def apply(self, model: Any, part: ExpertPart | None, building: Building) -> None:
         """Keep this rank's experts of each layer, and let tokens travel to them."""
         from hf_parallel.axes.experts.layers import share_out
 
-        share_out(model, part.experts, building.mesh, building.sequence_flag)
+        if part is not None and part.ranks > 1:
+            share_out(model, part.experts, building.mesh, building.sequence_flag)
+
+    def finish(self, model: Any, part: ExpertPart | None, building: Building) -> None:
+        """Balance experts over the rows of all data ranks."""
+        from hf_parallel.axes.experts.balance import balance_over_data_ranks
+
+        if part is not None and part.balanced and building.mesh.data_size > 1:
+            balance_over_data_ranks(model, building.mesh)
+
+
+def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
+    asked = f"ep_size={config.ep_size}"
+    if not experts:
+        refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", "ep_size=1")
+    if anatomy.replaced_forward is not None:
+        refuse(asked, f"{anatomy.replaced_forward} has a forward of its own, which would not communicate", "ep_size=1")
+    for name, facts in experts.items():
+        if facts.dense:
+            refuse(asked, f"{facts.kind} computes every expert for every token, so none travels", "ep_size=1")
+        if facts.count % config.ep_size:
+            works = _works(facts.count, config)
+            refuse(asked, f"does not divide the {facts.count} experts of {name}", f"ep_size={works}")
+        if facts.unknown:
+            refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
 
 
 def _shared_out(config: ParallelConfig) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, become
@@ -21,6 +22,7 @@ from hf_parallel.collectives import (
     copy_to_group,
     copy_weight_to_group,
     gather_sequence,
+    join_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
 )
@@ -57,6 +59,21 @@ class SplitExperts(TensorParallelLayer):
         if dim is not None:
             return local(weight)
         return copy_weight_to_group(weight, self.region.group) * float(self.region.group.rank() == 0)
+
+
+def gather_router_logits(reader: Any, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
+    """Let a backbone return the router logits [rows * length, experts] of all tokens, not of this rank's."""
+
+    def gathered(module: Any, args: Any, output: Any) -> Any:
+        logits = getattr(output, "router_logits", None)
+        if not switch.on or not logits or output[0].dim() != 3:
+            return output
+        rows, length = output[0].shape[:2]
+        whole = (join_sequence(layer.unflatten(0, (rows, -1)), group)[:, :length].flatten(0, 1) for layer in logits)
+        output["router_logits"] = tuple(whole)
+        return output
+
+    reader.register_forward_hook(gathered)
 
 
 def split_experts(

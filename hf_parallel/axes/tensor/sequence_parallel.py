@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
+from hf_parallel.axes.tensor.experts import gather_router_logits
 from hf_parallel.axes.tensor.infer import named_layers
 from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
@@ -83,6 +84,8 @@ def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch
             layer.register_forward_pre_hook(scope.begin)
             layer.register_forward_hook(scope.end, always_call=True)
         stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
+        if any(True for layer in stack.layers for _ in named_experts(layer)):
+            gather_router_logits(reader_of(text_part(model), stack), group, switch)
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
 
 
