@@ -1,5 +1,6 @@
 """Differentiable collectives: each names what it does forward and backward. Some that only start. Who is here."""
 
+from hf_parallel.collectives.all_to_all import exchange, exchange_counts, scale_gradient
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.desync import AloneError, assert_all_ranks, watch
 from hf_parallel.collectives.differentiable import (
@@ -14,7 +15,6 @@ from hf_parallel.collectives.differentiable import (
     reduce_scatter_sequence,
     split_sequence,
 )
-from hf_parallel.collectives.exchange import exchange, exchange_counts, scale_gradient
 from hf_parallel.collectives.one_batch import OneBatch
 
 __all__ = [

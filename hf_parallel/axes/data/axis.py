@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,11 @@ class DataKeys(Keys):
     quantize_gradients: bool = key(
         False, "reduce gradients in fewer bits", not_built=(NotBuilt(_COMPRESSION, "quantize_gradients=false"),)
     )
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Along which dim `ranks` share experts of this shape: FSDP2 pads no dim but the first."""
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 class Data(Axis[None, None]):

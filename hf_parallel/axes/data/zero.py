@@ -11,7 +11,6 @@ With a single data rank nothing is wrapped: on a mesh of size one `fully_shard` 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
 
@@ -75,16 +75,13 @@ def _shard_experts(
         return {parameter for module in found for parameter in module.parameters()}
     axes = mesh["dp_replicate", "ep_shard"] if mesh.size("dp_replicate") > 1 else mesh["ep_shard"]
     again = reshard and mesh.size("ep_shard") > 1
-    where = functools.partial(_shard_dim, mesh.size("ep_shard"))
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(stored(parameter).shape, mesh.size("ep_shard")))
+
     for module in found:
-        fully_shard(module, mesh=axes, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=where)
+        fully_shard(module, mesh=axes, reshard_after_forward=again, mp_policy=policy, shard_placement_fn=place)
     return set()
-
-
-def _shard_dim(ranks: int, parameter: nn.Parameter) -> Shard:
-    """By whole experts if there are enough of them here, else inside of each: FSDP2 pads no dim but the first."""
-    shape = stored(parameter).shape
-    return Shard(next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0))
 
 
 def _summing_in_fp32(root: nn.Module) -> MixedPrecisionPolicy:
