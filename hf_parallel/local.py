@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,23 @@ def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(before)
+
+
+@contextlib.contextmanager
+def adding(module: Any, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """In here `module` computes with the sum of what it stores under this name and of `make()`."""
+    added = vars(module).setdefault("_hf_parallel_added", {})
+    added[name] = make
+    try:
+        yield
+    finally:
+        del added[name]
+
+
+def with_added(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter with what is to be added to it."""
+    make = vars(module).get("_hf_parallel_added", {}).get(name)
+    return value if make is None else value + make().to(value.dtype)
 
 
 def local(parameter: Any) -> Any:

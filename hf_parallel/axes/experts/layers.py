@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hf_parallel.axes.experts.dispatch import Shares, bring_back, send
 from hf_parallel.collectives import scale_gradient
-from hf_parallel.local import holding, in_front, local
+from hf_parallel.local import holding, in_front, local, with_added
 from hf_parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ class Sharing:
 
     def __init__(self, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
         self.group, self._switch = mesh.group("ep"), switch
-        self._tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+        self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
         # Losses are averaged over data ranks, and FSDP2 averages over the ranks with the same experts alone.
         self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.data_size
 
     @property
     def alike(self) -> dist.ProcessGroup | None:
         """Under sequence parallelism tp ranks have tokens of their own."""
-        return None if self._switch is not None and self._switch.on else self._tp_group
+        return None if self._switch is not None and self._switch.on else self.tp_group
 
 
 class SharedOut(nn.Module):
@@ -43,6 +43,7 @@ class SharedOut(nn.Module):
 
     sharing: Sharing
     expert_facts: ExpertFacts
+    first: int  # number of this rank's first expert
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if self.sharing.alike is None:
@@ -67,7 +68,8 @@ class SharedOut(nn.Module):
 
     def _own_weights(self) -> dict[str, Any]:
         factor = self.sharing.gradient_factor
-        return {name: scale_gradient(local(self._parameters[name]), factor) for name in self.expert_facts.widths}
+        own = {name: scale_gradient(local(self._parameters[name]), factor) for name in self.expert_facts.widths}
+        return {name: with_added(self, name, weight) for name, weight in own.items()}
 
 
 def share_out(
@@ -85,5 +87,7 @@ def share_out(
             own = distribute_tensor(value, mesh["ep"], [Shard(0)], src_data_rank=None)
             module._parameters[key] = nn.Parameter(own, requires_grad=parameter.requires_grad)
         module.num_experts = facts.count // mesh.size("ep")
+        module.first = sharing.group.rank() * module.num_experts
         module.sharing, module.expert_facts = sharing, facts
-        module.__class__ = in_front(SharedOut, type(module))
+        kind: Any = type(module)
+        module.__class__ = in_front(SharedOut, kind)

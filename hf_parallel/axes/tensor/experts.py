@@ -26,7 +26,7 @@ from hf_parallel.collectives import (
     reduce_from_group,
     reduce_scatter_sequence,
 )
-from hf_parallel.local import holding, local
+from hf_parallel.local import holding, local, with_added
 from hf_parallel.model.experts import ExpertFacts, expert_facts
 
 
@@ -49,12 +49,10 @@ class SplitExperts(TensorParallelLayer):
         return (gather_sequence if self.region.sequence_parallel else copy_to_group)(tensor, self.region.group)
 
     def _own_weights(self) -> dict[str, Any]:
-        own = {}
-        for name, dim in self.expert_facts.widths.items():
-            own[name] = self.own_weight(name, self._parameters[name], dim)
-        return own
+        widths = self.expert_facts.widths.items()
+        return {name: with_added(self, name, self._own_weight(self._parameters[name], dim)) for name, dim in widths}
 
-    def own_weight(self, name: str, weight: Any, dim: int | None) -> torch.Tensor:
+    def _own_weight(self, weight: Any, dim: int | None) -> torch.Tensor:
         """This rank's part; what runs along no width is added once, by the first rank."""
         if dim is not None:
             return local(weight)
