@@ -19,7 +19,7 @@ from hf_parallel.axes.axis import Axis, MeshAxis
 from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
-from hf_parallel.axes.experts import ExpertKeys
+from hf_parallel.axes.experts.axis import ExpertKeys
 from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys

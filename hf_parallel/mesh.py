@@ -10,6 +10,19 @@ sit on the slowest links. Eight processes under `pp=2,dp_shard=2,tp=2`, rank num
           dp_shard=1     6     7
 
 The data rank comes from coordinates, never from `rank // n`: here the ranks of one model are not contiguous.
+
+Experts are shared out over a second view of the ranks of dp_shard, cp and tp, in which ep is innermost and ep_shard
+what is left; dp_replicate and pp are the same in both:
+
+    dp_shard x cp x tp = ep_shard x ep
+
+Sixteen processes under `pp=2,dp_shard=4,tp=2,ep=4`, of which this is the first stage (the second has 8 … 15):
+
+                    tp=0  tp=1                        ep=0  ep=1  ep=2  ep=3
+    dp_shard=0        0     1          ep_shard=0       0     1     2     3      each of these holds a quarter of the
+    dp_shard=1        2     3          ep_shard=1       4     5     6     7      experts, and of it a half (0 and 4)
+    dp_shard=2        4     5
+    dp_shard=3        6     7          everything else is cut over tp and dp_shard, as on the left
 """
 
 from __future__ import annotations
@@ -36,6 +49,17 @@ from hf_parallel.spec import refuse
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
+
+
+#: The second view of the ranks of dp_shard, cp and tp.
+EXPERT_AXES = ("ep_shard", "ep")
+_SHARED_OUT = ("dp_shard", "cp", "tp")
+
+
+def expert_sizes(config: ParallelConfig) -> dict[str, int]:
+    """The sizes of the second view, slow links first."""
+    kept = {axis: size for axis, size in config.sizes.items() if axis not in _SHARED_OUT}
+    return {**kept, "ep_shard": config.ep_shard_size, "ep": config.ep_size}
 
 
 def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
@@ -67,8 +91,9 @@ def data_rank(config: ParallelConfig, rank: int) -> int:
 
 
 def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
-    """All groups along some axes, as lists of global ranks."""
-    names, shape = list(config.sizes), tuple(config.sizes.values())
+    """All groups along some axes of one view, as lists of global ranks."""
+    sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else expert_sizes(config)
+    names, shape = list(sizes), tuple(sizes.values())
     inner = [names.index(axis) for name in axes for axis in config.axes_along(name)]
     outer = [dim for dim in range(len(names)) if dim not in inner]
     grid = torch.arange(math.prod(shape)).view(shape).permute(*outer, *inner)
@@ -88,6 +113,7 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     rank: int
     data_group: dist.ProcessGroup | None = field(repr=False)
+    expert_mesh: DeviceMesh | None = None  # the second view, where there is expert parallelism
 
     @classmethod
     def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:
@@ -102,12 +128,14 @@ class ParallelMesh:
         device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
         rank = dist.get_rank()
         data_group = new_group_of(axis_ranks(config, *_data_axes(config)), rank)
+        expert_mesh = _expert_mesh(config, device) if config.ep_size > 1 else None
         limit = time_out()
         if limit is not None:
-            set_time_out(limit, [device_mesh.get_group(axis) for axis in config.sizes])
+            meshes = [mesh for mesh in (device_mesh, expert_mesh) if mesh is not None]
+            set_time_out(limit, [group for mesh in meshes for group in mesh.get_all_groups()])
         atexit.unregister(end_groups)
         atexit.register(end_groups)
-        return cls(config, device, device_mesh, rank, data_group)
+        return cls(config, device, device_mesh, rank, data_group, expert_mesh)
 
     @functools.cached_property
     def sharing_mesh(self) -> DeviceMesh:
@@ -119,11 +147,15 @@ class ParallelMesh:
         return DeviceMesh._concatenate([self["dp_replicate"], shards]) if replicas else shards
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
-        return self.device_mesh[axes]
+        return self._view(axes)[axes]
+
+    def _view(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        asked = {axes} if isinstance(axes, str) else set(axes)
+        return self.device_mesh if self.expert_mesh is None or asked.isdisjoint(EXPERT_AXES) else self.expert_mesh
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""
-        return self.config.sizes[axis]
+        return getattr(self.config, f"{axis}_size")
 
     def index(self, axis: str) -> int:
         """This rank's place along `axis`."""
@@ -131,7 +163,7 @@ class ParallelMesh:
 
     def group(self, axis: str) -> dist.ProcessGroup:
         """The process group of the ranks that differ from this one along `axis` alone."""
-        return self.device_mesh.get_group(axis)
+        return self._view(axis).get_group(axis)
 
     @functools.cached_property
     def host_group(self) -> dist.ProcessGroup:
@@ -165,6 +197,11 @@ class ParallelMesh:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
         ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
         return new_group_of(ends, self.rank)
+
+
+def _expert_mesh(config: ParallelConfig, device: torch.device) -> DeviceMesh:
+    sizes = expert_sizes(config)
+    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
 def end_groups() -> None:

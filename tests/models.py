@@ -95,15 +95,32 @@ def mistral(**changes: Any) -> MistralConfig:
 
 
 def mixtral(**changes: Any) -> MixtralConfig:
-    """Mixtral: four experts of a layer in one weight, two of them for each token; tensor parallelism refuses them."""
+    """Mixtral: four experts of a layer in one weight, two of them for each token."""
     own = {"num_local_experts": 4, "intermediate_size": 48, "sliding_window": None}
     return MixtralConfig(**{**DECODER, **own, "tie_word_embeddings": False, **changes})
+
+
+def mixtral_balanced(**changes: Any) -> MixtralConfig:
+    """Mixtral with a loss for unbalanced experts that is a good part of the whole."""
+    ignored = {"keys_to_ignore_at_inference": ["past_key_values", "aux_loss", "router_logits"]}
+    return mixtral(**{"output_router_logits": True, "router_aux_loss_coef": 0.5, **ignored, **changes})
+
+
+def mixtral_idle(**changes: Any) -> MixtralConfig:
+    """Mixtral of which two experts in three are idle: one expert per token, and `build` prefers the first two."""
+    return mixtral(**{"num_local_experts": 8, "num_experts_per_tok": 1, **changes})
 
 
 def qwen3_moe(**changes: Any) -> Qwen3MoeConfig:
     """Qwen3-MoE: q/k norms, narrow experts in every other layer."""
     own = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
     return Qwen3MoeConfig(**{**DECODER, **own, "decoder_sparse_step": 2, "tie_word_embeddings": False, **changes})
+
+
+def deepseek_moe(**changes: Any) -> DeepseekV3Config:
+    """DeepSeek-V3: latent attention, groups of experts chosen by sigmoids, a shared expert, a dense layer."""
+    groups = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 1}
+    return deepseek_v3(**{**groups, "first_k_dense_replace": 1, "moe_intermediate_size": 24, **changes})
 
 
 def odd(**changes: Any) -> LlamaConfig:
@@ -356,7 +373,10 @@ CONFIGS = {
     "qwen3": qwen3,
     "mistral": mistral,
     "mixtral": mixtral,
+    "mixtral_balanced": mixtral_balanced,
+    "mixtral_idle": mixtral_idle,
     "qwen3_moe": qwen3_moe,
+    "deepseek_moe": deepseek_moe,
     "odd": odd,
     "gemma2": gemma2,
     "gemma3": gemma3,
@@ -427,4 +447,11 @@ def build(name: str, seed: int = SEED, **changes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
+        if name == "mixtral_idle":
+            for module in model.modules():
+                if type(module).__name__ == "MixtralTopKRouter":
+                    module.weight[2:] = (
+                        0.0  # of logits that are zero none is the largest, with these two opposite ones
+                    )
+                    module.weight[1] = -module.weight[0]
     return model

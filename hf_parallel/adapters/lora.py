@@ -34,8 +34,6 @@ from hf_parallel.axes.tensor.layers import (
     SharedHeads,
     TensorParallelLayer,
     become,
-    holding,
-    local,
     local_weight,
     rows_on,
 )
@@ -43,6 +41,7 @@ from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_from_group
+from hf_parallel.local import holding, in_front, local
 from hf_parallel.model.packed import StoredOrder
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
@@ -87,12 +86,6 @@ def adapt(wrapper: Any) -> None:
     mixin = AdaptedEmbedding if isinstance(wrapper.base_layer, VocabParallel) else Adapted
     kind: Any = type(wrapper)
     wrapper.__class__, wrapper.base_layer.adapted = in_front(mixin, kind), True
-
-
-@functools.cache
-def in_front(mixin: Any, cls: Any) -> type:
-    """The class `cls` with a mixin before it, by the same name."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
 
 
 # ---- A and B -------------------------------------------------------------------------------------------------------

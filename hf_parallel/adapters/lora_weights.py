@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.adapters.lora import CutAdapter, WholeAdapter, cut, in_front
+from hf_parallel.adapters.lora import CutAdapter, WholeAdapter, cut
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -27,11 +27,10 @@ from hf_parallel.axes.tensor.layers import (
     RowParallel,
     SharedHeads,
     become,
-    holding,
-    local,
 )
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.collectives import copy_weight_to_group
+from hf_parallel.local import holding, in_front, local
 
 
 class AdaptedWeight(nn.Module):

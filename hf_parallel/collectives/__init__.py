@@ -1,5 +1,6 @@
 """Differentiable collectives: each names what it does forward and backward. Some that only start. Who is here."""
 
+from hf_parallel.collectives.all_to_all import exchange, exchange_counts, scale_gradient
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.desync import AloneError, assert_all_ranks, watch
 from hf_parallel.collectives.differentiable import (
@@ -24,12 +25,15 @@ __all__ = [
     "begin_gather_sequence",
     "copy_to_group",
     "copy_weight_to_group",
+    "exchange",
+    "exchange_counts",
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
     "assert_all_ranks",
     "reduce_from_group",
     "reduce_scatter_sequence",
+    "scale_gradient",
     "split_sequence",
     "start_all_gather",
     "start_all_reduce",

@@ -7,6 +7,7 @@ import itertools
 import re
 from typing import Any
 
+from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.axes.pipeline.axis import PIPELINE, PipelinePart
 from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
@@ -68,7 +69,8 @@ def report_of(plan: Plan) -> Report:
         report.splits = _splits(anatomy, tensor, cuts, config.tp_size)
         report.facts.update(_tensor_facts(anatomy, tensor, config))
     if (config.tp_size == 1 or tensor is not None) and (config.pp_size == 1 or pipeline is not None):
-        _count(report, anatomy, pipeline, cuts, config)
+        _count(report, anatomy, pipeline, cuts, config, _apart(plan))
+    report.facts.update(_expert_facts(plan))
     tied = [f"{name} = {p.names[0]}" for p in anatomy.parameters for name in p.names[1:]]
     report.facts.update({"tied weights": ", ".join(tied)} if tied else {})
     return report
@@ -100,7 +102,7 @@ def _splits(anatomy: Anatomy, part: TensorPart, cuts: dict[str, int], tp_size: i
     groups: dict[tuple, list[str]] = {}
     shapes = {name: p.shape for p in anatomy.parameters for name in p.names}
     for module, parameters in _by_module(anatomy.names).items():
-        style, origin = part.styles.get(module, ("whole", ""))
+        style, origin = part.styles.get(module) or part.styles.get(_experts_of(module, part)) or ("whole", "")
         key = parameters[0]
         per_rank = slice_shape(shapes[key], cuts.get(key), tp_size, 0)
         whole = tuple(name.rpartition(".")[2] for name in parameters if name not in cuts) if origin else ()
@@ -163,15 +165,49 @@ def _heads(part: TensorPart, tp_size: int) -> str:
     return f"{heads} query, {kv_heads} key/value; per rank {heads // tp_size} query, {keys}"
 
 
+def _experts_of(parameter: str, part: TensorPart) -> str:
+    """The module that holds this parameter, if it holds experts."""
+    owner = parameter.rpartition(".")[0]
+    return owner if owner in part.facts.experts else ""
+
+
+def _apart(plan: Plan) -> set[str]:
+    """The parameters that are shared out over ep."""
+    part = plan.part(EXPERTS)
+    if part is None or part.ranks == 1:
+        return set()
+    return {f"{name}.{key}" for name, facts in part.experts.items() for key in facts.widths}
+
+
+def _expert_facts(plan: Plan) -> dict[str, str]:
+    """Where experts live."""
+    part = plan.part(EXPERTS)
+    if part is None or not part.experts:
+        return {}
+    counts = ", ".join(str(count) for count in sorted({facts.count for facts in part.experts.values()}))
+    if part.ranks == 1:
+        return {"experts": f"{counts} in each of {len(part.experts)} layers, on every rank"}
+    shards = plan.config.ep_shard_size
+    shared = f", each over {shards} ranks" if shards > 1 else ""
+    ranges = [f"{r * part.per_rank}-{(r + 1) * part.per_rank - 1}" for r in range(part.ranks)]
+    shown = ranges if len(ranges) <= 4 else [*ranges[:2], "…", ranges[-1]]
+    return {"experts": f"{counts} in each of {len(part.experts)} layers; on ep ranks {', '.join(shown)}{shared}"}
+
+
 def _count(
-    report: Report, anatomy: Anatomy, part: PipelinePart | None, cuts: dict[str, int], config: ParallelConfig
+    report: Report,
+    anatomy: Anatomy,
+    part: PipelinePart | None,
+    cuts: dict[str, int],
+    config: ParallelConfig,
+    apart: set[str],
 ) -> None:
     """Fill in what each pipeline rank holds and each rank stores."""
     tables = []
     for place in range(config.pp_size):
         stages = [] if part is None else config.stages_of_rank(place)
         held = [p for p in anatomy.parameters if part is None or _holds(part, stages, p.names)]
-        tables.append(stored(held, cuts, config))
+        tables.append(stored(held, cuts, config, apart))
         parameters, size = (max(column) for column in zip(*tables[-1].values(), strict=True))
         layers, others = ([], []) if part is None else _modules(anatomy, part, stages)
         report.pipeline.append(PipelineRank(stages, layers, others, parameters, size))

@@ -6,8 +6,9 @@ style "rowwise", tp=2, dp_shard=2       [64, 128]  --tp cuts dim 1-->  [64, 64] 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
+from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.tensor.axis import TensorPart
 from hf_parallel.config import ParallelConfig
 from hf_parallel.model.anatomy import Anatomy, ParameterFacts
@@ -30,6 +31,10 @@ def tp_cuts(anatomy: Anatomy, part: TensorPart) -> dict[str, int]:
     """The dimension along which tp cuts a parameter, under all its full names; whole ones are not in it."""
     own: dict[str, int] = {}
     for name, style in part.words.items():
+        if style == "experts":
+            widths = part.facts.experts[name].widths
+            own.update({f"{name}.{key}": dim for key, dim in widths.items() if dim is not None})
+            continue
         for key, dim in CUTS[style].items():
             flipped = key == "weight" and name in part.facts.transposed
             own[f"{name}.{key}".rstrip(".")] = 1 - dim if flipped else dim
@@ -50,14 +55,28 @@ def slice_shape(shape: Iterable[int], dim: int | None, parts: int, index: int) -
 
 
 def stored(
-    parameters: Iterable[ParameterFacts], cuts: dict[str, int], config: ParallelConfig
+    parameters: Iterable[ParameterFacts], cuts: dict[str, int], config: ParallelConfig, apart: Collection[str] = ()
 ) -> dict[tuple[int, int], tuple[int, int]]:
-    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard x cp, tp) place."""
-    placed = [(p.shape, cuts.get(p.names[0]), p.width) for p in parameters]
+    """How many elements and bytes of these parameters a rank keeps, at each (dp_shard x cp, tp) place.
+
+    Args:
+        apart: the names of those that are shared out over ep.
+    """
+    parameters = list(parameters)
+    placed = [(p.shape, cuts.get(p.names[0]), p.width) for p in parameters if p.names[0] not in apart]
+    shared = [p for p in parameters if p.names[0] in apart]
     table, shards = {}, config.dp_shard_size * config.cp_size
     for tp in range(config.tp_size):
         local = [(slice_shape(shape, dim, config.tp_size, tp), width) for shape, dim, width in placed]
         for shard in range(shards):
             counts = [(math.prod(slice_shape(shape, 0, shards, shard)), width) for shape, width in local]
+            counts += [(_of_experts(p.shape, shard * config.tp_size + tp, config), p.width) for p in shared]
             table[shard, tp] = sum(n for n, _ in counts), sum(n * width for n, width in counts)
     return table
+
+
+def _of_experts(shape: Shape, place: int, config: ParallelConfig) -> int:
+    """Elements of experts at a place among the ranks of dp_shard and tp."""
+    ranks = config.ep_shard_size
+    own = slice_shape(shape, 0, config.ep_size, place % config.ep_size)
+    return math.prod(slice_shape(own, shard_dim(own, ranks), ranks, place // config.ep_size))

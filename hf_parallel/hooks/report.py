@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import axis_ranks
@@ -98,12 +99,12 @@ def _inexact(trainer: Any, data_ranks: int) -> list[str]:
     if data_ranks == 1:
         return []
     notes = []
-    config = getattr(trainer.model, "config", None)
-    if getattr(config, "output_router_logits", False):
+    config, state = getattr(trainer.model, "config", None), runtime.parallel_state(trainer.model)
+    experts = None if state is None or state.plan is None else state.plan.part(EXPERTS)
+    if getattr(config, "output_router_logits", False) and not (experts is not None and experts.balanced):
         notes.append(
             "each data rank balances experts over its own rows; without output_router_logits losses are exact"
         )
-    state = runtime.parallel_state(trainer.model)
     if trainer.can_return_loss and not (state is not None and state.parts):  # around models that is noted already
         notes.append("the loss compares the rows of a batch with one another: each data rank compares its own only")
     return notes

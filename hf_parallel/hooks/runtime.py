@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.experts import balance
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import rendezvous
 from hf_parallel.mesh import ParallelMesh, set_time_out, time_out
@@ -120,6 +121,7 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     global _current
     environment = _set_environment()
     connect()
+    balance.is_absent = is_absent
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
     atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()

@@ -77,6 +77,9 @@ PACKED = {
     "Phi4MultimodalMLP.gate_up_proj": "packed_halves",
     "Glm4vTextMLP.gate_up_proj": "packed_halves",
     "GlmOcrTextMLP.gate_up_proj": "packed_halves",
+    "GraniteMoeSharedMLP.input_linear": "packed_halves",
+    "GraniteMoeHybridMLP.input_linear": "packed_halves",
+    "GraniteMoeSWAMLP.input_linear": "packed_halves",
     "GPTNeoXAttention.query_key_value": "colwise",  # head by head: [q k v][q k v]…
     "BloomAttention.query_key_value": "colwise",
     "DisentangledSelfAttention.in_proj": "colwise",

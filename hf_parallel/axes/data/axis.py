@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,6 +47,11 @@ class DataPart:
     """What the data axes will do. `line`: when gradients are reduced, and why."""
 
     line: str | None
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Along which dim `ranks` share experts of this shape: FSDP2 pads no dim but the first."""
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 class Data(Axis[None, DataPart]):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.mesh import EXPERT_AXES, ParallelMesh, stored
 
 
 def clip_grad_norm(
@@ -54,7 +54,8 @@ def gradient_norm(
             gathered[_cut_axes(parameter.grad, mesh)].append(stored(parameter.grad))
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
-    cutting = [axis.name for axis in mesh.config.mesh_axes() if axis.cuts and mesh.size(axis.name) > 1]
+    known = [axis.name for axis in mesh.config.mesh_axes() if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
+    cutting = [axis for axis in known if mesh.size(axis) > 1]
     combinations = [
         frozenset(itertools.compress(cutting, chosen))
         for chosen in itertools.product((False, True), repeat=len(cutting))

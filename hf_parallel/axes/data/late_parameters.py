@@ -26,9 +26,14 @@ def add_late_parameters(root: nn.Module) -> None:
         known = {place for group in groups for held in group.fsdp_params for place in _places(held._module_info)}
         modules = tuple(_own_modules(cast(nn.Module, unit)))
         named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
-        new = {id(p): p for module, name, p in named if (id(module), name) not in known}
+        new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _shared_out(p)}
         if new:
             _add(groups[0], list(new.values()), modules)
+
+
+def _shared_out(parameter: Any) -> bool:
+    """Of experts that no other rank holds: left out of all groups."""
+    return "ep" in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
 
 
 def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -> None:

@@ -21,11 +21,14 @@ import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import Shard
 
+from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.data.ends import shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
-from hf_parallel.mesh import ParallelMesh
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.experts import named_experts
 
 
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
@@ -43,6 +46,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
+    settings["ignored_params"] = _shard_experts(root, mesh, keeps, settings)
     for block in blocks:
         if any(True for _ in block.parameters()):
             fully_shard(block, reshard_after_forward=not keeps, **settings)
@@ -76,6 +80,28 @@ def resting(mesh: ParallelMesh) -> dict[str, Any]:
     if mesh.config.offload != "cpu":
         return {}
     return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")}
+
+
+def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: dict[str, Any]) -> set[nn.Parameter]:
+    """Shard experts that are shared out over ranks among those that hold the same ones; where none does, leave them.
+
+    Returns:
+        What `fully_shard` of the modules around them must leave alone.
+    """
+    if mesh.config.ep_size == 1:
+        return set()
+    found = [module for _, module in named_experts(root)]
+    if mesh.size("ep_shard") * mesh.size("dp_replicate") == 1:
+        return {parameter for module in found for parameter in module.parameters()}
+    axes = mesh["dp_replicate", "ep_shard"] if mesh.size("dp_replicate") > 1 else mesh["ep_shard"]
+    again = not keeps and mesh.size("ep_shard") > 1
+
+    def place(parameter: nn.Parameter) -> Shard:
+        return Shard(shard_dim(stored(parameter).shape, mesh.size("ep_shard")))
+
+    for module in found:
+        fully_shard(module, reshard_after_forward=again, shard_placement_fn=place, **{**settings, "mesh": axes})
+    return set()
 
 
 def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:

@@ -155,7 +155,7 @@ class Serving(Session):
         made = Made(engine, call)
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
-        parts = split_rows(kwargs, min(tokens_of(kwargs).shape[0], 2 * engine.config.pp_size))
+        parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
         with torch.set_grad_enabled(call.grad), engine.as_described(call):
             outputs = [_forward_pass(made, part) for part in parts]
         if engine.last:
@@ -222,6 +222,16 @@ def describe(engine: Any, kwargs: Batch, batch: Batch) -> Call:
     autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     adapters = None if engine.adapters is None else engine.adapters.read()
     return Call(engine.number, tree_map(name, kwargs), grad, autocast, adapters)
+
+
+def _pass_count(engine: Any, rows: int) -> int:
+    """Into how many micro-batches so many rows are cut: as many on all data ranks whose tokens meet at experts."""
+    config, count = engine.config, min(rows, 2 * engine.config.pp_size)
+    if config.ep_size <= config.cp_size * config.tp_size:
+        return count
+    fewest = torch.tensor(count, device=engine.mesh.device)
+    dist.all_reduce(fewest, dist.ReduceOp.MIN, group=engine.mesh.data_group)
+    return int(fewest)
 
 
 # ---- one micro-batch ------------------------------------------------------------------------------------------------

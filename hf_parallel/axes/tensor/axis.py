@@ -66,7 +66,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         """Styles that fit the number of ranks, and whether sequences are split between regions."""
         from hf_parallel.axes.tensor.read import resolve_styles, why_whole_sequences
 
-        styles = resolve_styles(facts, config.tp_size)
+        styles = resolve_styles(facts, config.tp_size, config.ep_size > 1)
         reason = why_whole_sequences(facts, config.sequence_parallel)
         return TensorPart(styles, reason, config.tp_overlap, anatomy.sums_over_tokens, facts)
 
@@ -76,6 +76,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def apply(self, model: Any, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""
+        from hf_parallel.axes.tensor.experts import split_experts
         from hf_parallel.axes.tensor.region import SequenceParallelFlag
         from hf_parallel.axes.tensor.sequence_parallel import sequence_parallel
         from hf_parallel.axes.tensor.tensor_parallel import retie, tensor_parallel
@@ -84,6 +85,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         mesh, device = building.mesh["tp"], building.mesh.device
         building.sequence_flag = flag = SequenceParallelFlag(part.whole_sequences is None)
         tensor_parallel(model, mesh, part.words, device, flag, part.overlap)
+        split_experts(model, part.words, mesh, device, flag)
         vocab_parallel(model, mesh, part.words, device, part.sums_over_tokens, part.overlap)
         retie(model)
         if flag.on:

@@ -17,6 +17,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.model.anatomy import is_norm, owns_parameters, stacks, text_config
+from hf_parallel.model.experts import is_experts, named_experts
 from hf_parallel.model.families import PACKED
 from hf_parallel.spec import SpecError
 
@@ -81,6 +82,21 @@ def by_heads(model: Any) -> Styles:
             for key in OF_HEADS:
                 if isinstance(getattr(module, key, None), nn.Parameter):
                     styles[f"{layer_name}.{name}.{key}"] = "heads"
+    return styles
+
+
+def shared_experts(model: Any) -> Styles:
+    """The MLPs beside a layer's experts, which every token meets; some plans leave them out."""
+    styles: Styles = {}
+    hidden = getattr(text_config(model), "hidden_size", None)
+    for name, _ in named_experts(model):
+        block = name.rpartition(".")[0]
+        for child, part in model.get_submodule(block).named_children():
+            if is_experts(part) or not isinstance(hidden, int) or "head" in child:
+                continue
+            own = _infer_part(part, hidden)
+            if "rowwise" in own.values() and len(own) > 1:  # a gate of one column alone is no MLP
+                styles.update({f"{block}.{child}{key}": style for key, style in own.items()})
     return styles
 
 

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.collectives import copy_weight_to_group, gather_sequence
+from hf_parallel.local import holding, in_front, local
 from hf_parallel.model.anatomy import owns_parameters
+from hf_parallel.model.experts import is_experts
 
 
 class TensorParallelLayer(nn.Module):
@@ -147,40 +144,6 @@ class SplitNorm(PartialGradient):
         return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
 
 
-@contextlib.contextmanager
-def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
-    """In here `module` holds other tensors in place of some parameters."""
-    before = {name: module._parameters[name] for name in changed}
-    module._parameters.update(changed)
-    try:
-        yield
-    finally:
-        module._parameters.update(before)
-
-
-def local(parameter: Any) -> Any:
-    """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
-    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
-
-
-class _Local(torch.autograd.Function):
-    """`DTensor.to_local` in 0.6 of its time, the rest of which goes into what a gradient's placement could be."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
-        ctx.spec = parameter._spec
-        ctx.set_materialize_grads(False)
-        return parameter._local_tensor.view_as(parameter._local_tensor)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
-        if gradient is None:
-            return None
-        # Strides belong to the spec, so those of the gradient must be the parameter's.
-        return DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)
-
-
 def local_weight(module: Any) -> torch.Tensor:
     """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
     weight = local(module.weight)
@@ -190,19 +153,18 @@ def local_weight(module: Any) -> torch.Tensor:
 def become(module: Any, mixin: type, region: Region) -> None:
     """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
     kind: Any = type(module)
-    module.__class__, module.region = _with_mixin(mixin, kind), region
+    module.__class__, module.region = in_front(mixin, kind), region
     if issubclass(mixin, ColumnParallel):
         region.columns[module] = functools.partial(local_weight, module)
 
 
-@functools.cache
-def _with_mixin(mixin: Any, cls: Any) -> type:
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
-
-
 def unsplit(root: nn.Module) -> list[nn.Module]:
-    """The modules in `root` that hold whole weights."""
-    return [m for m in root.modules() if owns_parameters(m) and not isinstance(m, TensorParallelLayer)]
+    """The modules in `root` that hold whole weights; experts that are not split are on other ranks each."""
+    return [
+        m
+        for m in root.modules()
+        if owns_parameters(m) and not isinstance(m, TensorParallelLayer) and not is_experts(m)
+    ]
 
 
 def partial_gradient(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

@@ -22,10 +22,12 @@ from hf_parallel.axes.tensor.infer import (
     latent_attention,
     linear_sizes,
     packed_style,
+    shared_experts,
 )
 from hf_parallel.axes.tensor.sequence_parallel import obstacle
 from hf_parallel.axes.tensor.tensor_parallel import FOR_LINEARS, SAME_AS_LINEAR
 from hf_parallel.model.anatomy import attention_heads, is_norm, text_config, text_part, tied_to_embedding
+from hf_parallel.model.experts import ExpertFacts, expert_facts, is_experts, named_experts
 from hf_parallel.model.families import UNSPLITTABLE
 from hf_parallel.spec import SpecError, refuse
 
@@ -39,6 +41,7 @@ SUPPORTED = {
 }
 #: transformers' own answer to packed weights is to compute them whole; where the packing is known we split them.
 _WHOLE = {"colwise_gather_output": "packed", "rowwise_split_input": "rowwise"}
+_WORKS = "tp_size=1"
 _APART = (".q_proj", ".k_proj", ".v_proj")
 _OF_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
@@ -60,6 +63,7 @@ class SplitFacts:
     list_per_head: str | None = None  # an attention that keeps a module for each head
     norm_over_keys: str | None = None  # an attention with a norm over all key heads at once
     sequence_obstacle: str | None = None
+    experts: dict[str, ExpertFacts] = field(default_factory=dict)
 
 
 def read_split(model: Any) -> SplitFacts:
@@ -87,6 +91,7 @@ def read_split(model: Any) -> SplitFacts:
         _list_per_head(model, columns, heads),
         _norm_over_keys(model, columns),
         obstacle(model, {key: style for key, (style, _) in styles.items()}),
+        {key: expert_facts(module) for key, module in modules.items() if is_experts(module)},
     )
 
 
@@ -101,15 +106,18 @@ def _styles(model: Any) -> Origins:
     styles = {name: (style, "plan") for name, style in published.items()}
     if not latent and _splits_no_layer(styles):
         styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
-    for known in (latent, _vocabulary(model), by_heads(model)):
+    for known in (latent, _vocabulary(model), by_heads(model), _experts(model), shared_experts(model)):
         styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
     if _reads_embedding(model):
         styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}
     return styles
 
 
-def resolve_styles(facts: SplitFacts, tp_size: int) -> Origins:
+def resolve_styles(facts: SplitFacts, tp_size: int, whole_experts: bool = False) -> Origins:
     """Style and origin of each module that is split over `tp_size` ranks, by full name.
+
+    Args:
+        whole_experts: another axis shares experts out, each of them whole.
 
     Raises:
         SpecError: the model cannot be split, or a size does not divide.
@@ -123,6 +131,10 @@ def resolve_styles(facts: SplitFacts, tp_size: int) -> Origins:
     for name, (style, _) in styles.items():
         _check_width(facts, name, style, tp_size)
         _check_kind(facts, name, style, tp_size)
+    if whole_experts:
+        styles = {name: found for name, found in styles.items() if found[0] != "experts"}
+    for name in styles.keys() & facts.experts.keys():
+        _check_experts(name, facts.experts[name], tp_size)
     if facts.list_per_head is not None:
         refuse(f"tp_size={tp_size}", f"{facts.list_per_head} keeps a module for each head", "tp_size=1")
     return styles
@@ -150,6 +162,8 @@ def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, 
     for name, module, word in matches:
         if id(module) not in inside and module is not head:
             continue  # the vision part of a composite model stays whole
+        if is_experts(module):
+            continue  # `_experts`
         if name.rpartition(".")[0] in latent:
             continue
         if word == "colwise_gather_output" and module is not head and name.rpartition(".")[0] not in split:
@@ -187,6 +201,12 @@ def _vocabulary(model: Any) -> dict[str, str]:
     if type(head) is nn.Linear:
         styles[next(name for name, module in model.named_modules() if module is head)] = "colwise_gather_output"
     return styles
+
+
+def _experts(model: Any) -> dict[str, str]:
+    """Modules that hold experts side by side, each of which is split inside."""
+    inside = {id(module) for module in text_part(model).modules()}
+    return {name: "experts" for name, module in named_experts(model) if id(module) in inside}
 
 
 def _shared(style: str, name: str) -> str:
@@ -270,6 +290,13 @@ def _check_width(facts: SplitFacts, name: str, style: str, tp_size: int) -> None
     if width % tp_size:
         side = "output" if style == "colwise" else "input"
         refuse(f"tp_size={tp_size}", f"does not divide the {width} {side} features of {name}", "tp_size=1")
+
+
+def _check_experts(name: str, experts: ExpertFacts, tp_size: int) -> None:
+    if experts.unknown:
+        refuse(f"tp_size={tp_size}", f"what {experts.kind} does with its {experts.unknown[0]} is not known", _WORKS)
+    if experts.width % tp_size:
+        refuse(f"tp_size={tp_size}", f"does not divide the {experts.width} columns of each expert of {name}", _WORKS)
 
 
 def _check_kind(facts: SplitFacts, name: str, style: str, tp_size: int) -> None:

@@ -21,11 +21,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
+from hf_parallel.axes.tensor.experts import gather_router_logits
 from hf_parallel.axes.tensor.infer import named_layers
 from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
+from hf_parallel.model.experts import named_experts
 
 
 def obstacle(model: Any, styles: dict[str, str]) -> str | None:
@@ -57,8 +59,12 @@ def obstacle(model: Any, styles: dict[str, str]) -> str | None:
 
 
 def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) -> str | None:
-    """Weights that work on the residual stream must treat each token by itself, as norms do."""
+    """Weights that work on the residual stream must treat each token by itself, as norms and routers do."""
+    mixtures = {key.rpartition(".")[0] for key, _ in named_experts(layer)}
+    routers = tuple(f"{name}.{block}." if block else f"{name}." for block in mixtures)  # and all beside them
     for key, module in layer.named_modules(prefix=name):
+        if key.startswith(routers):
+            continue
         in_region = any(key.startswith(f"{owner}.") and owner != name for owner in entered) or key in entered
         if owns_parameters(module) and key not in split and not in_region and not is_norm(module):
             return f"{key} is not split"
@@ -78,6 +84,8 @@ def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch
             layer.register_forward_pre_hook(scope.begin)
             layer.register_forward_hook(scope.end, always_call=True)
         stack.layers[0].register_forward_pre_hook(functools.partial(_split_input, group, switch), with_kwargs=True)
+        if any(True for layer in stack.layers for _ in named_experts(layer)):
+            gather_router_logits(reader_of(text_part(model), stack), group, switch)
         (stack.norm or stack.layers[-1]).register_forward_hook(functools.partial(_join_output, group, switch))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from hf_parallel.axes.tensor.layers import local
 from hf_parallel.hooks import runtime
+from hf_parallel.local import local
 
 
 class MeshGradScaler(ShardedGradScaler):

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters import lora
 from hf_parallel.axes.data.zero import sharded_modules
-from hf_parallel.axes.tensor.layers import holding, local
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.collectives import assert_all_ranks
@@ -31,6 +30,7 @@ from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.peft import settings as peft_settings
 from hf_parallel.hooks.peft.placing import place
+from hf_parallel.local import holding, local
 from hf_parallel.model.packed import stored_order
 from hf_parallel.parallelize import ParallelState
 

@@ -17,9 +17,11 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.adapters.four_bit import FourBit
 from hf_parallel.axes.data.late_parameters import remove_late_parameters
 from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks import runtime
+from hf_parallel.model.packed import StoredOrder
 from hf_parallel.parallelize import ParallelState
 
 
@@ -35,12 +37,18 @@ def delta_weight(original: Callable) -> Callable:
             delta = original(self, adapter).detach()
         if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
             return delta
-        part = read(delta, local_part(weight)).contiguous()
+        part = read(delta, local_part(weight, _order_of_experts(self))).contiguous()
         return DTensor.from_local(
             part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
 
     return replacement
+
+
+def _order_of_experts(wrapper: Any) -> StoredOrder | None:
+    """Adapters of experts are in the model's own order, in whichever their weight is stored."""
+    base = wrapper.get_base_layer()
+    return getattr(base, "stored_orders", {}).get(wrapper.parameter_name) if isinstance(base, SplitExperts) else None
 
 
 def merge_layer(original: Callable) -> Callable:

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_parallel.adapters import lora, lora_weights
+from hf_parallel.adapters import expert_weights, lora, lora_weights
 from hf_parallel.axes.data.late_parameters import add_late_parameters
+from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.remote_modules import follow_wrappers
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
@@ -23,9 +24,9 @@ def place(model: Any, state: ParallelState) -> None:
     place_copies(model, state)
     if hasattr(model, "_hf_parallel_adapter_dtype"):
         _cast_trainable(model, model._hf_parallel_adapter_dtype)
-    if state.mesh.size("tp") > 1:
+    if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:
         for name, module in list(model.named_modules()):
-            if isinstance(getattr(module, "base_layer", None), TensorParallelLayer):
+            if isinstance(_innermost(module), TensorParallelLayer | SharedOut):
                 _split(name, module, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
@@ -77,10 +78,18 @@ def _axes(parameter: DTensor) -> tuple[str, ...]:
     return parameter.device_mesh.mesh_dim_names or ("",)
 
 
+def _innermost(wrapper: Any) -> Any:
+    """What a wrapper is around; those of several weights of one module are around each other."""
+    return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
+
+
 def _split(name: str, wrapper: Any, state: ParallelState) -> None:
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
-    base, mesh, device = wrapper.base_layer, state.mesh["tp"], state.mesh.device
+    base, mesh, device = _innermost(wrapper), state.mesh["tp"], state.mesh.device
+    if isinstance(wrapper, ParamWrapper) and expert_weights.can_adapt(base, wrapper.parameter_name):
+        expert_weights.adapt(wrapper)
+        return
     if isinstance(wrapper, ParamWrapper):
         if not lora_weights.can_split(base, wrapper.parameter_name):
             named = f"{name}.{wrapper.parameter_name}"

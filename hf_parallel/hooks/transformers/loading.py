@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.tensor.layers import local
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes.four_bit import is_packed, read_packed
+from hf_parallel.local import local
 from hf_parallel.model.packed import stored_order
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
 from hf_parallel.config import SHARDS, ParallelConfig
 from hf_parallel.hooks.report import say
-from hf_parallel.mesh import stored
+from hf_parallel.mesh import EXPERT_AXES, stored
 from hf_parallel.whole import full_tensor, order_of
 
 
@@ -97,10 +97,8 @@ def draw(original: Callable) -> Callable:
 
 
 def _is_cut(tensor: DTensor) -> bool:
-    return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= {
-        SHARDS,
-        *(axis.name for axis in ParallelConfig.mesh_axes()),
-    }
+    known = {axis.name for axis in ParallelConfig.mesh_axes()}.union(EXPERT_AXES, (SHARDS,))
+    return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 
 def _write(tensor: DTensor, index: Any, value: Any) -> None:

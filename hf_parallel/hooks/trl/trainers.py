@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.axes.pipeline.unscheduled import served
-from hf_parallel.axes.tensor.layers import local
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
 from hf_parallel.config import SpecError
@@ -25,6 +24,7 @@ from hf_parallel.hooks.patching import refuse_unpatched
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import online
+from hf_parallel.local import local
 from hf_parallel.mesh import stored
 
 #: Trainers whose batches are [all chosen; all rejected].

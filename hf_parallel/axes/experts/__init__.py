@@ -1,0 +1,1 @@
+"""Expert parallelism: whole experts on different ranks."""

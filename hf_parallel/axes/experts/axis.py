@@ -1,0 +1,135 @@
+"""Expert parallelism (Lepikhin et al., 2021): whole experts on different ranks, to which tokens travel."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.axis import Building
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.model.anatomy import Anatomy
+    from hf_parallel.model.experts import ExpertFacts
+
+
+@dataclass(frozen=True)
+class ExpertKeys(Keys):
+    ep_size: int = key(1, "ranks of `dp_shard`, `cp` and `tp` that hold different experts")
+
+    @property
+    def ep_shard_size(self) -> int:
+        """Ranks that share the experts that one of them would hold (FSDP2). Needs a resolved config."""
+        config: Any = self
+        return math.prod(_shared_out(config)) // self.ep_size
+
+
+@dataclass(frozen=True)
+class ExpertPart:
+    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one."""
+
+    experts: dict[str, ExpertFacts]
+    ranks: int
+    balanced: bool
+
+    @property
+    def per_rank(self) -> int:
+        """Experts of a layer on each rank."""
+        return next(iter(self.experts.values())).count // self.ranks
+
+
+@dataclass(frozen=True)
+class MixtureFacts:
+    """Experts of each layer, by the module's full name, and whether the loss that balances them is a known one."""
+
+    experts: dict[str, ExpertFacts]
+    balanced: bool
+
+
+class Experts(Axis["MixtureFacts", ExpertPart]):
+    """A second view of ranks that other axes have: no axis of the mesh. Without ep it keeps losses exact."""
+
+    name = "ep"
+
+    def is_on(self, config: ParallelConfig) -> bool:
+        return True
+
+    def check(self, config: ParallelConfig) -> None:
+        """Experts' ranks are whole groups of cp and tp, whose ranks have the same or neighbouring tokens."""
+        size, inner = config.ep_size, config.cp_size * config.tp_size
+        if size == -1:
+            refuse("ep_size=-1", "takes no processes of its own, but ranks of dp_shard, cp and tp", "ep_size=2")
+        if size == 1 or inner < 1:
+            return
+        ranks = config.dp_shard_size * inner
+        others = f"tp_size={config.tp_size}" if config.cp_size == 1 else f"cp_size x tp_size={inner}"
+        if size % inner:
+            refuse(f"ep_size={size}", f"is no multiple of {others}", f"ep_size={inner}")
+        if ranks > 0 and ranks % size:
+            works = max(n for n in range(inner, ranks + 1, inner) if ranks % n == 0 and (n < size or n == inner))
+            shared = f"dp_shard_size={config.dp_shard_size} x {others}"
+            refuse(f"ep_size={size}", f"does not divide {shared}", f"ep_size={works}")
+
+    def read(self, model: Any, config: ParallelConfig) -> MixtureFacts:
+        """Which modules hold experts, and how."""
+        from hf_parallel.axes.experts.balance import has_known_balance
+        from hf_parallel.model.experts import expert_facts, named_experts
+
+        found = {name: expert_facts(module) for name, module in named_experts(model)}
+        return MixtureFacts(found, bool(found) and hasattr(model, "config") and has_known_balance(model))
+
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
+        """The same number of experts on each rank."""
+        if config.ep_size > 1:
+            _check_experts(config, anatomy, facts.experts)
+        return ExpertPart(facts.experts, config.ep_size, facts.balanced) if facts.experts else None
+
+    def notes(self, part: ExpertPart) -> list[str]:
+        whole = part.per_rank * part.ranks
+        return [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
+
+    def apply(self, model: Any, part: ExpertPart | None, building: Building) -> None:
+        """Keep this rank's experts of each layer, and let tokens travel to them."""
+        from hf_parallel.axes.experts.layers import share_out
+
+        if part is not None and part.ranks > 1:
+            share_out(model, part.experts, building.mesh, building.sequence_flag)
+
+    def finish(self, model: Any, part: ExpertPart | None, building: Building) -> None:
+        """Balance experts over the rows of all data ranks."""
+        from hf_parallel.axes.experts.balance import balance_over_data_ranks
+
+        if part is not None and part.balanced and building.mesh.data_size > 1:
+            balance_over_data_ranks(model, building.mesh)
+
+
+def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
+    asked = f"ep_size={config.ep_size}"
+    if not experts:
+        refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", "ep_size=1")
+    if anatomy.replaced_forward is not None:
+        refuse(asked, f"{anatomy.replaced_forward} has a forward of its own, which would not communicate", "ep_size=1")
+    for name, facts in experts.items():
+        if facts.dense:
+            refuse(asked, f"{facts.kind} computes every expert for every token, so none travels", "ep_size=1")
+        if facts.count % config.ep_size:
+            works = _works(facts.count, config)
+            refuse(asked, f"does not divide the {facts.count} experts of {name}", f"ep_size={works}")
+        if facts.unknown:
+            refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
+
+
+def _shared_out(config: ParallelConfig) -> tuple[int, int, int]:
+    return config.dp_shard_size, config.cp_size, config.tp_size
+
+
+def _works(count: int, config: ParallelConfig) -> int:
+    """The next smaller number of ranks that divides so many experts."""
+    inner = config.cp_size * config.tp_size
+    return max(n for n in range(1, config.ep_size) if count % n == 0 and (n == 1 or n % inner == 0))
+
+
+EXPERTS = ExpertKeys.axis = Experts()

@@ -1,0 +1,106 @@
+"""The auxiliary loss that balances experts (Fedus et al., 2022), over the rows of all data ranks: that of one process.
+
+    aux = E Σ_e f_e P_e      f_e: share of tokens that chose expert e      P_e: mean probability of e
+
+It is no mean over rows, so the ranks' own ones do not average to it: counts and sums of probabilities are added up
+over the data ranks, 2 E + 1 numbers in one all-reduce. The model adds its own to its loss, which is put right here:
+
+    loss + c (aux over all rows - aux over own rows)      whose second part takes back the model's, gradient and all
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.collectives import copy_to_group, reduce_from_group
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.model.anatomy import text_config
+
+_FUNCTION = "load_balancing_loss_func"
+_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+#: Does this rank take part with rows that do not count? Hooks know.
+is_absent: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+def has_known_balance(model: Any) -> bool:
+    """Has the model the auxiliary loss of nearly all in transformers, and a coefficient for it?"""
+    function = getattr(sys.modules.get(type(model).__module__), _FUNCTION, None)
+    known = function is not None and list(inspect.signature(function).parameters) == _PARAMETERS
+    return known and _coefficient(model) is not None and _chosen(model) is not None
+
+
+def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
+    """From here on the auxiliary loss of `model`, and its part in the loss, are those of all data ranks' rows."""
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+
+    def correct(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if not torch.is_tensor(getattr(output, "aux_loss", None)):
+            return output
+        exact = balance_loss(output.router_logits, _chosen(module), given.get("attention_mask"), mesh.data_group)
+        if output.loss is not None:
+            change = _coefficient(module) * (exact - output.aux_loss.to(exact.device))
+            output["loss"] = output.loss + change.to(output.loss.device)
+        output["aux_loss"] = exact
+        return output
+
+    model.register_forward_hook(correct, with_kwargs=True)
+
+
+def balance_loss(
+    router_logits: tuple[torch.Tensor, ...], top_k: int, mask: torch.Tensor | None, group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """The auxiliary loss of layers' logits [tokens, experts] over the ranks of a group.
+
+    Args:
+        mask: which tokens count, [rows, length]; None: all.
+    """
+    experts = router_logits[0].shape[-1]
+    sums = torch.cat(_sums(router_logits, top_k, mask))
+    if group is not None:
+        sums = copy_to_group(reduce_from_group(sums, group), group)  # forward and backward a sum: each has all in it
+    chosen, probable, tokens = sums.split([experts, experts, 1])
+    return experts * torch.sum(chosen.detach() / tokens.detach() * probable / tokens.detach())
+
+
+def _sums(logits: tuple[torch.Tensor, ...], top_k: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """How often each expert was chosen, the sum of its probabilities, and the number of tokens, over all layers."""
+    device = logits[0].device
+    counted = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
+    if mask is not None:
+        counted = mask.reshape(-1).to(device=device, dtype=torch.float32)
+    if is_absent():
+        counted = torch.zeros_like(counted)
+    chosen = torch.zeros(logits[0].shape[-1], dtype=torch.float32, device=device)
+    probable, tokens = torch.zeros_like(chosen), torch.zeros(1, dtype=torch.float32, device=device)
+    for layer in logits:
+        probabilities = layer.to(device).softmax(-1)
+        best = probabilities.topk(top_k, dim=-1).indices
+        chosen = chosen.scatter_add(0, best.flatten(), counted.repeat_interleave(top_k))
+        probable = probable + (probabilities.float() * counted.unsqueeze(-1)).sum(0)
+        tokens = tokens + counted.sum()
+    return chosen, probable, tokens
+
+
+def _coefficient(model: Any) -> float | None:
+    return _setting(model, _COEFFICIENTS)
+
+
+def _chosen(model: Any) -> Any:
+    """How many experts a token has."""
+    return _setting(model, ("num_experts_per_tok",))
+
+
+def _setting(model: Any, names: tuple[str, ...]) -> Any:
+    places = (model, model.config, text_config(model))
+    found = (getattr(place, name, None) for place in places for name in names)
+    return next((value for value in found if value is not None), None)

@@ -1,0 +1,93 @@
+"""What a module computes of which this rank holds some experts: the products stay transformers' own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from hf_parallel.axes.experts.dispatch import Shares, bring_back, send
+from hf_parallel.collectives import scale_gradient
+from hf_parallel.local import holding, in_front, local, with_added
+from hf_parallel.mesh import ParallelMesh
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.tensor.region import SequenceParallelFlag
+    from hf_parallel.model.experts import ExpertFacts
+
+
+class Sharing:
+    """How the experts of a model are shared out: the same for all its layers.
+
+    `alike`: the ranks whose tokens are the same, of which each sends a part; None where each has its own.
+    """
+
+    def __init__(self, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
+        self.group, self._switch = mesh.group("ep"), switch
+        self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
+        # Losses are averaged over data ranks, and FSDP2 averages over the ranks with the same experts alone.
+        self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.data_size
+
+    @property
+    def alike(self) -> dist.ProcessGroup | None:
+        """Under sequence parallelism tp ranks have tokens of their own."""
+        return None if self._switch is not None and self._switch.on else self.tp_group
+
+
+class SharedOut(nn.Module):
+    """Mixin of a module that holds this rank's experts alone: tokens [t, hidden] of all ranks travel to their own."""
+
+    sharing: Sharing
+    expert_facts: ExpertFacts
+    first: int  # number of this rank's first expert
+
+    def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.sharing.alike is None:
+            return self._routed(hidden_states, index, weights)
+        shares = Shares(len(hidden_states), self.sharing.alike)
+        return shares.joined(self._routed(shares.own(hidden_states), shares.own(index), shares.own(weights)))
+
+    def _routed(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        arrived = send(tokens, index, self.expert_facts.count, self.sharing.group)
+        with holding(self, self._own_weights()):
+            results = self._experts(arrived.rows, arrived.experts)
+        return bring_back(results, arrived, weights, self.sharing.group).to(tokens.dtype)
+
+    def _experts(self, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+        """Each row through its expert; a rank without rows computes one, so that its weights have gradients: zeros."""
+        count, filled = len(rows), max(1, len(rows))
+        rows = F.pad(rows, (0, 0, 0, filled - count))
+        experts = F.pad(experts, (0, filled - count)).unsqueeze(-1)
+        ones = rows.new_ones(filled, 1)
+        forward: Any = super().forward
+        return forward(rows, experts, ones)[:count]
+
+    def _own_weights(self) -> dict[str, Any]:
+        factor = self.sharing.gradient_factor
+        own = {name: scale_gradient(local(self._parameters[name]), factor) for name in self.expert_facts.widths}
+        return {name: with_added(self, name, weight) for name, weight in own.items()}
+
+
+def share_out(
+    model: Any, experts: dict[str, ExpertFacts], mesh: ParallelMesh, switch: SequenceParallelFlag | None
+) -> None:
+    """Keep this rank's experts of the modules with these names, in place.
+
+    Works on meta tensors and on values, which must be the same on all ranks. No communication.
+    """
+    sharing = Sharing(mesh, switch)
+    for name, facts in experts.items():
+        module = model.get_submodule(name)
+        for key, parameter in list(module._parameters.items()):
+            value = parameter.detach() if parameter.is_meta else parameter.detach().to(mesh.device)
+            own = distribute_tensor(value, mesh["ep"], [Shard(0)], src_data_rank=None)
+            module._parameters[key] = nn.Parameter(own, requires_grad=parameter.requires_grad)
+        module.num_experts = facts.count // mesh.size("ep")
+        module.first = sharing.group.rank() * module.num_experts
+        module.sharing, module.expert_facts = sharing, facts
+        kind: Any = type(module)
+        module.__class__ = in_front(SharedOut, kind)

@@ -1,0 +1,89 @@
+"""Experts that are split inside: each rank has a part of the width of every one, and sees every token.
+
+    style     weight placement                                 forward of a layer's experts, x and its routing entered
+    experts   Shard along the width, [gate | up] as packed     y = leave(Σ over a token's experts of w_e f_local(x))
+
+Routers stay whole: without sequence parallelism each rank routes all tokens, with it its own, and what they chose is
+gathered with the tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_parallel.axes.tensor.layers import TensorParallelLayer, become
+from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
+from hf_parallel.collectives import (
+    copy_to_group,
+    copy_weight_to_group,
+    gather_sequence,
+    join_sequence,
+    reduce_from_group,
+    reduce_scatter_sequence,
+)
+from hf_parallel.local import holding, local, with_added
+from hf_parallel.model.experts import ExpertFacts, expert_facts
+
+
+class SplitExperts(TensorParallelLayer):
+    """Mixin of a module that holds experts: tokens and their routing enter, the sum of what ranks compute leaves."""
+
+    expert_facts: ExpertFacts
+
+    def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
+        group, dense = self.region.group, self.expert_facts.dense
+        leave = reduce_scatter_sequence if self.region.sequence_parallel else reduce_from_group
+        # Of dense experts the tokens of each follow those of another: ranks' parts are put together expert by expert.
+        tokens = hidden_states.unflatten(0, (self.expert_facts.count, -1)) if dense else hidden_states
+        entered = self._enter(tokens)
+        with holding(self, self._own_weights()):
+            output = super().forward(entered.flatten(0, -2), *map(self._enter, routing))
+        return leave(output.view(entered.shape), group).flatten(0, -2)
+
+    def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
+        return (gather_sequence if self.region.sequence_parallel else copy_to_group)(tensor, self.region.group)
+
+    def _own_weights(self) -> dict[str, Any]:
+        widths = self.expert_facts.widths.items()
+        return {name: with_added(self, name, self._own_weight(self._parameters[name], dim)) for name, dim in widths}
+
+    def _own_weight(self, weight: Any, dim: int | None) -> torch.Tensor:
+        """This rank's part; what runs along no width is added once, by the first rank."""
+        if dim is not None:
+            return local(weight)
+        return copy_weight_to_group(weight, self.region.group) * float(self.region.group.rank() == 0)
+
+
+def gather_router_logits(reader: Any, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
+    """Let a backbone return the router logits [rows * length, experts] of all tokens, not of this rank's."""
+
+    def gathered(module: Any, args: Any, output: Any) -> Any:
+        logits = getattr(output, "router_logits", None)
+        if not switch.on or not logits or output[0].dim() != 3:
+            return output
+        rows, length = output[0].shape[:2]
+        whole = (join_sequence(layer.unflatten(0, (rows, -1)), group)[:, :length].flatten(0, 1) for layer in logits)
+        output["router_logits"] = tuple(whole)
+        return output
+
+    reader.register_forward_hook(gathered)
+
+
+def split_experts(
+    model: Any, styles: dict[str, str], mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag
+) -> None:
+    """Split the experts that `styles` names over the one-axis `mesh`, in place; as `tensor_parallel` does linears."""
+    for name in (name for name, style in styles.items() if style == "experts"):
+        module = model.get_submodule(name)
+        facts = expert_facts(module)
+        for key, dim in facts.widths.items():
+            if dim is not None:
+                segments = [facts.width, facts.width] if key in facts.packed else None
+                shard_parameter(module, key, mesh, dim, device, segments)
+        become(module, SplitExperts, Region(module, mesh.get_group(), switch))
+        module.expert_facts = facts

@@ -1,0 +1,67 @@
+"""Rows that travel between ranks, each as many to each other as it has for it (all-to-all with counts)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all forward, the way back backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Identity forward, a factor backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient * ctx.factor, None
+
+
+def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Rows in the order of the ranks they go to -> rows in the order of the ranks they come from.
+
+    Args:
+        sent: how many of `rows` go to each rank.
+        received: how many come from each.
+    """
+    return _Exchange.apply(rows, sent, received, group)
+
+
+def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
+    told = torch.empty_like(counts)
+    dist.all_to_all_single(told, counts.contiguous(), group=group)
+    return told
+
+
+def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    """The tensor itself, whose gradient is multiplied by `factor`."""
+    return tensor if factor == 1 else _ScaleGradient.apply(tensor, factor)
+
+
+def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    arrived = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+    return arrived

@@ -1,0 +1,70 @@
+"""Modules that compute with the part of a parameter that this rank stores."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+
+
+@contextlib.contextmanager
+def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
+    """In here `module` holds other tensors in place of some parameters."""
+    before = {name: module._parameters[name] for name in changed}
+    module._parameters.update(changed)
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
+
+
+@contextlib.contextmanager
+def adding(module: Any, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+    """In here `module` computes with the sum of what it stores under this name and of `make()`."""
+    added = vars(module).setdefault("_hf_parallel_added", {})
+    added[name] = make
+    try:
+        yield
+    finally:
+        del added[name]
+
+
+def with_added(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a parameter with what is to be added to it."""
+    make = vars(module).get("_hf_parallel_added", {}).get(name)
+    return value if make is None else value + make().to(value.dtype)
+
+
+def local(parameter: Any) -> Any:
+    """This rank's shard as a plain tensor that autograd still follows back to the parameter."""
+    return _Local.apply(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+class _Local(torch.autograd.Function):
+    """`DTensor.to_local` in 0.6 of its time, the rest of which goes into what a gradient's placement could be."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
+        ctx.spec = parameter._spec
+        ctx.set_materialize_grads(False)
+        return parameter._local_tensor.view_as(parameter._local_tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+        if gradient is None:
+            return None
+        # Strides belong to the spec, so those of the gradient must be the parameter's.
+        return DTensor(gradient.contiguous(), copy.copy(ctx.spec), requires_grad=False)
+
+
+@functools.cache
+def in_front(mixin: Any, cls: Any) -> type:
+    """The class `cls` with a mixin before it, by the same name."""
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})

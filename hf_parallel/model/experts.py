@@ -1,0 +1,69 @@
+"""Experts of a layer that one module holds side by side, each weight a stack of one matrix per expert.
+
+    gate_up_proj   [experts, 2 width, hidden]      transposed, as GPT-OSS's   [experts, hidden, 2 width]
+    down_proj      [experts, hidden, width]                                   [experts, width, hidden]
+
+transformers' experts interface says how a module holds them; `forward` takes tokens, and of each token which experts
+see it with what weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+_TRAITS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+#: Kinds that run every token through every expert, the tokens of one expert after those of another.
+DENSE = {"Llama4TextExperts"}
+
+
+@dataclass(frozen=True)
+class ExpertFacts:
+    """Experts of one layer. `widths`: of each weight the dim that runs along an expert's width, None if none does.
+
+    `packed`: the weights that hold [gate | up] along it. `unknown`: parameters of which it is not known what they do.
+    """
+
+    kind: str
+    count: int
+    width: int
+    widths: dict[str, int | None]
+    packed: frozenset[str]
+    dense: bool
+    unknown: tuple[str, ...] = ()
+
+
+def is_experts(module: Any) -> bool:
+    """Does this module hold experts side by side?"""
+    return type(module).__name__ in DENSE or all(hasattr(module, trait) for trait in _TRAITS)
+
+
+def named_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The modules that hold experts, by full name."""
+    return ((name, module) for name, module in model.named_modules() if is_experts(module))
+
+
+def expert_facts(module: Any) -> ExpertFacts:
+    """What is known of a module that holds experts."""
+    kind = type(module).__name__
+    dense = kind in DENSE
+    transposed = dense or module.is_transposed
+    rows = 2 if transposed else 1
+    widths: dict[str, int | None] = {
+        "gate_up_proj": rows,
+        "up_proj": rows,
+        "down_proj": 1 if transposed else 2,
+        "gate_up_proj_bias": 1,
+        "up_proj_bias": 1,
+        "down_proj_bias": None,
+    }
+    held = {name: parameter for name, parameter in module.named_parameters() if "." not in name}
+    own = {name: dim for name, dim in widths.items() if name in held}
+    gates = {"gate_up_proj", "gate_up_proj_bias"} & set(own)
+    packed = gates if dense or module.is_concatenated else set()
+    unknown = tuple(name for name, _ in module.named_parameters() if name not in widths)
+    down = held["down_proj"]
+    return ExpertFacts(kind, len(down), down.shape[1 if transposed else 2], own, frozenset(packed), dense, unknown)
