@@ -65,7 +65,6 @@ HABITS = {
         logit_bytes=12.0,
         split_logit_bytes=10.0,
         kept_logit_bytes=4.0,
-        receive_buffers=True,
         communicator_gib=0.5,
         bucket_gib=0.0,
         data_axis="dp_shard",

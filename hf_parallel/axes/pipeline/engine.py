@@ -95,7 +95,7 @@ class PipelineEngine:
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
         self._width = text_config(model).hidden_size
-        self.schedules: dict[tuple, Any] = {}  # by number and shape of micro-batches
+        self.schedules: dict[int, Any] = {}  # torch's, by number of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -180,7 +180,7 @@ class PipelineEngine:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
         self.recorder.start(self.group)
         yield
-        micro_batches = max((key[0] for key in self.schedules), default=1)
+        micro_batches = max(self.schedules, default=1)
         layers = tuple(self.layers_per_stage)
         predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
