@@ -28,10 +28,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.groups import Groups, all_ranks_on_host, time_out
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1
@@ -87,6 +88,7 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     rank: int
     data_group: dist.ProcessGroup | None = field(repr=False)
+    groups: Groups = field(repr=False)
 
     @classmethod
     def create(cls, config: ParallelConfig, device: torch.device) -> ParallelMesh:
@@ -98,15 +100,14 @@ class ParallelMesh:
         config = config.resolve(dist.get_world_size())
         if config.world_size != dist.get_world_size():
             raise SpecError(f"{config.to_spec()} does not fit {dist.get_world_size()} processes")
-        device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
-        rank = dist.get_rank()
-        data_group = _own_group(axis_ranks(config, *_data_axes(config)), rank)
-        limit = time_out()
-        if limit is not None:
-            set_time_out(limit, [device_mesh.get_group(axis) for axis in config.sizes])
+        groups = Groups(device)
+        along: Any = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in config.sizes]
+        ranks = torch.arange(config.world_size).view(tuple(config.sizes.values()))
+        device_mesh = DeviceMesh.from_group(along, device.type, ranks, mesh_dim_names=tuple(config.sizes))
+        data_group = groups.along(axis_ranks(config, *_data_axes(config)))
         atexit.unregister(end_groups)
         atexit.register(end_groups)
-        return cls(config, device, device_mesh, rank, data_group)
+        return cls(config, device, device_mesh, dist.get_rank(), data_group, groups)
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self.device_mesh[axes]
@@ -133,7 +134,11 @@ class ParallelMesh:
 
     def new_host_group(self) -> dist.ProcessGroup:
         """Another one. Collective over all ranks."""
-        return dist.new_group(backend="gloo", timeout=time_out())
+        return all_ranks_on_host()
+
+    def group_on_host(self, axis: str) -> dist.ProcessGroup:
+        """The ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
+        return self.groups.on_host(axis_ranks(self.config, axis), self.group(axis))
 
     @property
     def data_rank(self) -> int:
@@ -153,8 +158,7 @@ class ParallelMesh:
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
-        ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
-        return _own_group(ends, self.rank)
+        return self.groups.along([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
 
 
 def end_groups() -> None:
@@ -169,24 +173,7 @@ def end_groups() -> None:
         time.sleep(_LAST_WORK_S)
 
 
-def _own_group(all_ranks: list[list[int]], rank: int) -> dist.ProcessGroup | None:
-    """Create every group (each rank must take part in each creation) and keep the one that holds `rank`."""
-    own = None
-    for ranks in all_ranks:
-        group = dist.new_group(ranks, timeout=time_out())
-        if rank in ranks:
-            own = group
-    return own
-
-
-def time_out() -> timedelta | None:
-    """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
-    group = dist.distributed_c10d._get_default_group()
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def set_time_out(limit: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """How long collectives of `groups` may take from here on; default: of all groups of this process."""
-    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
+def set_time_out(limit: timedelta) -> None:
+    """How long collectives of all groups of this process may take from here on."""
+    for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(limit, group)

@@ -7,12 +7,15 @@ from hf_parallel.collectives.differentiable import (
     begin_gather_sequence,
     copy_to_group,
     copy_weight_to_group,
+    gather_last_dim,
     gather_sequence,
     join_last_dim,
     join_sequence,
+    parts_of_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
     split_sequence,
+    whole_sequence,
 )
 from hf_parallel.collectives.one_batch import OneBatch
 
@@ -24,10 +27,12 @@ __all__ = [
     "begin_gather_sequence",
     "copy_to_group",
     "copy_weight_to_group",
+    "gather_last_dim",
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
     "assert_all_ranks",
+    "parts_of_sequence",
     "reduce_from_group",
     "reduce_scatter_sequence",
     "split_sequence",
@@ -35,4 +40,5 @@ __all__ = [
     "start_all_reduce",
     "start_reduce_scatter",
     "watch",
+    "whole_sequence",
 ]

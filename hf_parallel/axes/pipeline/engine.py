@@ -79,6 +79,7 @@ class PipelineEngine:
         self.last_index = self.config.pipeline_stages - 1
         self.last_rank = self.config.rank_of_stage(self.last_index)
         self.group, place = mesh.group("pp"), mesh.index("pp")
+        self.control = mesh.group_on_host("pp")  # for what stages tell each other, beside tensors
         self.first, self.last = place == 0, place == self.last_rank
         # In a V one rank holds both ends, and with them the one tied parameter.
         self.tied_group = mesh.first_and_last_stage_group() if part.tied and self.last_rank != 0 else None
@@ -188,7 +189,7 @@ class PipelineEngine:
     def tell(self, values: dict[str, Any]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
         told: list[Any] = [values]
-        dist.broadcast_object_list(told, group=self.group, group_src=self.last_rank)
+        dist.broadcast_object_list(told, group=self.control, group_src=self.last_rank)
         values.update(told[0])
 
     # ---- one stage -----------------------------------------------------------------------------------------------
