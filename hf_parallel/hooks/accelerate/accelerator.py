@@ -12,11 +12,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.axes.pipeline.batches import count_targets
+from hf_parallel.axes.tensor.vocab_parallel import READ_AS
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.config import SpecError
@@ -169,6 +171,21 @@ def prepare_model(original: Callable) -> Callable:
         if runtime.parallel_state(model) is None:
             return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
         return original(self, model, device_placement=False, evaluation_mode=True)
+
+    return replacement
+
+
+def convert_to_fp32(original: Callable) -> Callable:
+    """Logits that are cut over ranks are cast when somebody reads them: their loss is known, and nobody else need."""
+
+    def replacement(tensor: Any) -> Any:
+        cut = [value for value in dict.values(tensor) if isinstance(value, DTensor)] if isinstance(tensor, dict) else []
+        if not cut:
+            return original(tensor)
+        for value in cut:
+            setattr(value, READ_AS, torch.float32)
+        found = {key: v if isinstance(v, DTensor) else original(v) for key, v in dict.items(tensor)}
+        return type(tensor)(**found)
 
     return replacement
 
