@@ -18,6 +18,7 @@ VALUES = {
     "pipeline_virtual_stages": ("1", 1),
     "context_parallel": ("ulysses", "ulysses"),
     "activation_checkpointing": ("full", "full"),
+    "compile": ("regional", "regional"),
     "offload": ("none", "none"),
     "quantize_weights": ("false", False),
     "quantize_gradients": ("false", False),

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_parallel.axes.compile import check_compiled, compile_layers
 from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.axes.pipeline.batches import count_targets
@@ -23,10 +24,12 @@ from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.peft.settings import check_optimizer
 from hf_parallel.hooks.trainer import means
+from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.parallelize import parallelize
 
 
@@ -165,12 +168,20 @@ def _share(module: nn.Module, kwargs: dict) -> float | None:
 
 
 def prepare_model(original: Callable) -> Callable:
-    """Autocast and compilation only: placement and reduction belong to the parallel model."""
+    """Autocast only: placement and reduction belong to the parallel model, of which layers are compiled, not all."""
 
     def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        if runtime.parallel_state(model) is None:
+        state = runtime.parallel_state(model)
+        if state is None:
             return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        return original(self, model, device_placement=False, evaluation_mode=True)
+        plugin = self.state.dynamo_plugin
+        if plugin.backend.value != "NO":
+            check_compiled(state.config, "torch.compile")
+            views = [] if state.pipeline is None else state.pipeline.views
+            layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
+            compile_layers(layers, **plugin.to_kwargs())
+        with replacing(plugin, backend=type(plugin.backend)("NO")):
+            return original(self, model, device_placement=False, evaluation_mode=True)
 
     return replacement
 
