@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_parallel.axes.attention import AttentionKeys
 from hf_parallel.axes.axis import Axis, MeshAxis
+from hf_parallel.axes.compile import CompileKeys
 from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
@@ -40,6 +41,7 @@ _cached: Any = functools.cache  # of classes, which mypy does not take for hasha
 class ParallelConfig(
     AttentionKeys,
     RecomputeKeys,
+    CompileKeys,
     TensorKeys,
     ContextKeys,
     ExpertKeys,

@@ -41,10 +41,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import SHARDS, ParallelConfig
+from hf_parallel.groups import Groups, all_ranks_on_host
 from hf_parallel.spec import refuse
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
@@ -113,6 +114,7 @@ class ParallelMesh:
     device_mesh: DeviceMesh
     rank: int
     data_group: dist.ProcessGroup | None = field(repr=False)
+    groups: Groups = field(repr=False)
     expert_mesh: DeviceMesh | None = None  # the second view, where there is expert parallelism
 
     @classmethod
@@ -125,17 +127,13 @@ class ParallelMesh:
         config = config.resolve(dist.get_world_size())
         if config.world_size != dist.get_world_size():
             refuse(config.to_spec(), f"does not fit {dist.get_world_size()} processes", "dp_shard=-1")
-        device_mesh = init_device_mesh(device.type, tuple(config.sizes.values()), mesh_dim_names=tuple(config.sizes))
-        rank = dist.get_rank()
-        data_group = new_group_of(axis_ranks(config, *_data_axes(config)), rank)
-        expert_mesh = _expert_mesh(config, device) if config.ep_size > 1 else None
-        limit = time_out()
-        if limit is not None:
-            meshes = [mesh for mesh in (device_mesh, expert_mesh) if mesh is not None]
-            set_time_out(limit, [group for mesh in meshes for group in mesh.get_all_groups()])
+        groups = Groups(device)
+        device_mesh = _mesh(groups, config, config.sizes)
+        data_group = groups.along(axis_ranks(config, *_data_axes(config)))
+        expert_mesh = _mesh(groups, config, expert_sizes(config)) if config.ep_size > 1 else None
         atexit.unregister(end_groups)
         atexit.register(end_groups)
-        return cls(config, device, device_mesh, rank, data_group, expert_mesh)
+        return cls(config, device, device_mesh, dist.get_rank(), data_group, groups, expert_mesh)
 
     @functools.cached_property
     def sharing_mesh(self) -> DeviceMesh:
@@ -175,7 +173,11 @@ class ParallelMesh:
 
     def new_host_group(self) -> dist.ProcessGroup:
         """Another one. Collective over all ranks."""
-        return dist.new_group(backend="gloo", timeout=time_out())
+        return all_ranks_on_host()
+
+    def group_on_host(self, axis: str) -> dist.ProcessGroup:
+        """The ranks of `group(axis)`, for small messages that no GPU need see. Collective over all ranks."""
+        return self.groups.on_host(axis_ranks(self.config, axis), self.group(axis))
 
     @property
     def data_rank(self) -> int:
@@ -195,13 +197,14 @@ class ParallelMesh:
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
-        ends = [[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")]
-        return new_group_of(ends, self.rank)
+        return self.groups.along([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
 
 
-def _expert_mesh(config: ParallelConfig, device: torch.device) -> DeviceMesh:
-    sizes = expert_sizes(config)
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+def _mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, int]) -> DeviceMesh:
+    """One view of the ranks, with a group for each of its axes."""
+    along: Any = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
+    ranks = torch.arange(config.world_size).view(tuple(sizes.values()))
+    return DeviceMesh.from_group(along, groups.device.type, ranks, mesh_dim_names=tuple(sizes))
 
 
 def end_groups() -> None:
@@ -216,24 +219,7 @@ def end_groups() -> None:
         time.sleep(_LAST_WORK_S)
 
 
-def new_group_of(all_ranks: list[list[int]], rank: int) -> Any:
-    """Create every group (each rank must take part in each creation); the one that holds `rank`, or None."""
-    own = None
-    for ranks in all_ranks:
-        group = dist.new_group(ranks, timeout=time_out())
-        if rank in ranks:
-            own = group
-    return own
-
-
-def time_out() -> timedelta | None:
-    """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
-    group = dist.distributed_c10d._get_default_group()
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    return getattr(options, "_timeout", None)
-
-
-def set_time_out(limit: timedelta, groups: list[dist.ProcessGroup] | None = None) -> None:
-    """How long collectives of `groups` may take from here on; default: of all groups of this process."""
-    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
+def set_time_out(limit: timedelta) -> None:
+    """How long collectives of all groups of this process may take from here on."""
+    for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(limit, group)

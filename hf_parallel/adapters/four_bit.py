@@ -146,6 +146,8 @@ _MIXINS |= {PartialGradient: FourBitPartial, nn.Linear: FourBit}
 def pack_linear(module: Any, quant_type: str, double: bool, compute_dtype: torch.dtype) -> None:
     """Let a linear that is split already, and on the meta device, expect and use a packed weight of whole blocks."""
     packing = Packing(module.weight.detach(), quant_type, double, compute_dtype)
+    if isinstance(module, ColumnParallel | SharedHeads):
+        module.region.lowers = False  # it computes in its own dtype, and gives that of its input
     if isinstance(module, ColumnParallel):
         del module.region.columns[module]
     mixin = next(mixin for kind, mixin in _MIXINS.items() if isinstance(module, kind))

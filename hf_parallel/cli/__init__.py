@@ -208,6 +208,7 @@ def _settle_machine(args: argparse.Namespace, defaults: Any) -> None:
     threads_given = args.num_cpu_threads_per_process is not None or os.environ.get("OMP_NUM_THREADS")
     if (cpu_asked or not _accelerators()) and not threads_given:
         args.num_cpu_threads_per_process = 1  # N processes with all cores each slow one another down
+    args.enable_cpu_affinity = args.enable_cpu_affinity or _can_bind_to_nodes(cpu_asked)
     if args.num_machines > 1:
         _check_rendezvous(args, defaults)
     elif args.main_process_port is None and getattr(defaults, "main_process_port", None) is None:
@@ -215,6 +216,16 @@ def _settle_machine(args: argparse.Namespace, defaults: Any) -> None:
     if defaults is None:
         args.mixed_precision = args.mixed_precision or "no"
         args.dynamo_backend = args.dynamo_backend or "no"
+
+
+def _can_bind_to_nodes(cpu_asked: bool) -> bool:
+    """Can accelerate bind each process to the cores beside its GPU? Not where a container or Slurm has chosen some."""
+    import torch
+    from accelerate.utils import is_pynvml_available
+
+    if cpu_asked or torch.version.cuda is None or not _accelerators() or not is_pynvml_available():
+        return False
+    return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
 def _check_rendezvous(args: argparse.Namespace, defaults: Any) -> None:

@@ -8,12 +8,15 @@ from hf_parallel.collectives.differentiable import (
     begin_gather_sequence,
     copy_to_group,
     copy_weight_to_group,
+    gather_last_dim,
     gather_sequence,
     join_last_dim,
     join_sequence,
+    parts_of_sequence,
     reduce_from_group,
     reduce_scatter_sequence,
     split_sequence,
+    whole_sequence,
 )
 from hf_parallel.collectives.one_batch import OneBatch
 
@@ -27,10 +30,12 @@ __all__ = [
     "copy_weight_to_group",
     "exchange",
     "exchange_counts",
+    "gather_last_dim",
     "gather_sequence",
     "join_last_dim",
     "join_sequence",
     "assert_all_ranks",
+    "parts_of_sequence",
     "reduce_from_group",
     "reduce_scatter_sequence",
     "scale_gradient",
@@ -39,4 +44,5 @@ __all__ = [
     "start_all_reduce",
     "start_reduce_scatter",
     "watch",
+    "whole_sequence",
 ]

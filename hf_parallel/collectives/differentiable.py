@@ -1,8 +1,12 @@
 """The conjugate pairs of Megatron-LM: f and g (Shoeybi et al., 2019, section 3), and their forms along the sequence
 (Korthikanti et al., 2022, section 4.2.2).
 
-Each takes a local tensor and a process group. Sequence forms cut the last dim but one into equal parts: tokens of
-[batch, seq, hidden], or of [tokens, hidden] where a model flattens.
+Each takes a local tensor and a process group. Sequence forms cut tokens: those of all rows of [batch, seq, hidden] one
+after another, or of [tokens, hidden] where a model flattens. So a part is consecutive in memory, whatever the batch,
+and nothing is copied before or after a collective; a part of [batch, seq, hidden] has the shape [batch, seq / n, hidden]
+although its tokens need not be those of whole rows:
+
+    rows a, b of four tokens, two ranks    rank 0: [[a0 a1] [a2 a3]]    rank 1: [[b0 b1] [b2 b3]]
 """
 
 from __future__ import annotations
@@ -60,59 +64,88 @@ class _Reduce(torch.autograd.Function):
 
 
 class _GatherSequence(torch.autograd.Function):
-    """All-gather along the sequence forward, reduce-scatter backward."""
+    """All-gather of tokens forward, reduce-scatter backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_gather(tensor, tensor.dim() - 2, group)
+        return _gathered(tensor, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _reduce_scatter(gradient, gradient.dim() - 2, ctx.group), None
+        return _scattered(gradient, ctx.group), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
-    """Reduce-scatter along the sequence forward, all-gather backward."""
+    """Reduce-scatter of tokens forward, all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _reduce_scatter(tensor, tensor.dim() - 2, group)
+        return _scattered(tensor, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(gradient, gradient.dim() - 2, ctx.group), None
+        return _gathered(gradient, ctx.group), None
 
 
 class _SplitSequence(torch.autograd.Function):
-    """This rank's part of the sequence forward, all-gather backward."""
+    """This rank's tokens forward, all-gather backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _own_part(tensor, tensor.dim() - 2, group)
+        return parts_of_sequence(tensor, group)[group.rank()].clone()  # the whole may go
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _all_gather(gradient, gradient.dim() - 2, ctx.group), None
+        return _gathered(gradient, ctx.group), None
 
 
-class _Join(torch.autograd.Function):
-    """All-gather along a dim forward, this rank's part of the gradient backward."""
+class _JoinSequence(torch.autograd.Function):
+    """All-gather of tokens forward, this rank's part of the gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _all_gather(tensor, dim, group)
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _gathered(tensor, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _own_part(gradient, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return parts_of_sequence(gradient, ctx.group)[ctx.group.rank()], None
+
+
+class _GatherLastDim(torch.autograd.Function):
+    """All-gather of features forward, reduce-scatter backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _with_last_dims_of_all(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parts = gradient.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0)
+        return start_reduce_scatter(parts, ctx.group).wait(), None
+
+
+class _JoinLastDim(torch.autograd.Function):
+    """All-gather of features forward, this rank's part of the gradient backward."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _with_last_dims_of_all(tensor, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
 
 
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -137,8 +170,8 @@ def gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
 
 def begin_gather_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
     """Start to gather as `gather_sequence` does; what it returns waits for the result. Not differentiable."""
-    parts, dim = start_all_gather(tensor, group), tensor.dim() - 2
-    return lambda: _joined(parts.wait(), dim)
+    parts = start_all_gather(tensor, group)
+    return lambda: whole_sequence(parts.wait())
 
 
 def reduce_scatter_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -153,12 +186,17 @@ def split_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 def join_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h] on all ranks, which must go on to compute the same thing."""
-    return _Join.apply(tensor, tensor.dim() - 2, group)
+    return _JoinSequence.apply(tensor, group)
 
 
 def join_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, n] on each rank -> […, n * group size] on all, which must go on to compute the same thing."""
-    return _Join.apply(tensor, tensor.dim() - 1, group)
+    return _JoinLastDim.apply(tensor, group)
+
+
+def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, n] on each rank -> […, n * group size] on all, each of which uses it for a part of the work."""
+    return _GatherLastDim.apply(tensor, group)
 
 
 def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
@@ -166,24 +204,31 @@ def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: Any = 
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
 
 
-def _all_gather(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return _joined(start_all_gather(tensor, group).wait(), dim)
+def parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[…, s, h] -> [n, …, s / n, h]: the tokens of each rank. A view of what is contiguous."""
+    length, size = tensor.shape[-2], group.size()
+    if length % size:
+        raise ValueError(f"hf_parallel: {length} tokens cannot be cut into {size} equal parts")
+    return tensor.reshape(size, *tensor.shape[:-2], length // size, tensor.shape[-1])
 
 
-def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """[n, …, k, …] -> […, n k, …], without a copy where all dims before `dim` are 1, as in a batch of one row.
+def whole_sequence(parts: torch.Tensor) -> torch.Tensor:
+    """[n, …, s / n, h] -> […, s, h]: what `parts_of_sequence` took apart.
 
     Never a view: models may change in place what leaves a Function, which autograd does not allow for views.
     """
-    joined = parts.movedim(0, dim).flatten(dim, dim + 1)
+    size, *before, length, features = parts.shape
+    return torch.ops.aten._unsafe_view(parts, (*before, size * length, features))
+
+
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return whole_sequence(start_all_gather(tensor, group).wait())
+
+
+def _scattered(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return start_reduce_scatter(parts_of_sequence(tensor, group), group).wait()
+
+
+def _with_last_dims_of_all(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    joined = start_all_gather(tensor, group).wait().movedim(0, -2).flatten(-2)
     return torch.ops.aten._unsafe_view(joined, joined.shape)
-
-
-def _reduce_scatter(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    return start_reduce_scatter(tensor.unflatten(dim, (group.size(), -1)).movedim(dim, 0), group).wait()
-
-
-def _own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-    if tensor.shape[dim] % group.size():
-        raise RuntimeError(f"hf_parallel: {tensor.shape[dim]} tokens do not divide among {group.size()} ranks")
-    return tensor.chunk(group.size(), dim=dim)[group.rank()].contiguous()

@@ -32,6 +32,10 @@ class WholeWhenRead:
         """Leaves a plain output."""
         return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
 
+    def is_whole(self, key: str) -> bool:
+        """Has it been read, or is it no tensor of parts?"""
+        return key not in self._parts
+
     def _whole(self, key: str, value: Any) -> Any:
         for function in self._parts.pop(key, ()):
             value = function(value)
@@ -46,12 +50,12 @@ class WholeWhenRead:
 
 
 @functools.cache
-def _class(cls: type) -> type:
+def _class(cls: Any) -> type:
     return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
 
 
 def whole_when_read(output: Any, key: str, function: Whole) -> None:
     """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given."""
     if not isinstance(output, WholeWhenRead):
-        output.__class__ = _class(type(output))
+        output.__class__ = _class(output.__class__)
     vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)

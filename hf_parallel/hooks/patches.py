@@ -78,6 +78,7 @@ def all_patches() -> list[Patch]:
         Patch("accelerate.accelerator:get_grad_scaler", scaler.get_grad_scaler, "ranks would skip steps apart"),
         Patch(f"{_ACCELERATOR}.prepare", accelerator.prepare, "models and optimizers made before become parallel"),
         Patch(f"{_ACCELERATOR}.prepare_model", accelerator.prepare_model, "would wrap in DDP"),
+        Patch(f"{_OPERATIONS}:convert_to_fp32", accelerator.convert_to_fp32, "copies split logits that nobody reads"),
         Patch(f"{_ACCELERATOR}.no_sync", accelerator.no_sync, "knows DDP's and its own FSDP2"),
         Patch(f"{_ACCELERATOR}.check_trigger", accelerator.check_trigger, "asks data ranks, not those of one model"),
         Patch(f"{_ACCELERATOR}.gather_for_metrics", data.gather_for_metrics, "takes numbers per rank for rows"),

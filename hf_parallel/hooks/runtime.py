@@ -20,8 +20,9 @@ import torch.distributed as dist
 
 from hf_parallel.axes.experts import balance
 from hf_parallel.config import ParallelConfig
+from hf_parallel.groups import time_out
 from hf_parallel.hooks import rendezvous
-from hf_parallel.mesh import ParallelMesh, set_time_out, time_out
+from hf_parallel.mesh import ParallelMesh, set_time_out
 from hf_parallel.parallelize import ParallelState, default_device, state_of
 
 #: Seconds that a collective may take, where the script's arguments do not say.
@@ -193,9 +194,29 @@ def _set_environment() -> dict[str, str | None]:
     wanted = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # load one tensor at a time: all at once would need the whole model
     if not torch.accelerator.is_available():
         wanted["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes several CPU processes for single ones
+    wanted |= diagnostics()
     former = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     return former
+
+
+#: Of a world this large each collective's begin and end, which desync debug notes in one store, are too many.
+_DESYNC_RANKS = 64
+
+
+def diagnostics() -> dict[str, str]:
+    """What lets NCCL say, when collectives time out, which rank was where. Read when groups are made.
+
+    The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default, and
+    under the second name. What the script's environment says stays.
+    """
+    sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    wanted = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    if not any(name in os.environ for name in sizes):
+        wanted |= dict.fromkeys(sizes, "2000")
+    if int(os.environ.get("WORLD_SIZE", "1")) <= _DESYNC_RANKS:
+        wanted["TORCH_NCCL_DESYNC_DEBUG"] = "1"
+    return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
 def _quiet_other_ranks() -> None:

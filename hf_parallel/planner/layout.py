@@ -38,6 +38,7 @@ class Habits:
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
     split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
+    kept_split_logit_bytes: float = 0.0
     receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
     # beside the tensors
     fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
@@ -64,9 +65,9 @@ HABITS = {
         balanced=True,
         kernels="transformers",
         logit_bytes=12.0,
-        split_logit_bytes=10.0,
+        split_logit_bytes=4.0,
         kept_logit_bytes=4.0,
-        receive_buffers=True,
+        kept_split_logit_bytes=2.0,
         communicator_gib=0.5,
         bucket_gib=0.0,
         data_axis="dp_shard",

@@ -219,7 +219,9 @@ class _Rank:
 
     def _stage_bytes(self, stage: Stage) -> StageBytes:
         logits = self.tokens * self.shape.head_outputs / self.layout.tp * stage.is_last
-        kept_logits = self.habits.kept_logit_bytes * logits  # logarithms of probabilities
+        split, habits = self.layout.tp > 1, self.habits
+        # The logarithms of probabilities; of a split vocabulary the logits themselves.
+        kept_logits = logits * (habits.kept_split_logit_bytes if split else habits.kept_logit_bytes)
         # What was sent on is kept; what arrives, too, where no buffer waits for it.
         sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits

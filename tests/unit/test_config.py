@@ -18,6 +18,7 @@ VALUES = {
     "pipeline_virtual_stages": ("1", 1),
     "context_parallel": ("ulysses", "ulysses"),
     "activation_checkpointing": ("full", "full"),
+    "compile": ("regional", "regional"),
     "hierarchical_shard": ("2", 2),
     "quantize_weights": ("fp8", "fp8"),
     "quantize_gradients": ("int4", "int4"),

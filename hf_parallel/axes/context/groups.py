@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from hf_parallel.axes.context.attention import Exchanged
-from hf_parallel.mesh import ParallelMesh, axis_ranks, new_group_of
+from hf_parallel.mesh import ParallelMesh, axis_ranks
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
@@ -24,4 +24,4 @@ def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
     all_ranks = axis_ranks(config, "cp")
     rings = [ranks[place::inner] for ranks in all_ranks for place in range(inner)]
     groups = [ranks[start : start + inner] for ranks in all_ranks for start in range(0, size, inner)]
-    return Exchanged(new_group_of(rings, mesh.rank), new_group_of(groups, mesh.rank), gathered)
+    return Exchanged(mesh.groups.along(rings), mesh.groups.along(groups), gathered)

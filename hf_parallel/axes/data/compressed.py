@@ -29,7 +29,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.collectives.quantized import pack, packed_bytes, reduce_scatter, unpack
-from hf_parallel.mesh import ParallelMesh, axis_ranks, new_group_of
+from hf_parallel.mesh import ParallelMesh, axis_ranks
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ def _nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
         shards = axis_ranks(mesh.config, "dp_shard")
         within = [ranks[start : start + size] for ranks in shards for start in range(0, len(ranks), size)]
         across = [ranks[place::size] for ranks in shards for place in range(size)]
-        _nodes[mesh] = Nodes(new_group_of(within, mesh.rank), new_group_of(across, mesh.rank))
+        groups: list[Any] = [mesh.groups.along(within), mesh.groups.along(across)]
+        _nodes[mesh] = Nodes(*groups)
     return _nodes[mesh]
 
 

@@ -81,6 +81,7 @@ class PipelineEngine:
         self.last_index = self.config.pipeline_stages - 1
         self.last_rank = self.config.rank_of_stage(self.last_index)
         self.group, place = mesh.group("pp"), mesh.index("pp")
+        self.control = mesh.group_on_host("pp")  # for what stages tell each other, beside tensors
         self.first, self.last = place == 0, place == self.last_rank
         # In a V one rank holds both ends, and with them the one tied parameter.
         self.tied_group = mesh.first_and_last_stage_group() if part.tied and self.last_rank != 0 else None
@@ -99,7 +100,7 @@ class PipelineEngine:
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
         self._width = text_config(model).hidden_size
-        self.schedules: dict[tuple, Any] = {}  # by number and shape of micro-batches
+        self.schedules: dict[int, Any] = {}  # torch's, by number of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -179,7 +180,7 @@ class PipelineEngine:
         """Draw the timeline of what runs in here, by the pipeline's first rank."""
         self.recorder.start(self.group)
         yield
-        micro_batches = max((key[0] for key in self.schedules), default=1)
+        micro_batches = max(self.schedules, default=1)
         layers = tuple(self.layers_per_stage)
         predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
@@ -187,7 +188,7 @@ class PipelineEngine:
     def tell(self, values: dict[str, Any]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
         told: list[Any] = [values]
-        dist.broadcast_object_list(told, group=self.group, group_src=self.last_rank)
+        dist.broadcast_object_list(told, group=self.control, group_src=self.last_rank)
         values.update(told[0])
 
     # ---- one stage -----------------------------------------------------------------------------------------------

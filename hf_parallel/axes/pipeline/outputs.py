@@ -76,12 +76,13 @@ class _Slot:
 
 
 def share(
-    result: Any, group: dist.ProcessGroup, source: int, device: torch.device
+    result: Any, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
 ) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
     """Send what the last stage computed to all stages.
 
     Args:
         result: nested containers of tensors and small objects on the last stage; ignored elsewhere.
+        control: the same ranks, for what is no tensor.
         source: which rank of the group holds the last stage.
 
     Returns:
@@ -98,7 +99,7 @@ def share(
         return _Slot(len(tensors) - 1, tensors[-1].shape, tensors[-1].dtype)
 
     note: list[Any] = [tree_map(take, result) if last else None]
-    dist.broadcast_object_list(note, group=group, group_src=source)
+    dist.broadcast_object_list(note, group=control, group_src=source)
     if not last:
         slots = sorted((s for s in tree_leaves(note[0]) if isinstance(s, _Slot)), key=lambda slot: slot.index)
         tensors = [torch.empty(slot.shape, dtype=slot.dtype, device=device) for slot in slots]

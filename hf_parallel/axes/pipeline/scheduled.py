@@ -43,21 +43,26 @@ def scheduled(engine: Any, count: int, tokens: torch.Tensor, run: Run) -> torch.
         finally:
             for stage in engine.stages:
                 stage.work, stage.autocast = None, contextlib.nullcontext
-    loss = torch.stack([part.detach().float() for part in losses]).sum() if losses else torch.zeros(())
-    loss = loss.to(engine.mesh.device) / (1 if scale is None else scale)
+    own = [part.detach().float() for part in losses]
+    loss = torch.stack(own).sum() if own else torch.zeros((), device=engine.mesh.device)
+    loss = loss if scale is None else loss / scale
     dist.broadcast(loss, group=engine.group, group_src=engine.last_rank)
     return detached_node([loss], lambda gradients: engine.accumulate(fresh, _over(gradients[0], scale)))[0]
 
 
 def _schedule_for(engine: Any, micro_batches: int, tokens: torch.Tensor) -> Any:
+    """The schedule for this number of micro-batches, told the shape of what travels in this step."""
     boundary = engine.boundary(tokens, "meta").requires_grad_()
-    key = (micro_batches, *boundary.shape, boundary.dtype)
-    if key not in engine.schedules:
+    if micro_batches not in engine.schedules:
         modules: dict[int, nn.Module] = {v.index: s for v, s in zip(engine.views, engine.stages, strict=True)}
-        engine.schedules[key] = build_schedule(
-            modules, engine.config, engine.group, engine.mesh.device, micro_batches, boundary, engine.recorder
+        connected, device = bool(engine.schedules), engine.mesh.device
+        engine.schedules[micro_batches] = build_schedule(
+            modules, engine.config, engine.group, device, micro_batches, boundary, engine.recorder, connected
         )
-    return engine.schedules[key]
+    schedule, stages = engine.schedules[micro_batches]
+    for stage in stages:
+        stage.boundary = boundary
+    return schedule
 
 
 @contextlib.contextmanager

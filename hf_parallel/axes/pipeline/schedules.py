@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
 from hf_parallel.axes.pipeline import timeline
 from hf_parallel.axes.pipeline.axis import (
@@ -27,6 +27,7 @@ from hf_parallel.axes.pipeline.axis import (
     recomputes_in_parts,
 )
 from hf_parallel.axes.pipeline.recorder import Recorder
+from hf_parallel.axes.pipeline.torch_stage import TorchStage
 from hf_parallel.config import ParallelConfig
 from hf_parallel.spec import SpecError, refuse
 
@@ -106,13 +107,6 @@ def takes(config: ParallelConfig, micro_batches: int) -> bool:
     return micro_batches >= config.pp_size
 
 
-class _Stage(PipelineStage):
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """torch 2.11 tries all connections first; in a V one is to this rank itself, which gloo does not have."""
-        found = super()._get_init_p2p_neighbors_ops()
-        return [op for op in found if op.group_peer != self.group_rank]
-
-
 def build_schedule(
     modules: dict[int, nn.Module],
     config: ParallelConfig,
@@ -121,17 +115,19 @@ def build_schedule(
     micro_batches: int,
     boundary: torch.Tensor,
     recorder: Recorder,
-) -> Any:
-    """One torch schedule for one shape of batch; cheap to build.
+    connected: bool,
+) -> tuple[Any, list[TorchStage]]:
+    """One torch schedule, and its stages, for one number of micro-batches, of any shape.
 
     Args:
         modules: this rank's stages by index, each called as module(hidden, micro_batch=index).
-        boundary: meta tensor [rows of a micro-batch, seq, hidden] of what travels between stages. Fixing it here keeps
-            torch from running a shape-inference pass, which fails on new shapes and can drop gradients.
+        boundary: meta tensor [rows of a micro-batch, seq, hidden] of what travels between stages at first. Fixing it
+            here keeps torch from running a shape-inference pass, which fails on new shapes and can drop gradients.
+        connected: these ranks have exchanged messages before.
     """
     count = config.pipeline_stages
     stages = [
-        _Stage(
+        TorchStage(
             module,
             index,
             count,
@@ -143,10 +139,12 @@ def build_schedule(
         for index, module in modules.items()
     ]
     for stage in stages:
+        stage.boundary, stage.connected = boundary, connected
         recorder.watch(stage)
     single = config.pipeline_schedule in SINGLE_SCHEDULES
     schedule = _SCHEDULES[config.pipeline_schedule]
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
-    return schedule(
+    built = schedule(
         stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
     )
+    return built, stages

@@ -134,7 +134,7 @@ class Serving(Session):
         """On the other stages: run layers until the script has ended."""
         told: list[Any] = [None]
         while True:
-            dist.broadcast_object_list(told, group=self.engine.group, group_src=self.engine.last_rank)
+            dist.broadcast_object_list(told, group=self.engine.control, group_src=self.engine.last_rank)
             if told[0] is None:
                 return None
             self.forward(told[0], self.batch)
@@ -147,7 +147,7 @@ class Serving(Session):
         return self.forward(call, self.batch)
 
     def _tell(self, call: Call | None) -> None:
-        dist.broadcast_object_list([call], group=self.engine.group, group_src=self.engine.last_rank)
+        dist.broadcast_object_list([call], group=self.engine.control, group_src=self.engine.last_rank)
 
     def forward(self, call: Call, batch: Batch) -> Any:
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
@@ -187,7 +187,7 @@ def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, l
     parameters = engine.trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
     session = Serving(engine, batch)
     result = session.drive(script) if engine.last else session.serve()
-    rebuilt, tensors = share(result, engine.group, engine.last_rank, engine.mesh.device)
+    rebuilt, tensors = share(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)
     values = [tensor.detach() for tensor in tensors]
     for other in {id(made.engine): made.engine for made in session.made}.values():
         if other is not engine:
@@ -209,12 +209,14 @@ def free(engine: Any) -> None:
             module.reshard()
 
 
-def describe(engine: Any, kwargs: Batch, batch: Batch) -> Call:
-    """A call of `engine`'s backbone in a form that other stages understand."""
+def describe(engine: Any, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
+    """A call of `engine`'s backbone in a form that other stages understand; or one to compare, without `values`."""
     entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
 
     def name(value: Any) -> Any:
-        return entries.get(id(value), value.detach().cpu()) if torch.is_tensor(value) else value
+        if not torch.is_tensor(value) or id(value) in entries:
+            return entries.get(id(value), value)
+        return value.detach().cpu() if values else value
 
     kwargs = {key: value for key, value in kwargs.items() if key != "num_items_in_batch"}  # passed on for the loss
     grad = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())

@@ -27,8 +27,15 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.overlap import as_autocast, is_wanted, parts_of_sequence, weight_gradient
-from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.axes.tensor.lowering import as_autocast
+from hf_parallel.axes.tensor.overlap import is_wanted, weight_gradient
+from hf_parallel.collectives import (
+    parts_of_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    whole_sequence,
+)
 
 
 class LateGradient:
@@ -139,19 +146,18 @@ class _Enter(torch.autograd.Function):
         ctx.late, ctx.group, ctx.sequence_parallel = late, group, sequence_parallel
         if not sequence_parallel:
             return x.view_as(x)
-        return torch.cat(start_all_gather(x, group).wait().unbind(), dim=-2)
+        return whole_sequence(start_all_gather(x, group).wait())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if ctx.sequence_parallel:
-            started = start_reduce_scatter(parts_of_sequence(gradient, ctx.group).transpose(0, 1), ctx.group)
+            started = start_reduce_scatter(parts_of_sequence(gradient, ctx.group), ctx.group)
         else:  # others may hold the gradient too: not in place
             started = start_all_reduce(gradient.clone(memory_format=torch.contiguous_format), ctx.group)
         for late in ctx.late:
             late.compute()
-        own = started.wait()
-        return own.view(*gradient.shape[:-2], *own.shape[-2:]), None, None, None
+        return started.wait(), None, None, None
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
 from hf_parallel.axes.tensor.region import Region
-from hf_parallel.collectives import copy_weight_to_group, gather_sequence
+from hf_parallel.collectives import copy_weight_to_group, gather_last_dim
 from hf_parallel.local import holding, in_front, local
 from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import is_experts
@@ -140,7 +140,7 @@ class SplitNorm(PartialGradient):
                 return super(PartialGradient, self).forward(*args, **kwargs)
         if input.shape[-1] * group.size() != self.weight.numel():
             return super().forward(*args, **kwargs)
-        gathered = gather_sequence(input.transpose(-1, -2), group).transpose(-1, -2)
+        gathered = gather_last_dim(input, group)
         return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
 
 

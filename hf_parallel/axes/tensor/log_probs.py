@@ -132,7 +132,7 @@ class _LogProbs(torch.autograd.Function):
             probabilities, gradient = logs.exp(), torch.zeros_like(logs)
             if of_log_probs is not None:
                 gradient -= of_log_probs[chunk, None] * probabilities
-                inside, column = _inside(targets[chunk], logs)
+                inside, column = inside_columns(targets[chunk], logs)
                 gradient.scatter_add_(1, column, (of_log_probs[chunk] * inside)[:, None])
             if of_entropy is not None:
                 gradient -= of_entropy[chunk, None] * probabilities * (logs + entropy[chunk, None])
@@ -153,7 +153,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d
         return product if bias is None else product + bias.to(dtype)
 
 
-def _inside(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def inside_columns(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Which targets are among these columns, and a column for each."""
     inside = (targets >= 0) & (targets < logits.shape[1])
     return inside, targets.clamp(0, logits.shape[1] - 1)[:, None]
@@ -165,7 +165,7 @@ def _statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tens
     earlier = logits.masked_fill(columns >= targets[:, None], -torch.inf)
     largest, before = logits.amax(1), earlier.amax(1)
     e = torch.exp(logits - largest[:, None])
-    inside, column = _inside(targets, logits)
+    inside, column = inside_columns(targets, logits)
     at_target = torch.where(inside, logits.gather(1, column)[:, 0], 0.0)
     sums = (e.sum(1), (e * logits).sum(1), e.square().sum(1), logits.sum(1), at_target)
     return torch.stack([largest, before]), torch.stack(sums)

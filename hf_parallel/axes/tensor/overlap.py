@@ -15,22 +15,27 @@ memory (`torch.ops.symm_mem`) cut finer, one piece per rank, but need NVLink and
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.axes.tensor.lowering import as_autocast
+from hf_parallel.collectives import (
+    parts_of_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    whole_sequence,
+)
 
 
 def row_linear(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
-    x = as_autocast(x)
+    x = as_autocast(x)  # weights are cast again in the backward: a copy would be kept beside one that lives anyway
     kept: list[Any] = []
     # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
     x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)
@@ -98,28 +103,27 @@ def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessG
 def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, s, in / n] -> […, s / n, out]. A half is half of every rank's part, so each rank gets half of its own."""
     parts, started = parts_of_sequence(x, group), []
-    for half in _halves(parts.shape[2]):
+    shape, parts = (*parts.shape[1:-1], weight.shape[0]), parts.flatten(1, -2)
+    for half in _halves(parts.shape[1]):
         # Ordered by ranks before the product, the product is ready to be sent; F.linear keeps the order.
-        rows = parts[:, :, half].transpose(0, 1).contiguous()
-        started.append(start_reduce_scatter(rows @ weight.t(), group))
-    own = [scatter.wait() for scatter in started]
-    return torch.cat([half.view(*x.shape[:-2], *half.shape[1:]) for half in own], dim=-2)
+        started.append(start_reduce_scatter(parts[:, half].contiguous() @ weight.t(), group))
+    whole = torch.cat([scatter.wait() for scatter in started])
+    return torch.ops.aten._unsafe_view(whole, shape)  # no view, as in `whole_sequence`
 
 
 def _gathered_product(
     own: torch.Tensor, weight: torch.Tensor | None, group: dist.ProcessGroup, whole_wanted: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[…, s / n, out] -> if wanted the whole […, s, out] and, given W [out, in / n], its product with W."""
-    before, (length, features) = own.shape[:-2], own.shape[-2:]
-    pieces = own.reshape(math.prod(before), length, features)
-    started = [start_all_gather(pieces[:, half], group) for half in _halves(length)]
+    tokens = own.flatten(0, -2)
+    started = [start_all_gather(tokens[half], group) for half in _halves(tokens.shape[0])]
     products = []
     for gather in started:
         gathered = gather.wait()
         if weight is not None:
             products.append(gathered @ weight)
-    whole = join_parts([gather.result for gather in started], before) if whole_wanted else own
-    return whole, join_parts(products, before) if products else None
+    whole = _joined([gather.result for gather in started], own) if whole_wanted else own
+    return whole, _joined(products, own) if products else None
 
 
 def _halves(tokens: int) -> list[slice]:
@@ -128,18 +132,9 @@ def _halves(tokens: int) -> list[slice]:
     return [slice(0, middle), slice(middle, tokens)] if tokens > 1 else [slice(0, tokens)]
 
 
-def parts_of_sequence(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[…, s, h] -> [b, n, s / n, h]: one part for each rank."""
-    (length, features), size = tensor.shape[-2:], group.size()
-    if length % size:
-        raise ValueError(f"{length} tokens cannot be cut into {size} equal parts")
-    return tensor.reshape(math.prod(tensor.shape[:-2]), size, length // size, features)
-
-
-def join_parts(pieces: list[torch.Tensor], before: Sequence[int]) -> torch.Tensor:
-    """Pieces [n, b, t, h] of every rank's part, in order -> […, s, h]."""
-    whole = torch.cat([piece.transpose(0, 1) for piece in pieces], dim=2)
-    return whole.reshape(*before, whole.shape[1] * whole.shape[2], whole.shape[3])
+def _joined(halves: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
+    """Halves [n, tokens, h] of the parts of all ranks -> […, s, h], where a part has the shape of `own`."""
+    return whole_sequence(torch.cat(halves, dim=1).unflatten(1, own.shape[:-1]))
 
 
 def is_wanted(ctx: Any, index: int) -> bool:
@@ -154,14 +149,3 @@ def is_wanted(ctx: Any, index: int) -> bool:
 def weight_gradient(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """x […, in], gradient […, out] -> [out, in]."""
     return gradient.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """What autocast does to an argument of F.linear.
-
-    Weights are saved before and cast again in the backward: the copy would be kept beside a weight that lives anyway.
-    """
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))

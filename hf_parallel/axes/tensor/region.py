@@ -22,6 +22,7 @@ from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.heads import PER_HEAD
+from hf_parallel.axes.tensor.lowering import as_autocast, only_multiplied
 from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 
@@ -72,6 +73,8 @@ class Region:
         self.heads = (0, 0)  # of the whole model: query, key/value
         self._names = list(inspect.signature(owner.forward).parameters)
         self._first = self._names[0] if self._names else ""
+        #: May its input be cast before it enters? A layer that enters by itself multiplies.
+        self.lowers = not at_owner or only_multiplied(owner, self._first)
         self.scope = OwnRandomNumbers(owner, group)
         self._input: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
@@ -139,6 +142,7 @@ class Region:
         self._late = {}
 
     def _open(self, tensor: torch.Tensor) -> torch.Tensor:
+        tensor = as_autocast(tensor) if self.lowers else tensor
         if self.overlap:
             weights = [weight() for weight in self.columns.values()]
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)

@@ -18,10 +18,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_parallel.axes.tensor.cross_entropy import cross_entropy
 from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, become, local
 from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.collectives import all_reduce, reduce_from_group
+from hf_parallel.collectives import reduce_from_group
 from hf_parallel.collectives.when_read import whole_when_read
 
 
@@ -100,33 +101,6 @@ class VocabParallelHead(ColumnParallel):
         return cut.full_tensor() if self.whole else cut
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Sum of -log softmax(logits)[target] over the targets, from parts of the logits; nothing whole is ever built."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
-    ) -> torch.Tensor:
-        x = logits.float()
-        x = x - all_reduce(x.amax(-1), group, dist.ReduceOp.MAX).unsqueeze(-1)
-        inside = (target >= first) & (target < first + x.shape[-1])
-        column = (target - first).clamp(0, x.shape[-1] - 1).unsqueeze(-1)
-        own = torch.where(inside, x.gather(-1, column).squeeze(-1), 0.0)
-        exponentials = x.exp_()
-        total, at_target = all_reduce(torch.stack([exponentials.sum(-1), own]), group)
-        counts = target != ignore_index
-        ctx.save_for_backward(exponentials.div_(total.unsqueeze(-1)), column, inside, counts)
-        ctx.dtype = logits.dtype
-        return ((total.log() - at_target) * counts).sum()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        softmax, column, inside, counts = ctx.saved_tensors
-        grad = softmax.scatter_add(-1, column, -inside.to(softmax.dtype).unsqueeze(-1))
-        grad.mul_((gradient * counts).unsqueeze(-1))
-        return grad.to(ctx.dtype), None, None, None, None
-
-
 def causal_loss(
     whole_loss: Any,
     logits: torch.Tensor,
@@ -147,7 +121,7 @@ def causal_loss(
     target = shift_labels.to(logits.device)
     first = first_row(logits.shape[-1], group)
     check_range(target, logits.shape[-1], "target out of bounds", ignore_index)
-    loss = _CrossEntropy.apply(logits.to_local(), target, first, group, ignore_index)
+    loss = cross_entropy(logits.to_local(), target, first, group, ignore_index)
     items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
     return loss / (items.to(loss.device) if torch.is_tensor(items) else items)
 
@@ -171,9 +145,13 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
         raise IndexError(f"{problem}: from {low} to {high}, of {size} in the vocabulary") from None
 
 
+def _full(logits: Any) -> torch.Tensor:
+    return logits.full_tensor()
+
+
 def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), DTensor):
-        whole_when_read(output, "logits", DTensor.full_tensor)
+        whole_when_read(output, "logits", _full)
 
 
 def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:

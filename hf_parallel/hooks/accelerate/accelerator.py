@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_parallel.axes.compile import check_compiled, compile_layers
 from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.mixed_precision import compute_in
@@ -21,12 +22,15 @@ from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.peft.settings import check_optimizer
 from hf_parallel.hooks.trainer import means
+from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.parallelize import parallelize
 
 
@@ -166,15 +170,38 @@ def _share(module: nn.Module, kwargs: dict) -> float | None:
 
 
 def prepare_model(original: Callable) -> Callable:
-    """Autocast and compilation only: placement and reduction belong to the parallel model."""
+    """Autocast only: placement and reduction belong to the parallel model, of which layers are compiled, not all."""
 
     def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        if runtime.parallel_state(model) is None:
+        state = runtime.parallel_state(model)
+        if state is None:
             return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        prepared = original(self, model, device_placement=False, evaluation_mode=True)
-        if self.native_amp:
-            _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.mixed_precision))
+        plugin, precision = self.state.dynamo_plugin, self.mixed_precision if self.native_amp else None
+        if plugin.backend.value != "NO":
+            check_compiled(state.config, "torch.compile")
+            views = [] if state.pipeline is None else state.pipeline.views
+            layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
+            compile_layers(layers, **plugin.to_kwargs())
+        with replacing(plugin, backend=type(plugin.backend)("NO")):
+            prepared = original(self, model, device_placement=False, evaluation_mode=True)
+        _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))
         return prepared
+
+    return replacement
+
+
+def convert_to_fp32(original: Callable) -> Callable:
+    """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
+
+    def replacement(tensor: Any) -> Any:
+        if not isinstance(tensor, WholeWhenRead):
+            return original(tensor)
+        for key in tensor.keys():  # type: ignore[attr-defined]
+            if tensor.is_whole(key):
+                tensor[key] = original(tensor[key])
+            else:
+                whole_when_read(tensor, key, torch.Tensor.float)
+        return tensor
 
     return replacement
 

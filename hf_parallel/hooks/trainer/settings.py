@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
@@ -15,6 +16,8 @@ def check_arguments(args: Any) -> None:
     for asked, spelled, what, works in _refusals(args, config):
         if asked:
             raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
+    if getattr(args, "torch_compile", False):
+        check_compiled(config, "torch_compile=True")
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
 
@@ -27,7 +30,6 @@ def _refusals(args: Any, config: ParallelConfig) -> list[tuple[bool, str, str, s
         (bool(args.fsdp), f"fsdp={args.fsdp}", "a second sharding beside --parallel", "dp_shard in the spec"),
         (bool(args.deepspeed), "deepspeed", "a second engine beside --parallel", "dp_shard in the spec"),
         (args.auto_find_batch_size, "auto_find_batch_size=True", "retrying sharded models", "a fixed batch size"),
-        (bool(getattr(args, "torch_compile", False)), "torch_compile=True", "compiling parallel layers", "False"),
         (args.parallelism_config is not None, "parallelism_config", "a second layout beside --parallel", "the spec"),
         (
             args.train_sampling_strategy == "batch_rebalance" and block > 1,

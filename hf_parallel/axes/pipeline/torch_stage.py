@@ -1,0 +1,121 @@
+"""torch's stage, with memory for what it receives only while a micro-batch is on its way.
+
+torch gives each schedule a buffer per micro-batch for the shapes it was built for, and lets all stages vote, through
+the accelerator, on whether these are known. Here what travels has the shape of the step that runs, so one schedule
+serves all lengths; a buffer is made when its message is about to be received, and belongs to autograd from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage
+
+
+class TorchStage(PipelineStage):
+    """A stage whose messages all have the shape of `boundary`, which may change between steps."""
+
+    boundary: torch.Tensor  # on the meta device
+    connected: bool  # have these ranks exchanged messages before?
+
+    # ---- set-up ----------------------------------------------------------------------------------------------------
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._describing():
+            return super()._prepare_forward_infra(*args, **kwargs)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        with self._describing():
+            return super()._prepare_backward_infra(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _describing(self) -> Iterator[None]:
+        """In here torch's buffers take no memory."""
+        device, self.device = self.device, torch.device("meta")
+        try:
+            yield
+        finally:
+            self.device = device
+
+    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Any:
+        """All shapes are known: the vote serves to connect the ranks in order, which is done once."""
+        return None if self.connected else super()._warmup_forward_vote(*args, **kwargs)
+
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+        return (
+            torch.ones((), dtype=torch.int32) if self.connected else super()._warmup_backward_result(*args, **kwargs)
+        )
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """torch 2.11 tries all connections first; in a V one is to this rank itself, which gloo does not have."""
+        if self.connected:
+            return []
+        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def _validate_stage_tensors(self, *args: Any, **kwargs: Any) -> None:
+        """Of every message, under TORCH_DISTRIBUTED_DEBUG=DETAIL, against the shape of the first step."""
+
+    def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
+        """The same in torch 2.11."""
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        self._make_buffers(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_last:
+            self._make_buffers(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
+        infos = self.args_recv_info[fwd_chunk_id]
+        for info in infos:
+            assert info.buffer is not None
+            info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())
+        received = super()._retrieve_recv_activations(fwd_chunk_id)
+        _forget(infos)
+        return received
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+        received = super()._retrieve_recv_grads(bwd_chunk_id)
+        _forget(self.grad_recv_info[bwd_chunk_id])
+        return received
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        self._fill_gradients(bwd_chunk_id)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        self._fill_gradients(mb_index)
+        return super().get_local_bwd_output(mb_index)
+
+    def _make_buffers(self, infos: Any) -> None:
+        for info in infos:
+            if not _is_root(info):
+                info.buffer = torch.empty_like(self.boundary, device=self.device, requires_grad=False)
+
+    def _fill_gradients(self, chunk: int) -> None:
+        """What has no gradient sends zeros: the stage before waits for a message."""
+        if self.has_backward and not self.is_first and chunk in self.bwd_cache:
+            known = self.bwd_cache[chunk]
+            self.bwd_cache[chunk] = tuple(
+                torch.zeros_like(self.boundary, device=self.device, requires_grad=False) if one is None else one
+                for one in known
+            )
+
+
+def _is_root(info: Any) -> bool:
+    """Does it come from the script rather than from another stage? torch 2.11 has a class of its own for that."""
+    return getattr(info, "is_root_arg", not hasattr(info, "buffer"))
+
+
+def _forget(infos: Any) -> None:
+    for info in infos:
+        if not _is_root(info):
+            info.buffer = None

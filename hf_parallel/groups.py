@@ -1,0 +1,123 @@
+"""Process groups of a mesh: one for each set of ranks, whoever asks for it.
+
+    axis of one rank       all of them share one group                   made once instead of once an axis
+    data ranks, ends       the group of an axis where that is the same   no second communicator
+    axis of all ranks      the default group
+    host memory            gloo, connected as messages need it           1,023 sockets per rank would be the rule
+
+A group is made in one call per axis where the default group has a communicator to split (`device_id` was given), else
+call by call, which costs ranks outside of it nothing: a communicator comes into being when it is first used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Partition = list[list[int]]  # all groups along some axes, as global ranks
+
+_LAZY = "TORCH_GLOO_LAZY_INIT"
+
+
+class Groups:
+    """The groups of one mesh. Every rank asks for the same ones in the same order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.rank = device, dist.get_rank()
+        self._known: dict[tuple, dist.ProcessGroup | None] = {}
+
+    def along(self, partition: Partition, urgent: bool = False) -> dist.ProcessGroup | None:
+        """This rank's group of `partition`, None if it is in none. Collective over all ranks at the first time.
+
+        Args:
+            urgent: what is computed waits for its messages: on CUDA they go before what runs already.
+        """
+        options = _high_priority(self.device) if urgent else None
+        key = (options is not None, *map(tuple, partition))
+        if key not in self._known:
+            self._known[key] = self._make(partition, options)
+        return self._known[key]
+
+    def on_host(self, partition: Partition, group: dist.ProcessGroup) -> dist.ProcessGroup:
+        """One of the same ranks for messages in host memory: `group` itself where it takes them."""
+        if takes_host_memory(group):
+            return group
+        key = ("host", *map(tuple, partition))
+        if key not in self._known:
+            self._known[key] = _own(partition, self.rank, backend="gloo")
+        own = self._known[key]
+        assert own is not None
+        return own
+
+    def _make(self, partition: Partition, options: Any) -> dist.ProcessGroup | None:
+        default = dist.distributed_c10d._get_default_group()
+        if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None:
+            return default
+        if _is_split(default):
+            return dist.split_group(split_ranks=partition, timeout=time_out(), pg_options=options)
+        return _own(partition, self.rank, pg_options=options)
+
+
+def all_ranks_on_host() -> dist.ProcessGroup:
+    """A new group of all ranks over host memory. Collective."""
+    with _connected_when_needed():
+        return dist.new_group(backend="gloo", timeout=time_out())
+
+
+def takes_host_memory(group: dist.ProcessGroup) -> bool:
+    """Can tensors of the CPU be sent in it? NCCL's pickles go through the GPU, which the process then waits for."""
+    return torch.device("cpu") in group._device_types
+
+
+def time_out() -> timedelta | None:
+    """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
+    group = dist.distributed_c10d._get_default_group()
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup | None:
+    """Create every group, in which each rank takes part, and keep the one that holds `rank`."""
+    own = None
+    # Where communicators are split, ranks outside of a group would take part in a split that nobody inside makes.
+    alone = _is_split(dist.distributed_c10d._get_default_group())
+    for ranks in partition:
+        group = dist.new_group(ranks, timeout=time_out(), use_local_synchronization=alone, **settings)
+        if rank in ranks:
+            own = group
+    return own
+
+
+def _is_split(default: Any) -> bool:
+    return getattr(default, "bound_device_id", None) is not None
+
+
+def _high_priority(device: torch.device) -> Any:
+    """Options of a group whose kernels run on a stream of high priority; None where the device has no such thing."""
+    if device.type != "cuda" or not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    limit = time_out()
+    if limit is not None:
+        options._timeout = limit
+    return options
+
+
+@contextlib.contextmanager
+def _connected_when_needed() -> Iterator[None]:
+    """gloo connects every rank with every other one, unless it is told to wait until they have something to say."""
+    former = os.environ.get(_LAZY)
+    os.environ[_LAZY] = "1"
+    try:
+        yield
+    finally:
+        if former is None:
+            os.environ.pop(_LAZY)
+        else:
+            os.environ[_LAZY] = former

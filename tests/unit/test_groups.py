@@ -1,0 +1,135 @@
+"""Process groups: one for each set of ranks, in as few connections as messages need."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_parallel import groups, parallelize
+from hf_parallel.config import ParallelConfig
+from hf_parallel.dryrun.fake_world import fake_world
+from hf_parallel.groups import Groups
+from hf_parallel.mesh import ParallelMesh, axis_ranks
+from tests import models
+from tests.distributed import run, run_alone
+
+WORLD = 1024
+#: Spec -> groups of more than one rank that this process is in, the default one among them.
+HELD = {
+    "tp=8,pp=8,dp_shard=16": 5,  # default, tp, pp, dp_shard, first and last stage
+    "tp=8,pp=2,dp_shard=64": 4,  # with two stages these are the pipeline's ranks
+    "dp_shard=1024": 1,
+    "tp=8,pp=4,dp_shard=8,dp_replicate=4": 7,
+}
+
+
+def held(spec: str) -> tuple[int, int]:
+    """Groups that the last of 1,024 ranks holds: of several ranks, and of one."""
+    with fake_world(WORLD - 1, WORLD):
+        mesh = ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
+        if mesh.size("pp") > 1:
+            mesh.first_and_last_stage_group()
+        assert mesh.data_group is not None
+        assert mesh.data_group.size() == mesh.data_size
+        sizes = [group.size() for group in dist.distributed_c10d._world.pg_map]
+    return sum(size > 1 for size in sizes), sum(size == 1 for size in sizes)
+
+
+@pytest.mark.parametrize("spec", HELD)
+def test_no_set_of_ranks_has_two_groups(spec):
+    several, single = run_alone(held, spec)
+    assert several == HELD[spec]
+    assert single <= 1
+
+
+def calls_where_communicators_are_split(spec: str) -> tuple[list[int], int]:
+    """Where `device_id` was given: parts of each split, and groups that are made one by one."""
+    config, made, splits = ParallelConfig.parse(spec), [], []
+    with fake_world(WORLD - 1, WORLD), mock.patch.object(groups, "_is_split", lambda group: True):
+        with mock.patch.object(dist, "split_group", lambda split_ranks, **_: splits.append(len(split_ranks))):
+            with mock.patch.object(dist, "new_group", lambda *args, **_: made.append(args)):
+                for axis in config.resolve(WORLD).sizes:
+                    Groups(torch.device("cpu")).along(axis_ranks(config, axis))
+    return splits, len(made)
+
+
+def test_one_split_per_axis():
+    """Else each rank takes part in a split of the whole world for each group that it is not in."""
+    splits, made = run_alone(calls_where_communicators_are_split, "tp=8,pp=8,dp_shard=16")
+    assert (len(splits), made) == (5, 0)
+    assert 128 in splits
+
+
+def urgent(spec: str) -> list[object]:
+    """The options of each group that is made, where groups can have a priority."""
+    seen = []
+
+    def made(ranks, **settings):
+        seen.append(settings.get("pg_options"))
+        return new_group(ranks, timeout=settings["timeout"])
+
+    new_group = dist.new_group
+    with fake_world(0, 4), mock.patch.object(dist, "new_group", made):
+        with mock.patch.object(groups, "_high_priority", lambda device: "high"):
+            ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
+    return seen
+
+
+def test_tensor_parallelism_has_priority():
+    """Its group alone, and one of its own where its ranks are all of them."""
+    assert run_alone(urgent, "tp=2,pp=2").count("high") == 2
+    assert run_alone(urgent, "tp=4") == [None] * 4 + ["high"]
+
+
+def sockets() -> int:
+    links = (f"/proc/self/fd/{name}" for name in os.listdir("/proc/self/fd"))
+    return sum(os.path.lexists(link) and os.readlink(link).startswith("socket") for link in links)
+
+
+def opened() -> int:
+    before = sockets()
+    group = groups.all_ranks_on_host()
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total == dist.get_world_size()
+    return sockets() - before
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts what Linux lists")
+def test_ranks_connect_when_they_have_something_to_say():
+    """A ring has two neighbours; all ranks would be seven, and in a world of 1,024 all but one."""
+    assert max(run(opened, 8)) <= 4
+
+
+def told() -> tuple[bool, int, int, torch.Tensor]:
+    """Is there a group for pickles, how many went through the other and in all, and the loss."""
+    through = []
+    broadcast = dist.broadcast_object_list
+
+    def counted(objects, *args, **kwargs):
+        through.append(kwargs["group"])
+        return broadcast(objects, *args, **kwargs)
+
+    with mock.patch.object(groups, "takes_host_memory", lambda group: False):
+        model = parallelize(models.build("llama").eval(), "pp=2")
+    engine = model._hf_parallel.pipeline
+    ids = torch.arange(33).view(3, 11)
+    with torch.no_grad(), mock.patch.object(dist, "broadcast_object_list", counted):
+        loss = model(input_ids=ids, labels=ids).loss
+    return engine.control is not engine.group, sum(group is engine.group for group in through), len(through), loss
+
+
+def test_pickles_do_not_go_through_the_gpu():
+    """Of an evaluation batch: its one call, the end, and what it returned."""
+    expected = run_alone(lambda: _loss(models.build("llama").eval()))
+    for apart, through_group, through_all, loss in run(told, 2):
+        assert (apart, through_group, through_all) == (True, 0, 3)
+        torch.testing.assert_close(loss, expected)
+
+
+def _loss(model):
+    ids = torch.arange(33).view(3, 11)
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss

@@ -1,0 +1,40 @@
+"""What a pipeline keeps from step to step: nothing for the lengths it has seen."""
+
+import pytest
+import torch
+from torch.distributed.pipelining import PipelineStage
+
+from hf_parallel import parallelize
+from tests import models
+from tests.distributed import run
+
+LENGTHS = (33, 7, 13)
+
+
+def kept(schedule: str) -> tuple[int, int, int]:
+    """Schedules, bytes of their buffers and votes after steps of several lengths."""
+    votes = 0
+    vote = PipelineStage._warmup_forward_vote
+
+    def counted(self, *args, **kwargs):
+        nonlocal votes
+        votes += 1
+        return vote(self, *args, **kwargs)
+
+    PipelineStage._warmup_forward_vote = counted
+    model = parallelize(models.build("llama").train(), f"pp=2,pipeline_schedule={schedule}")
+    for length in LENGTHS:
+        ids = torch.arange(4 * length).view(4, length) % models.VOCABULARY
+        model(input_ids=ids, labels=ids).loss.backward()
+    found = model._hf_parallel.pipeline.schedules
+    stages = [stage for _, stages in found.values() for stage in stages]
+    infos = [
+        info for s in stages for kind in (s.args_recv_info, s.grad_recv_info) for one in kind.values() for info in one
+    ]
+    held = sum(i.buffer.nbytes for i in infos if i.buffer is not None and not i.buffer.is_meta)
+    return len(found), held, votes // len(stages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+def test_lengths_leave_nothing(schedule):
+    assert run(kept, 2, schedule) == [(1, 0, 1), (1, 0, 1)]

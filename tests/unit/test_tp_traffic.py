@@ -1,0 +1,75 @@
+"""What tensor parallelism sends and copies: 16 bits under autocast, and nothing around a collective."""
+
+import sys
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_parallel import parallelize
+from hf_parallel.axes.tensor import region
+from tests import models
+from tests.counting import CountCollectives
+from tests.distributed import run
+
+_COPIES = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.cat.default}
+
+
+class CountCopies(TorchDispatchMode):
+    """`counts`: copies that code of `collectives/` makes, by function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func in _COPIES:  # but in `wait`: those of gloo
+            frame: Any = sys._getframe(1)
+            while frame is not None and torch.__path__[0] in frame.f_code.co_filename:
+                frame = frame.f_back
+            if "hf_parallel/collectives/" in frame.f_code.co_filename and frame.f_code.co_name != "wait":
+                self.counts[frame.f_code.co_name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(rows: int, mode: Any, autocast: bool = False) -> torch.Tensor:
+    """The loss of a step whose forward and backward run inside `mode`."""
+    model = parallelize(models.build("qwen3").train(), "tp=2")
+    ids = torch.arange(rows * 34).view(rows, 34) % models.VOCABULARY
+    with mode:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+    return loss.detach()
+
+
+def copies(rows: int) -> dict[str, int]:
+    counter = CountCopies()
+    step(rows, counter)
+    return dict(counter.counts)
+
+
+def lowered() -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The loss with inputs as they are and cast first, and what of the bytes is sent of the second."""
+    plain, cast = CountCollectives(), CountCollectives()
+    with mock.patch.object(region, "as_autocast", lambda tensor: tensor):
+        before = step(3, plain, autocast=True)
+    after = step(3, cast, autocast=True)
+    return before, after, cast.sent / plain.sent
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_nothing_is_copied_around_collectives(rows):
+    """But the split after the embedding, and what all-reduces of weights' gradients and of the loss must not change."""
+    for found in run(copies, 2, rows):
+        assert found == {"forward": 1, "all_reduce": run(copies, 2, 1)[0]["all_reduce"]}
+
+
+def test_inputs_of_products_travel_as_these_read_them():
+    """The forward pass is the same to the bit."""
+    for before, after, share in run(lowered, 2):
+        assert before == after
+        assert share < 0.8, share
