@@ -108,9 +108,7 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def measure(
-    group: dist.ProcessGroup, name: str, device: torch.device, size: int, repeats: int
-) -> tuple[float, bool]:
+def measure(group: dist.ProcessGroup, name: str, device: torch.device, size: int, repeats: int) -> tuple[float, bool]:
     """Seconds of one call on a tensor of `size` bytes, and whether it gave what it must. Collective over the group."""
     count = max(1, size // 4 // group.size()) * group.size()
     call, expected = OPERATIONS[name](group, torch.zeros(count, device=device))
@@ -174,9 +172,7 @@ def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: li
 # ---- speed ---------------------------------------------------------------------------------------------------------
 
 
-def check_links(
-    mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool
-) -> Iterator[Row]:
+def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool) -> Iterator[Row]:
     """Every operation on every axis of more than one rank. Collective over all ranks."""
     for axis in reversed(mesh.config.sizes):  # fast links first
         if mesh.size(axis) > 1:
@@ -194,9 +190,7 @@ def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | Non
     return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
 
 
-def _row(
-    axis: str, name: str, found: list[dict[str, Any]], planned: Group | None, payload: int, crowded: bool
-) -> Row:
+def _row(axis: str, name: str, found: list[dict[str, Any]], planned: Group | None, payload: int, crowded: bool) -> Row:
     what = f"{axis} {name}"
     missing = next((rank["missing"] for rank in found if "missing" in rank), None)
     if missing is not None:

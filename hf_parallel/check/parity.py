@@ -121,7 +121,7 @@ def batch(config: ParallelConfig, share: int | None, device: torch.device, step:
     rows = 2 * max(2, config.pp_size)
     generator = torch.Generator().manual_seed(SEED + step)
     tokens = torch.randint(0, VOCABULARY, (rows * config.data_parallel_size, LENGTH), generator=generator)
-    tokens = tokens if share is None else tokens[share::config.data_parallel_size]
+    tokens = tokens if share is None else tokens[share :: config.data_parallel_size]
     return {"input_ids": tokens.to(device), "labels": tokens.to(device)}
 
 

@@ -27,11 +27,14 @@ class Row:
 
 @dataclass
 class Report:
-    """All rows. `stopped`: why the check did not come to its end."""
+    """All rows. `stopped`: why the check did not come to its end. `not_run`: what could not be tried here."""
 
     ranks: int = 1
     rows: list[Row] = field(default_factory=list)
     stopped: str | None = None
+    name: str = "hf-parallel check"
+    counts: str = "rank"
+    not_run: tuple[str, ...] = ()
 
     def add(self, rows: Iterable[Row]) -> None:
         """Further rows."""
@@ -47,13 +50,14 @@ class Report:
         """One line."""
         wrong = [f"{row.part} {row.what}" for row in self.rows if row.status == FAILED]
         slow = [f"{row.part} {row.what}" for row in self.rows if row.status == SLOW]
-        ranks = "1 rank" if self.ranks == 1 else f"{self.ranks} ranks"
+        ranks = f"{self.ranks} {self.counts}{'s' * (self.ranks != 1)}"
         if self.stopped is not None:
             return f"FAILED on {ranks}: {self.stopped}"
         if wrong:
             return f"FAILED on {ranks}: {_some(wrong)}"
         exact = sum(row.part == "parity" and row.status == OK for row in self.rows)
         numbers = f"; {exact} layouts as in one process" if exact else ""
+        numbers += f"; NOT RUN: {', '.join(self.not_run)}" if self.not_run else ""
         if slow:
             return f"works on {ranks}{numbers}, but slower than half of what the planner expects: {_some(slow)}"
         return f"works on {ranks}{numbers}"
@@ -61,7 +65,10 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         rows = [dataclasses.asdict(row) for row in self.rows]
-        return {"works": not self.failed, "verdict": self.verdict, "ranks": self.ranks, "rows": rows}
+        return {"works": not self.failed, "verdict": self.verdict, "ranks": self.ranks} | {
+            "not_run": list(self.not_run),
+            "rows": rows,
+        }
 
     def write(self, path: str) -> None:
         """The same as a JSON file."""
@@ -73,7 +80,7 @@ class Report:
         """The table and the verdict."""
         cells = [_HEADINGS, *((row.part, row.what, row.found, row.expected, row.status) for row in self.rows)]
         lines = _aligned([(status, *rest) for *rest, status in cells])
-        return "\n".join([*lines, "", f"hf-parallel check: {self.verdict}"])
+        return "\n".join([*lines, "", f"{self.name}: {self.verdict}"])
 
 
 def ranks_text(ranks: list[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import default_device
 
 _ROOM = "hf_parallel/check"
+_numbers = itertools.count()  # of this process's checks: each has keys of its own in the store
 _MIB = 2**20
 #: Of the large tensor whose time is taken, by type of device.
 _PAYLOADS = {"cpu": 4 * _MIB}
@@ -32,11 +34,12 @@ class Wanted:
 
     parallel: the layout whose groups and links are looked at and which is compared; None: a product of the axes, and
         every axis by itself is compared too.
-    dtypes: in which parity is shown. limit_s: how long a step may take. payload: bytes of the large tensor.
+    dtypes: in which parity is shown. links, parity: whether these parts run. limit_s: how long a step may take. payload: bytes of the large tensor.
     """
 
     parallel: str | None = None
     dtypes: tuple[str, ...] = ("fp32",)
+    links: bool = True
     parity: bool = True
     limit_s: float = 60.0
     payload: int | None = None
@@ -67,7 +70,7 @@ def check(wanted: Wanted) -> Report:
         if rank == 0:
             publish(report, wanted)
 
-    store = dist.PrefixStore(_ROOM, dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"{_ROOM}/{next(_numbers)}", dist.distributed_c10d._get_default_store())
     room = Room(store, rank, world, wanted.limit_s, ended)
     try:
         for row in _parts(wanted, device, room):
@@ -100,27 +103,30 @@ def connect(device: torch.device, wanted: Wanted) -> bool:
 
 def _parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
     """All rows on rank 0; the others take part."""
-    began, world = time.monotonic(), room.world
+    began = time.monotonic()
+    if wanted.links:
+        yield from _what_is_here(wanted, device, room)
+    for spec in wanted.layouts(room.world) if wanted.parity and room.world > 1 else ():
+        for name in wanted.dtypes:
+            yield from parity.check_layout(spec, device, DTYPES[name], room, wanted.parallel is not None)
+    if room.rank == 0:
+        yield Row("check", "time", f"{time.monotonic() - began:.1f} s", status="")
+
+
+def _what_is_here(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
     room.step("facts of each rank")
     ranks = room.gather(system.facts(device))
-    crowded, cluster, known = system.shared(ranks), None, []
+    cluster, known = system.catalogued(ranks) if ranks else (None, [])
     if ranks:
-        yield from system.rows(ranks)
-        cluster = system.catalogued(ranks, known)
-        yield from known
+        yield from [*system.rows(ranks), *known]
     room.step("matrix product")
-    rates = room.gather(system.product_rate(device))
+    rates, crowded = room.gather(system.product_rate(device)), system.shared(ranks)
     if rates:
         yield system.product_row(rates, cluster, crowded)
-    if world > 1:
-        config = wanted.layout(world)
+    if room.world > 1:
+        config = wanted.layout(room.world)
         room.step(f"process groups of {config.to_spec()}")
         mesh = ParallelMesh.create(config, device)
         yield from links.check_groups(mesh, room)
         payload = wanted.payload or _PAYLOADS.get(device.type, _PAYLOAD)
         yield from links.check_links(mesh, cluster, room, payload, crowded)
-    for spec in wanted.layouts(world) if wanted.parity and world > 1 else ():
-        for name in wanted.dtypes:
-            yield from parity.check_layout(spec, device, DTYPES[name], room, wanted.parallel is not None)
-    if room.rank == 0:
-        yield Row("check", "time", f"{time.monotonic() - began:.1f} s", status="")

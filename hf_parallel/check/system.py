@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
+from hf_parallel.check.report import NOTE, OK, SLOW, Row
 from hf_parallel.config import SpecError
 from hf_parallel.planner.detect import detect
-from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.hardware import Cluster, Link
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
 #: Of which other versions on other ranks mean other numbers, or calls that the peers do not make.
@@ -58,64 +58,20 @@ def rows(ranks: list[dict[str, Any]]) -> Iterator[Row]:
     yield _settings()
 
 
-def catalogued(ranks: list[dict[str, Any]], found: list[Row]) -> Cluster | None:
+def catalogued(ranks: list[dict[str, Any]]) -> tuple[Cluster | None, list[Row]]:
     """What the planner takes this machine for, and the rows that say so; None if the catalogue lacks its GPU."""
-    per_host = max(Counter(rank["host"] for rank in ranks).values())
+    hosts = Counter(rank["host"] for rank in ranks)
     try:
-        cluster = detect(len(ranks), per_host)
+        cluster = detect(len(ranks), max(hosts.values()))
     except SpecError as error:
-        found.append(Row("links", "catalogue", str(error), status=NOTE))
-        return None
-    where = {"inside a host": cluster.inside, "between hosts": cluster.between}
-    for what, link in where.items():
-        if what == "inside a host" or len({rank["host"] for rank in ranks}) > 1:
-            shown = f"{link.name}, {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us"
-            found.append(Row("links", what, shown, status=NOTE, values={"source": link.source}))
-    return cluster
+        return None, [Row("links", "catalogue", str(error), status=NOTE)]
+    where = {"inside a host": cluster.inside, **({"between hosts": cluster.between} if len(hosts) > 1 else {})}
+    return cluster, [_link_row(what, link) for what, link in where.items()]
 
 
-def _versions(first: dict[str, Any]) -> Row:
-    shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
-    return Row("system", "versions", ", ".join(shown), values=dict(first))
-
-
-def _disagreements(ranks: list[dict[str, Any]]) -> Iterator[Row]:
-    for name in _MUST_AGREE:
-        holders: dict[Any, list[int]] = {}
-        for number, rank in enumerate(ranks):
-            holders.setdefault(rank.get(name), []).append(number)
-        if len(holders) > 1:
-            shown = "; ".join(f"{value or 'none'} on {ranks_text(numbers)}" for value, numbers in holders.items())
-            yield Row("system", name, shown, "the same on all ranks", FAILED)
-
-
-def _devices(ranks: list[dict[str, Any]]) -> Iterator[Row]:
-    hosts = len({rank["host"] for rank in ranks})
-    memory = f", {ranks[0]['memory'] / 2**30:.1f} GiB" if "memory" in ranks[0] else ""
-    shown = f"{len(ranks)} x {ranks[0]['device']}{memory}, {hosts} host{'s' * (hosts > 1)}"
-    yield Row("system", "devices", f"{shown}, {ranks[0]['backend']}", values={"hosts": hosts})
-    places: dict[tuple[str, str], list[int]] = {}
-    for number, rank in enumerate(ranks):
-        if rank["place"]:
-            places.setdefault((rank["host"], rank["place"]), []).append(number)
-    crowded = [numbers for numbers in places.values() if len(numbers) > 1]
-    if crowded:
-        meant = "NCCL_HOSTID" in os.environ or ranks[0]["backend"] == "gloo"
-        shown = f"ranks {ranks_text(crowded[0])} share one; no time here is that of a link"
-        yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
-
-
-def shared(ranks: list[dict[str, Any]]) -> bool:
-    """Do several ranks compute on one accelerator?"""
-    places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
-    return len(set(places)) < len(places)
-
-
-def _settings() -> Row:
-    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
-    names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
-    shown = " ".join(f"{name}={os.environ[name]}" for name in names) or "none of NCCL_*, GLOO_*, CUDA_* is set"
-    return Row("system", "environment", shown, status=NOTE, values={name: os.environ[name] for name in names})
+def _link_row(what: str, link: Link) -> Row:
+    shown = f"{link.name}, {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us"
+    return Row("links", what, shown, status=NOTE, values={"source": link.source})
 
 
 # ---- speed of a device ---------------------------------------------------------------------------------------------

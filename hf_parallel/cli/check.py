@@ -66,7 +66,8 @@ def _wanted(args: argparse.Namespace) -> Wanted:
     if args.limit <= 0:
         refuse(f"--limit {args.limit:g}", "is more than 0 seconds", "--limit 60")
     payload = None if args.payload is None else max(1, int(args.payload * _MIB))
-    return Wanted(args.parallel, dtypes, not args.no_parity, args.limit, payload, args.backend, args.json)
+    how = {"parity": not args.no_parity, "limit_s": args.limit, "payload": payload}
+    return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json)
 
 
 def _here(args: argparse.Namespace) -> int:

@@ -12,12 +12,12 @@ from torch import nn
 from hf_parallel.config import SpecError
 
 
-def materialise(model: nn.Module) -> None:
-    """Fake memory for meta weights; modules that shared a parameter share one again."""
+def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
+    """Memory for meta weights, fake in a dry run; modules that shared a parameter share one again."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     for first, *others in names.values():
         for other in others:
             owner, _, leaf = other.rpartition(".")
