@@ -1,4 +1,4 @@
-"""(e) Memory of a step by kind: as allocated, as the dry run has it, as the planner's formulas have it (within 5 %)."""
+"""(e) Memory of a step by kind: as allocated, as the dry run has it, as the planner has it (within 5 %)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.share import config_of, layout_of, share, tokens
+from benchmarks.gpu.share import ANY_VALUE, config_of, layout_of, share, tokens
 from hf_parallel.check.report import FAILED, NOTE, OK, Row
 
 NEEDS_GPU = ("CUDA's allocator", "workspaces of kernels", "1B and 8B shapes")
@@ -82,7 +82,8 @@ def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[di
 
     with share(config, spec, rank) as model:
         batch = tokens(rows, seq)
-        seen = dict(observe(model, [batch]).peak)
+        pipelined = layout_of(spec).pp_size > 1
+        seen = dict(observe(model, [batch], scalars=ANY_VALUE if pipelined else None).peak)
         if not torch.accelerator.is_available():
             return seen, 0
         module, optimizer = torch.get_device_module(), build_optimizer("adamw", model)
@@ -114,5 +115,7 @@ def planned(config: Any, spec: str, rank: int, rows: int, seq: int) -> dict[str,
     kinds = memory_of_ranks(make_stages(shape, where, job), where, job)[place].kinds
     outside = ("context", "communication buffers")
     passing = kinds["activations"] + kinds["temporaries"]
-    kept = {kind: size for kind, size in kinds.items() if kind not in (*outside, "activations", "temporaries")}
+    renamed = {"weights": "parameters"}
+    left = (*outside, "activations", "temporaries")
+    kept = {renamed.get(kind, kind): size for kind, size in kinds.items() if kind not in left}
     return {**kept, "activations": passing}

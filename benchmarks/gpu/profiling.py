@@ -11,34 +11,68 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-_WARM, _TIMED = 3, 5
+WARM, TIMED = 3, 5
+
+
+class Meter:
+    """Around each step that is measured; the step that is `profiled` is not timed."""
+
+    def __init__(self) -> None:
+        self.walls: list[float] = []
+        self.hosts: list[float] = []
+        self.spans: list[tuple[str, tuple[int, int]]] = []
+        self._profiler: Any = None
+        self._began = 0.0
+
+    def begin(self, profiled: bool = False) -> None:
+        """Before a step."""
+        _wait()
+        if profiled:
+            self._profiler = profile(activities=_activities())
+            self._profiler.start()
+        self._began = time.perf_counter()
+
+    def end(self) -> None:
+        """After it: the host is through when this is called, the device when it has been waited for."""
+        host = time.perf_counter() - self._began
+        _wait()
+        if self._profiler is not None:
+            self._profiler.stop()
+            self.spans, self._profiler = _spans(self._profiler), None
+        else:
+            self.hosts.append(host)
+            self.walls.append(time.perf_counter() - self._began)
+
+    def numbers(self) -> dict[str, Any]:
+        """Medians, and what a step runs. On a CPU `kernels` are operations of torch."""
+        on_gpu, wall = torch.accelerator.is_available(), statistics.median(self.walls)
+        busy = _length(_joined([span for _, span in self.spans])) / 1e9
+        times = {"wall_ms": wall * 1e3, "host_ms": statistics.median(self.hosts) * 1e3}
+        times["idle"] = max(0.0, 1 - busy / wall) if on_gpu else None
+        return {**times, "kernels": len(self.spans), "counted": "kernels" if on_gpu else "operations of torch"}
 
 
 def measure(step: Callable[[], None]) -> dict[str, Any]:
-    """Medians of several steps, and what one of them runs. On a CPU `kernels` are operations of torch."""
-    for _ in range(_WARM):
+    """Steps by themselves."""
+    for _ in range(WARM):
         step()
-    walls, hosts = [], []
-    for _ in range(_TIMED):
-        _wait()
-        began = time.perf_counter()
+    meter = Meter()
+    for number in range(TIMED + 1):
+        meter.begin(profiled=number == TIMED)
         step()
-        hosts.append(time.perf_counter() - began)
-        _wait()
-        walls.append(time.perf_counter() - began)
-    on_gpu, spans = torch.accelerator.is_available(), _spans(step)
-    wall = statistics.median(walls)
-    idle = max(0.0, 1 - _length(_joined([span for _, span in spans])) / 1e9 / wall) if on_gpu else None
-    counted = "kernels" if on_gpu else "operations of torch"
-    times = {"wall_ms": wall * 1e3, "host_ms": statistics.median(hosts) * 1e3}
-    return {**times, "kernels": len(spans), "counted": counted, "idle": idle}
+        meter.end()
+    return meter.numbers()
 
 
 def overlapped(step: Callable[[], None]) -> dict[str, float]:
     """Of the time in NCCL's kernels, the share behind others."""
-    for _ in range(_WARM):
+    for _ in range(WARM):
         step()
-    spans = _spans(step)
+    meter = Meter()
+    meter.begin(profiled=True)
+    step()
+    meter.end()
+    spans = meter.spans
     sent = _joined([span for name, span in spans if "nccl" in name.lower()])
     computed = _joined([span for name, span in spans if "nccl" not in name.lower()])
     both = _length(sent) + _length(computed) - _length(_joined(sent + computed))
@@ -50,16 +84,15 @@ def _wait() -> None:
         torch.accelerator.synchronize()
 
 
-def _spans(step: Callable[[], None]) -> list[tuple[str, tuple[int, int]]]:
-    """Name, begin and end in nanoseconds of each kernel of a step; of each operation, on a CPU."""
+def _activities() -> list[ProfilerActivity]:
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
+
+
+def _spans(profiler: Any) -> list[tuple[str, tuple[int, int]]]:
+    """Name, begin and end in nanoseconds of each kernel; of each operation, on a CPU."""
     on_gpu = torch.accelerator.is_available()
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
-    _wait()
-    with profile(activities=kinds) as profiler:
-        step()
-        _wait()
-    events = profiler.profiler.kineto_results.events()
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    events = profiler.profiler.kineto_results.events()
     chosen = [event for event in events if event.device_type() == wanted and event.duration_ns() > 0]
     if not on_gpu:
         chosen = [event for event in chosen if event.name().startswith("aten::")]

@@ -37,7 +37,7 @@ def started(call: str, world: int, devices: int, backend: str | None, limit_s: f
         words = ["-m", "benchmarks.gpu.setting", call, folder, *([backend] if backend else [])]
         environments = ranks.environments(world, devices, backend)
         if world == 1:
-            environments = [{"LOCAL_RANK": "0"}]  # no rank at all: what one process does
+            environments = [{}]  # no rank at all: what one process does
         code = ranks.start(words, environments, limit_s)
         if code:
             raise RuntimeError(f"{call} on {world} ranks ended with exit code {code}")

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.fake_world import fake_world, materialise
@@ -24,6 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
     "tiny": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "tie_word_embeddings": False},
 }
+#: What tensors that come from other ranks are taken to say.
+ANY_VALUE = 1
 _LARGE = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
 _TINY = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000, "max_position_embeddings": 1024}
 
@@ -62,6 +66,15 @@ def fill(model: Any) -> None:
         for buffer in model.buffers():
             if buffer.is_floating_point():
                 buffer.uniform_(0.1, 1.0)
+
+
+class OtherStagesAnswer(TorchDispatchMode):
+    """In here every tensor that is asked for its value says 1: a pipeline's stages agree on shapes in the first step."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        return ANY_VALUE if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
 
 
 def tokens(rows: int, seq: int) -> dict[str, torch.Tensor]:

@@ -1,12 +1,13 @@
 """(f) Speed: plain Trainer against one rank's share under communication that moves nothing; overlap; the loss.
 
-Of each: tokens per second, MFU (attention counted without a mask, as the planner does), kernels and host time per step,
-and the share of the step in which the GPU does nothing. What a share loses to plain Trainer at the same work is what
+Of each: tokens per second, MFU (attention counted without a mask, as the planner does), kernels and host time, and
+the share of the step in which the GPU does nothing. What a share loses to plain Trainer at the same work is what
 this package costs; what links cost is in `links`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.profiling import measure, overlapped
+from benchmarks.gpu.profiling import TIMED, WARM, Meter, measure, overlapped
 from benchmarks.gpu.setting import Setting
-from benchmarks.gpu.share import config_of, fill, layout_of, share, tokens
+from benchmarks.gpu.share import OtherStagesAnswer, config_of, fill, layout_of, share, tokens
 from hf_parallel.check.report import NOTE, SKIPPED, Row
 
 NEEDS_GPU = ("kernels, MFU and idle share of a GPU", "overlap of NCCL with compute", "1B and 8B shapes")
@@ -86,15 +87,17 @@ def _overlap(setting: Setting) -> Iterator[Row]:
         yield Row("speed", f"overlap {spec}", text, status=NOTE, values=found)
 
 
-# ---- on ranks --------------------------------------------------------------------------------------------------------
+# ---- on ranks -----------------------------------------------------------------------------------------------------
 
 
 def step_of_share(shape: str, spec: str, rows: int, seq: int, layers: int | None) -> dict[str, Any]:
     """A step of the first rank of a layout."""
     config = config_of(shape, **({"num_hidden_layers": layers} if layers else {}))
     with share(config, spec) as model:
-        layout = layout_of(spec)
-        found = measure(_step(model, tokens(rows, seq)))
+        layout, step = layout_of(spec), _step(model, tokens(rows, seq))
+        with OtherStagesAnswer() if layout.pp_size > 1 else contextlib.nullcontext():
+            step()
+        found = measure(step)
     return numbers(found, config, rows * seq, seq, layout.data_parallel_size / layout.world_size)
 
 
@@ -112,26 +115,33 @@ def _step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def step_of_trainer(shape: str, spec: str, rows: int, seq: int, layers: int | None) -> dict[str, Any]:
-    """A step of plain Trainer: its own `training_step`, and its optimizer's."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    """A step of plain Trainer, as its callbacks see it: without the loader's own time."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
+    from benchmarks.gpu.training import Rows
     from hf_parallel.parallelize import default_device
 
-    config = config_of(shape, **({"num_hidden_layers": layers} if layers else {}))
+    config, meter = config_of(shape, **({"num_hidden_layers": layers} if layers else {})), Meter()
+
+    class Timing(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step >= WARM:
+                meter.begin(profiled=state.global_step == WARM + TIMED)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step > WARM:
+                meter.end()
+
     with default_device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     fill(model)
+    steps = WARM + TIMED + 1
+    fixed = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
+    fixed |= {"max_steps": steps, "per_device_train_batch_size": rows}
     with tempfile.TemporaryDirectory() as folder:
-        settings = TrainingArguments(output_dir=folder, report_to="none", disable_tqdm=True)
-        trainer = Trainer(model, settings)
-        optimizer, batch = trainer.create_optimizer(), tokens(rows, seq)
-
-        def step() -> None:
-            trainer.training_step(model.train(), batch)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return numbers(measure(step), config, rows * seq, seq, 1.0)
+        data = Rows(rows * steps, seq, config.vocab_size)
+        Trainer(model, TrainingArguments(folder, **fixed), train_dataset=data, callbacks=[Timing()]).train()
+    return numbers(meter.numbers(), config, rows * seq, seq, 1.0)
 
 
 def numbers(found: dict[str, Any], config: Any, count: int, seq: int, part: float) -> dict[str, Any]:
@@ -161,8 +171,7 @@ def loss(shape: str, spec: str, seq: int) -> dict[str, Any]:
 def _peak_beside_weights(model: Any, seq: int) -> int:
     from hf_parallel.dryrun.observe import observe
 
-    peak = observe(model, [tokens(1, seq)], "sgd").peak
-    return sum(size for kind, size in peak.items() if kind == "activations")
+    return max(peak["activations"] for peak in observe(model, [tokens(1, seq)], "sgd").peaks)
 
 
 def overlap(shape: str, spec: str, rows: int, seq: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 
 ROWS, LENGTH, VOCABULARY = 22, 33, 515
 SIZES = {
-    "hidden_size": 64,
+    "hidden_size": 96,
     "intermediate_size": 120,
     "num_hidden_layers": 7,
     "num_attention_heads": 6,

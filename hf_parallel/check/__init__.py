@@ -1,4 +1,4 @@
-"""`hf-parallel check`: what to run first on a new cluster. Does what training needs work here, how fast, and is it right?
+"""`hf-parallel check`: what to run first on a new cluster. Does what training needs work here, and how fast?
 
 report = check()                       # on every rank, in a process group or under a launcher's variables
 report.verdict, report.failed          # on rank 0; the others get an empty report

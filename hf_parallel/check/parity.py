@@ -38,7 +38,7 @@ class Trained:
     weights: dict[str, torch.Tensor]
 
 
-# ---- which layouts ---------------------------------------------------------------------------------------------------
+# ---- which layouts ---------------------------------------------------------------------------------------------
 
 
 def default_layouts(world: int) -> list[str]:
@@ -83,7 +83,7 @@ def _smallest_factor(number: int) -> int:
     return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
 
 
-# ---- the model and its rows --------------------------------------------------------------------------------------------
+# ---- the model and its rows ------------------------------------------------------------------------------------
 
 
 def tiny_config(config: ParallelConfig) -> Any:
@@ -158,7 +158,7 @@ def together(mesh: ParallelMesh, dtype: torch.dtype) -> Trained:
     return Trained(total.tolist(), [x.item() for x in norms], full_state_dict(model))
 
 
-# ---- comparing -------------------------------------------------------------------------------------------------------
+# ---- comparing -------------------------------------------------------------------------------------------------
 
 
 def check_layout(spec: str, device: torch.device, dtype: torch.dtype, room: Room, asked: bool) -> Iterator[Row]:

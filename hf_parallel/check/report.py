@@ -65,10 +65,8 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         rows = [dataclasses.asdict(row) for row in self.rows]
-        return {"works": not self.failed, "verdict": self.verdict, "ranks": self.ranks} | {
-            "not_run": list(self.not_run),
-            "rows": rows,
-        }
+        about = {"works": not self.failed, "verdict": self.verdict, "ranks": self.ranks}
+        return {**about, "not_run": list(self.not_run), "rows": rows}
 
     def write(self, path: str) -> None:
         """The same as a JSON file."""

@@ -34,7 +34,8 @@ class Wanted:
 
     parallel: the layout whose groups and links are looked at and which is compared; None: a product of the axes, and
         every axis by itself is compared too.
-    dtypes: in which parity is shown. links, parity: whether these parts run. limit_s: how long a step may take. payload: bytes of the large tensor.
+    dtypes: in which layouts are compared. links, parity: whether these parts run.
+    limit_s: how long a step may take. payload: bytes of the large tensor.
     """
 
     parallel: str | None = None

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.check.report import NOTE, OK, SLOW, Row
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
 from hf_parallel.config import SpecError
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.hardware import Cluster, Link
@@ -56,6 +56,50 @@ def rows(ranks: list[dict[str, Any]]) -> Iterator[Row]:
     yield from _disagreements(ranks)
     yield from _devices(ranks)
     yield _settings()
+
+
+def _versions(first: dict[str, Any]) -> Row:
+    shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
+    return Row("system", "versions", ", ".join(shown), values=dict(first))
+
+
+def _disagreements(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    for name in _MUST_AGREE:
+        holders: dict[Any, list[int]] = {}
+        for number, rank in enumerate(ranks):
+            holders.setdefault(rank.get(name), []).append(number)
+        if len(holders) > 1:
+            shown = "; ".join(f"{value or 'none'} on {ranks_text(numbers)}" for value, numbers in holders.items())
+            yield Row("system", name, shown, "the same on all ranks", FAILED)
+
+
+def _devices(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    hosts = len({rank["host"] for rank in ranks})
+    memory = f", {ranks[0]['memory'] / 2**30:.1f} GiB" if "memory" in ranks[0] else ""
+    shown = f"{len(ranks)} x {ranks[0]['device']}{memory}, {hosts} host{'s' * (hosts > 1)}"
+    yield Row("system", "devices", f"{shown}, {ranks[0]['backend']}", values={"hosts": hosts})
+    places: dict[tuple[str, str], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        if rank["place"]:
+            places.setdefault((rank["host"], rank["place"]), []).append(number)
+    crowded = [numbers for numbers in places.values() if len(numbers) > 1]
+    if crowded:
+        meant = "NCCL_HOSTID" in os.environ or ranks[0]["backend"] == "gloo"
+        shown = f"ranks {ranks_text(crowded[0])} share one; no time here is that of a link"
+        yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
+
+
+def shared(ranks: list[dict[str, Any]]) -> bool:
+    """Do several ranks compute on one accelerator?"""
+    places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
+    return len(set(places)) < len(places)
+
+
+def _settings() -> Row:
+    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
+    names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
+    shown = " ".join(f"{name}={os.environ[name]}" for name in names) or "none of NCCL_*, GLOO_*, CUDA_* is set"
+    return Row("system", "environment", shown, status=NOTE, values={name: os.environ[name] for name in names})
 
 
 def catalogued(ranks: list[dict[str, Any]]) -> tuple[Cluster | None, list[Row]]:

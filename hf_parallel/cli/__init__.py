@@ -7,7 +7,7 @@
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only. `check` (`cli/check.py`) is what to run first.
+too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `check` (`cli/check.py`) tries machines.
 """
 
 from __future__ import annotations
