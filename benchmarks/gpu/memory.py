@@ -36,7 +36,7 @@ CASES = (
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 2048),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 2048, rank=4),
 )
-SMALL = (Case("tiny", "dp_shard=4", 2, 512), Case("tiny", "tp=2,dp_shard=2", 2, 512))
+SMALL = (Case("tiny", "tp=2,dp_shard=2", 2, 512),)
 
 
 def rows(setting: Setting) -> Iterator[Row]:

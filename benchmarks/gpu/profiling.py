@@ -94,6 +94,7 @@ def _spans(profiler: Any) -> list[tuple[str, tuple[int, int]]]:
     wanted = DeviceType.CUDA if on_gpu else DeviceType.CPU
     events = profiler.profiler.kineto_results.events()
     chosen = [event for event in events if event.device_type() == wanted and event.duration_ns() > 0]
+    chosen = [event for event in chosen if not event.is_user_annotation()]  # ranges, shown on the GPU's line too
     if not on_gpu:
         chosen = [event for event in chosen if event.name().startswith("aten::")]
     return [(event.name(), (event.start_ns(), event.start_ns() + event.duration_ns())) for event in chosen]

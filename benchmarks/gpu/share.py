@@ -69,7 +69,7 @@ def fill(model: Any) -> None:
 
 
 class OtherStagesAnswer(TorchDispatchMode):
-    """In here every tensor that is asked for its value says 1: a pipeline's stages agree on shapes in the first step."""
+    """In here every tensor that is asked for its value says 1: a pipeline's stages agree on shapes at first."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if DTensor in types:

@@ -43,7 +43,7 @@ CASES = (
     Case("8B", "tp=8", 4, 4096),
     Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 4096),
 )
-SMALL = (Case("tiny", "", 2, 128), Case("tiny", "tp=2", 2, 128), Case("tiny", "dp_shard=4", 2, 128))
+SMALL = (Case("tiny", "", 1, 33), Case("tiny", "tp=2,pp=2,pipeline_microbatches=2", 2, 33))
 OVERLAPS = ("dp_shard=2", "tp=2", "tp=2,tp_overlap=true")
 
 
@@ -56,7 +56,7 @@ def rows(setting: Setting) -> Iterator[Row]:
         yield Row("speed", _name(case), *described(case, found), NOTE, found)
     yield from _overlap(setting)
     for spec in ("", "tp=2" if small else "tp=8"):
-        shape, seq = ("tiny", 128) if small else ("8B", 8192)
+        shape, seq = ("tiny", 512) if small else ("8B", 8192)
         found, *_ = setting.on_ranks("benchmarks.gpu.speed:loss", 1, shape=shape, spec=spec, seq=seq)
         text = f"{found['ms']:.3g} ms, {found['bytes_per_logit']:.3g} bytes at the peak per logit of this rank"
         yield Row("speed", f"embedding, head and loss {spec or 'one process'}", text, status=NOTE, values=found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import site
 import subprocess
@@ -32,7 +33,8 @@ def run_in_environment(folder: str, words: list[str]) -> int:
 
 def make(place: str, folder: str) -> str | None:
     """The Python of a new environment; None where a package is missing, which pip has said."""
-    venv.create(place, system_site_packages=True, with_pip=True, symlinks=True)
+    pip_is_here = importlib.util.find_spec("pip") is not None  # which then installs into the new environment
+    venv.create(place, system_site_packages=True, with_pip=not pip_is_here, symlinks=True)
     python = os.path.join(place, "bin", "python")
     _see_packages_of_this_python(python)
     install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
