@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from benchmarks.gpu.share import layout_of
+
 ROWS, LENGTH, VOCABULARY = 22, 33, 515
 SIZES = {
     "hidden_size": 96,
@@ -39,13 +41,6 @@ class Rows:
         return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
 
 
-def data_ranks(spec: str) -> int:
-    """Of a layout with all its sizes; one without."""
-    from hf_parallel.config import ParallelConfig
-
-    return ParallelConfig.parse(spec).data_parallel_size if spec else 1
-
-
 def trainer(spec: str, folder: str, callbacks: list[Any] | None = None, **arguments: Any) -> Any:
     """What a script makes: its model, its data, its Trainer."""
     from transformers import Trainer, TrainingArguments, set_seed
@@ -57,7 +52,11 @@ def trainer(spec: str, folder: str, callbacks: list[Any] | None = None, **argume
     from transformers import LlamaForCausalLM
 
     set_seed(7)
-    fixed = {"per_device_train_batch_size": 4 // data_ranks(spec), "learning_rate": 1e-2, "logging_steps": 1}
+    fixed = {
+        "per_device_train_batch_size": 4 // layout_of(spec).data_parallel_size,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+    }
     fixed |= {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "lr_scheduler_type": "constant"}
     settings = TrainingArguments(output_dir=folder, **{**fixed, **arguments})
     return Trainer(

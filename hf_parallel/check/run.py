@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -96,7 +97,7 @@ def connect(device: torch.device, wanted: Wanted) -> bool:
     if dist.is_initialized():
         return False
     limit = timedelta(seconds=4 * wanted.limit_s)  # the room's own limit comes first, and says where
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = wanted.backend or dist.get_default_backend_for_device(device)
     dist.init_process_group(backend, timeout=limit, **alone)
     return True
