@@ -52,9 +52,8 @@ def run_part(part: str, out: str, small: bool) -> int:
             report.add([row])
     except Exception as error:
         traceback.print_exc()
-        report.add(
-            [Row(part, "its end", " ".join([f"{type(error).__name__}:", *str(error).split()])[-200:], status=FAILED)]
-        )
+        said = " ".join([f"{type(error).__name__}:", *str(error).split()])[-200:]
+        report.add([Row(part, "its end", said, status=FAILED)])
     report.not_run = () if setting.devices else module.NEEDS_GPU
     report.add([Row(part, "time", f"{time.monotonic() - began:.0f} s", status="")])
     os.makedirs(out, exist_ok=True)

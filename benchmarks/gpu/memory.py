@@ -78,7 +78,7 @@ def measured(shape: str, spec: str, rows: int, seq: int, rank: int) -> dict[str,
 
 def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[dict[str, int], int]:
     """Of tensors by kind, and the allocator's peak of a later step (0 on a CPU, whose allocator does not say)."""
-    from hf_parallel.dryrun.observe import build_optimizer, observe
+    from hf_parallel.dryrun.observe import observe
 
     with share(config, spec, rank) as model:
         batch = tokens(rows, seq)
@@ -86,7 +86,7 @@ def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[di
         seen = dict(observe(model, [batch], scalars=ANY_VALUE if pipelined else None).peak)
         if not torch.accelerator.is_available():
             return seen, 0
-        module, optimizer = torch.get_device_module(), build_optimizer("adamw", model)
+        module, optimizer = torch.get_device_module(), torch.optim.AdamW(model.parameters(), fused=True)
         for _ in range(2):
             module.reset_peak_memory_stats()
             model(**batch).loss.backward()

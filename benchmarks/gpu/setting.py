@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from typing import Any
 from hf_parallel.check import ranks
 from hf_parallel.check.report import NOTE, Row
 
-_LIMIT_S = 420.0
+_LIMIT_S, _PART_S = 420.0, 480.0
 _PROBE_S = 90.0
 GLOO_AXES = ("tp", "dp_shard", "dp_replicate")
 
@@ -37,19 +39,30 @@ def started(call: str, world: int, devices: int, backend: str | None, limit_s: f
         words = ["-m", "benchmarks.gpu.setting", call, folder, *([backend] if backend else [])]
         environments = ranks.environments(world, devices, backend)
         if world == 1:
-            environments = [{}]  # no rank at all: what one process does
+            environments = [_one_gpu(devices)]  # no rank at all: what one process does
         code = ranks.start(words, environments, limit_s)
         if code:
             raise RuntimeError(f"{call} on {world} ranks ended with exit code {code}")
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
 
 
+def _one_gpu(devices: int) -> dict[str, str]:
+    """Trainer in one process would spread its batch over all GPUs that it sees."""
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or "0"
+    return {"CUDA_VISIBLE_DEVICES": seen.partition(",")[0]} if devices > 1 else {}
+
+
 @dataclass
 class Setting:
-    """`small`: sizes that a CPU has done in seconds. `run`: see `started`."""
+    """What a part needs to know.
+
+    `small`: sizes that a CPU has done in seconds. `until`: when the part has to be through, by the monotonic clock.
+    `run`: see `started`.
+    """
 
     devices: int
     small: bool
+    until: float = math.inf
     run: Callable[..., list[Any]] = started
 
     @classmethod
@@ -58,12 +71,14 @@ class Setting:
         import torch
 
         devices = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
-        return cls(devices, small or not devices)
+        return cls(devices, small or not devices, time.monotonic() + _PART_S)
 
     def on_ranks(self, call: str, world: int, limit_s: float = _LIMIT_S, **values: Any) -> list[Any]:
         """What a function returns on each of `world` ranks."""
-        backend = self.backend(world) if world > 1 else None
-        return self.run(call, world, self.devices, backend, limit_s, values)
+        backend, left = self.backend(world) if world > 1 else None, self.until - time.monotonic()
+        if left < 0:
+            raise TimeoutError(f"{_PART_S:.0f} s are over before {call}")
+        return self.run(call, world, self.devices, backend, min(limit_s, left), values)
 
     def backend(self, world: int) -> str | None:
         """None: the devices' own; gloo where NCCL does not take several ranks on one GPU."""

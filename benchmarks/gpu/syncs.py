@@ -146,7 +146,7 @@ def _has_mask(args: tuple) -> bool:
 
 def at() -> str:
     """The innermost line of ours on the stack; else the innermost of anybody but torch and this file."""
-    frames = [frame for frame in traceback.extract_stack() if frame.filename != __file__]
+    frames = [frame for frame in traceback.extract_stack() if frame.filename not in (__file__, warnings.__file__)]
     ours = [frame for frame in frames if frame.filename.startswith(_OWN)]
     torchs = os.path.dirname(torch.__file__)
     others = [frame for frame in frames if not frame.filename.startswith((torchs, "<"))]

@@ -66,11 +66,16 @@ class Room:
         self.gather(None)
         if self.rank == 0:
             self.store.set("closed", "1")
+            self._done.set()
+            while self.store.add("left", 0) < self.world - 1:  # the store may go with this process
+                time.sleep(0.005)
         else:
             while not self.store.check(["closed"]):
                 time.sleep(0.005)
-        self._done.set()
-        self._thread.join(2 * _LOOK_S)
+            self._done.set()
+            self._thread.join()
+            self.store.add("left", 1)
+        self._thread.join()
 
     def fail(self, error: BaseException) -> None:
         """End all ranks; this one prints its traceback unless another was first. Does not return."""

@@ -125,7 +125,7 @@ def product_rate(device: torch.device) -> float:
     """FLOP/s of a large matrix product on this rank, in bf16 on accelerators."""
     size = _SIZE.get(device.type, 8192)
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))  # of ones it would draw less power
     for _ in range(2):
         a @ b
     synchronize(device)

@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu import __main__ as command
 from benchmarks.gpu import checkpoints, memory, profiling, setting, syncs, wheels
+from hf_parallel.check import parity as parity_check
 from hf_parallel.check.report import FAILED, NOTE, OK, SKIPPED
 from tests.distributed import run, run_alone
 
@@ -36,7 +37,7 @@ def forked(call, world, devices, backend, limit_s, values):
 @pytest.mark.parametrize("part", LINES)
 def test_part_without_a_gpu(part, tmp_path, monkeypatch, capsys):
     """It says so, runs, writes its table, ends with 0 and names what did not run."""
-    monkeypatch.setattr(setting.Setting, "here", lambda small: setting.Setting(0, True, forked))
+    monkeypatch.setattr(setting.Setting, "here", lambda small: setting.Setting(0, True, run=forked))
     assert command.run_part(part, str(tmp_path), False) == 0, capsys.readouterr().out
     found = json.loads((tmp_path / f"{part}.json").read_text())
     marks = {row["what"]: row["status"] for row in found["rows"]}
@@ -61,17 +62,17 @@ def test_without_nccl_among_sharers_gloo_carries_what_it_can():
     def refused(call, *rest):
         raise RuntimeError("Duplicate GPU detected")
 
-    one, two = setting.Setting(1, True, refused), setting.Setting(2, True, refused)
+    one, two = setting.Setting(1, True, run=refused), setting.Setting(2, True, run=refused)
     assert (one.backend(2), two.backend(2), two.backend(4)) == ("gloo", None, "gloo")
     assert one.can("tp=2", 2)
     assert not one.can("tp=2,pp=2", 4)
-    shared = setting.Setting(1, True, lambda *rest: [True, True])
+    shared = setting.Setting(1, True, run=lambda *rest: [True, True])
     assert shared.backend(4) is None
     assert shared.can("pp=2", 2)
 
 
 def test_a_failure_of_a_part_is_one_of_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(setting.Setting, "here", lambda small: setting.Setting(0, True, lambda *rest: 1 // 0))
+    monkeypatch.setattr(setting.Setting, "here", lambda small: setting.Setting(0, True, run=lambda *rest: 1 // 0))
     assert command.run_part("memory", str(tmp_path), False) == 1
     assert "ZeroDivisionError" in capsys.readouterr().out
     assert checkpoints.compared("a -> b", [1.0, 2.0], [1.0, 2.1]).status == FAILED
@@ -95,14 +96,19 @@ def test_syncs_are_told_by_the_line_that_made_them(monkeypatch):
         thread.join()
         with pytest.warns(UserWarning, match="another"):
             warnings.warn("another one", stacklevel=1)
-    assert list(watch.lines.values()) == [1]
+    (line,) = watch.lines
+    assert line.startswith(f"unit/{Path(__file__).name}:")
     with syncs.Watch(on_gpu=False) as watch:
         torch.ones(3).sum().item()
         torch.ones(3)[torch.ones(3) > 0]
         torch.ones(3) + 1
     assert all(f"{Path(__file__).name}" in line for line in watch.lines)
     assert sum(watch.lines.values()) == 2
-    assert syncs.is_ours("hf_parallel/axes/x.py:3")
+    with syncs.Watch(on_gpu=False) as watch:
+        parity_check._weights({"w": torch.ones(2)}, {"w": torch.ones(2)})
+    (line,) = watch.lines
+    assert syncs.is_ours(line)
+    assert line.startswith("hf_parallel/check/parity.py:")
     rows = list(syncs.shown("tp=2", [{"hf_parallel/a.py:1": 6, "transformers/x.py:1": 2}], True))
     assert (rows[0].status, rows[0].found) == (FAILED, "3 syncs per step from our lines, 1 from others")
 
