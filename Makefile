@@ -6,6 +6,8 @@
 #   make lint      the checks of `make test` without the tests
 #   make format    let ruff rewrite the files
 #   make matrix    run the parity tests and write the support matrix into README.md
+#   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
+#                  gpu-speed (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
 #   make clean     remove the virtual environment, caches and outputs
 
 PYTHON      ?= python3
@@ -19,7 +21,12 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-all lint format matrix clean
+GPU_PARTS   := links parity checkpoints syncs memory speed
+WHEELS      ?=
+#: What has torch for CUDA: an environment that is here, else the machine's own Python.
+GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+
+.PHONY: help install demo test test-all lint format matrix clean gpu $(GPU_PARTS:%=gpu-%)
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -59,6 +66,12 @@ format: $(STAMP)
 matrix: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity tests/outside --record-support
 	$(BIN)/python -m tests.support_matrix
+
+gpu:
+	$(GPU_PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels $(WHEELS))
+
+$(GPU_PARTS:%=gpu-%): gpu-%:
+	$(GPU_PYTHON) -m benchmarks.gpu $* $(if $(WHEELS),--wheels $(WHEELS))
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -15,6 +15,7 @@ EVERY = {
     "test_dry_run.py": 2,
     "test_elastic.py": 3,
     "test_families.py": 4,
+    "test_gpu_parts.py": 3,
     "test_idioms.py": 3,
     "test_killed_saves.py": 2,
     "test_lora.py": 4,

@@ -1,12 +1,13 @@
 """`hf-parallel launch`: accelerate's launcher with the runner filled in. `hf-parallel doctor`: what a spec would do.
 
+    hf-parallel check
     hf-parallel launch --num_processes 4 --parallel tp=2,pp=2 train.py --output_dir out
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` and `plan` (`cli_plan.py`) start none and read a config only.
+too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `check` (`cli/check.py`) tries machines.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
@@ -43,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return doctor(args)
     if args.command == "plan":
         return cli_plan.plan(args)
+    if args.command == "check":
+        return cli_check.check(args)
     if args.command == "export":
         return cli_export.export(args)
     parser.print_help(sys.stderr)
@@ -109,6 +113,7 @@ def _top_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(metavar="COMMAND", title="commands", dest="command")
     commands.add_parser("launch", add_help=False, help="start a script on N processes (`hf-parallel launch --help`)")
+    cli_check.add_arguments(commands.add_parser("check", help="try links, groups and numbers on this cluster"))
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))

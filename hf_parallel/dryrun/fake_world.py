@@ -13,7 +13,7 @@ from hf_parallel.spec import refuse
 
 
 def materialise(model: nn.Module, device: torch.device | str = "cpu") -> None:
-    """Fake memory for meta weights; modules that shared a parameter share one again."""
+    """Memory for meta weights, fake in a dry run; modules that shared a parameter share one again."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

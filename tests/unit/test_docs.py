@@ -30,7 +30,11 @@ from tests.distributed import run, run_alone
 SPEC = "tp=2,pp=2"
 #: What runs a command that does not run here: it takes minutes, many nodes, the Hub, or is a line of Python.
 ELSEWHERE = {
-    r"make (demo|test|test-all|matrix)": "Makefile",
+    r"make (demo|test|test-all|matrix|gpu)": "Makefile",
+    r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
+    r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
+    r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
+    r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_check.py::test_which_rank_this_is",
     r"pip install \.": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",

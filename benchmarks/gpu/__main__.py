@@ -1,0 +1,66 @@
+"""The command: which parts, where their results go, in which environment."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+PARTS = ("links", "parity", "checkpoints", "syncs", "memory", "speed")
+ROOT = Path(__file__).parents[2]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts one after the other; 1 if one of them found something wrong."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description="What only a GPU can show.")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--out", default="outputs/gpu", metavar="FOLDER", help="for PART.json (outputs/gpu)")
+    parser.add_argument("--wheels", metavar="FOLDER", help="install packages from here, into a new environment")
+    parser.add_argument("--small", action="store_true", help="the sizes of the CPU part on a GPU too")
+    args = parser.parse_args(argv)
+    unknown = [part for part in args.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"{unknown[0]}: not one of {', '.join(PARTS)}")
+    if args.wheels:
+        from benchmarks.gpu import wheels
+
+        return wheels.run_in_environment(args.wheels, _words(args))
+    sys.path.insert(0, str(ROOT))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return max([run_part(part, args.out, args.small) for part in args.parts or PARTS])
+
+
+def _words(args: argparse.Namespace) -> list[str]:
+    """This command again, without the folder of wheels."""
+    return [*args.parts, "--out", args.out, *(["--small"] if args.small else [])]
+
+
+def run_part(part: str, out: str, small: bool) -> int:
+    """One part: its table, its file, its exit code."""
+    from benchmarks.gpu.setting import Setting
+    from hf_parallel.check.report import FAILED, Report, Row
+
+    module, setting, began = importlib.import_module(f"benchmarks.gpu.{part}"), Setting.here(small), time.monotonic()
+    report = Report(setting.devices or 1, name=f"gpu {part}", counts="GPU" if setting.devices else "CPU part")
+    report.add(setting.rows())
+    try:
+        for row in module.rows(setting):
+            report.add([row])
+    except Exception as error:
+        traceback.print_exc()
+        said = " ".join([f"{type(error).__name__}:", *str(error).split()])[-200:]
+        report.add([Row(part, "its end", said, status=FAILED)])
+    report.not_run = () if setting.devices else module.NEEDS_GPU
+    report.add([Row(part, "time", f"{time.monotonic() - began:.0f} s", status="")])
+    os.makedirs(out, exist_ok=True)
+    report.write(os.path.join(out, f"{part}.json"))
+    print(report.render() + "\n", flush=True)
+    return int(report.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

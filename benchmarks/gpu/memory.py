@@ -1,0 +1,121 @@
+"""(e) Memory of a step by kind: as allocated, as the dry run has it, as the planner has it (within 5 %)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.setting import Setting
+from benchmarks.gpu.share import ANY_VALUE, config_of, layout_of, share, tokens
+from hf_parallel.check.report import FAILED, NOTE, OK, Row
+
+NEEDS_GPU = ("CUDA's allocator", "workspaces of kernels", "1B and 8B shapes")
+TARGET = 0.05
+_GIB, _MIB = 2**30, 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """A rank of a layout, and its batch."""
+
+    shape: str
+    spec: str
+    rows: int
+    seq: int
+    rank: int = 0
+
+
+CASES = (
+    Case("1B", "", 2, 2048),
+    Case("1B", "dp_shard=8", 2, 4096),
+    Case("8B", "tp=8", 1, 4096),
+    Case("8B", "dp_shard=8,activation_checkpointing=full", 1, 4096),
+    Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 2048),
+    Case("8B", "tp=4,pp=2,pipeline_microbatches=4", 4, 2048, rank=4),
+)
+SMALL = (Case("tiny", "tp=2,dp_shard=2", 2, 512),)
+
+
+def rows(setting: Setting) -> Iterator[Row]:
+    """A line for each case as a whole, and one for each kind."""
+    for case in SMALL if setting.small else CASES:
+        found, *_ = setting.on_ranks("benchmarks.gpu.memory:measured", 1, **vars(case))
+        yield from shown(case, found)
+
+
+def shown(case: Case, found: dict[str, Any]) -> Iterator[Row]:
+    """What was found of a case, in lines."""
+    what = f"{case.shape} {case.spec or 'one process'}" + (f" rank {case.rank}" if case.rank else "")
+    planned, dry, seen = found["planned"], found["dry"], found["seen"]
+    total, measured = sum(planned.values()), found["allocated"] or sum(seen.values())
+    gap = total / measured - 1
+    text = f"{_size(measured)} {'allocated' if found['allocated'] else 'of tensors'}"
+    expected = f"{_size(total)} planned ({gap:+.1%}), {_size(sum(dry.values()))} dry run"
+    status = OK if abs(gap) <= TARGET else FAILED
+    yield Row("memory", what, text, expected, status, found)
+    for kind in seen:
+        text = f"{_size(planned.get(kind, 0))} planned, {_size(dry.get(kind, 0))} dry run"
+        yield Row("memory", f"  {kind}", _size(seen[kind]), text, NOTE)
+
+
+def _size(count: float) -> str:
+    return f"{count / _GIB:.2f} GiB" if count >= _GIB else f"{count / _MIB:.1f} MiB"
+
+
+def measured(shape: str, spec: str, rows: int, seq: int, rank: int) -> dict[str, Any]:
+    """Bytes by kind three ways, and what the device's allocator says."""
+    from hf_parallel.dryrun import dry_run
+
+    config, layout = config_of(shape), layout_of(spec)
+    given = {"rank": rank, "rows": rows, "seq": seq}
+    seen, allocated = observed(config, spec, **given)
+    dry = dry_run(config, layout, **given)
+    return {"seen": seen, "allocated": allocated, "dry": dict(dry.peak), "planned": planned(config, spec, **given)}
+
+
+def observed(config: Any, spec: str, rank: int, rows: int, seq: int) -> tuple[dict[str, int], int]:
+    """Of tensors by kind, and the allocator's peak of a later step (0 on a CPU, whose allocator does not say)."""
+    from hf_parallel.dryrun.observe import observe
+
+    with share(config, spec, rank) as model:
+        batch = tokens(rows, seq)
+        pipelined = layout_of(spec).pp_size > 1
+        seen = dict(observe(model, [batch], scalars=ANY_VALUE if pipelined else None).peak)
+        if not torch.accelerator.is_available():
+            return seen, 0
+        module, optimizer = torch.get_device_module(), torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(2):
+            module.reset_peak_memory_stats()
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.accelerator.synchronize()
+        return seen, module.max_memory_allocated()
+
+
+def planned(config: Any, spec: str, rank: int, rows: int, seq: int) -> dict[str, float]:
+    """By the planner's formulas, in the kinds of the dry run."""
+    from hf_parallel.dryrun.run import on_meta, settled
+    from hf_parallel.planner import make_cluster, shape_of
+    from hf_parallel.planner.candidates import Goal, to_job, to_layout
+    from hf_parallel.planner.memory import memory_of_ranks
+    from hf_parallel.planner.pipeline import make_stages
+    from hf_parallel.planner.search import count_activations
+
+    layout, _ = settled(on_meta(config), layout_of(spec), rank)
+    shape = count_activations(shape_of(config), config, "bf16", None)
+    size = rows // (layout.pipeline_microbatches or 1)
+    cluster = make_cluster("h100-80gb", layout.world_size)
+    goal = Goal(shape, cluster, seq, None, "bf16", "adamw", 0, rows=rows, accumulation=1)
+    where, job = to_layout(layout), to_job(goal, layout, size, rows // size)
+    place = rank // (layout.world_size // layout.pp_size)
+    kinds = memory_of_ranks(make_stages(shape, where, job), where, job)[place].kinds
+    outside = ("context", "communication buffers")
+    passing = kinds["activations"] + kinds["temporaries"]
+    renamed = {"weights": "parameters"}
+    left = (*outside, "activations", "temporaries")
+    kept = {renamed.get(kind, kind): size for kind, size in kinds.items() if kind not in left}
+    return {**kept, "activations": passing}

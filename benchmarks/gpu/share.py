@@ -1,0 +1,83 @@
+"""One rank's share of a large model, alone on one GPU: its collectives go to a process group that moves nothing.
+
+Weights are random, batches are zeros: what a step computes has no meaning, how long it takes and what it keeps has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_parallel.config import ParallelConfig
+from hf_parallel.dryrun.fake_world import fake_world, materialise
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.build import build_on_meta
+from hf_parallel.parallelize import default_device, parallelize
+
+#: Llama-3.2-1B and Llama-3.1-8B by their numbers, and one that a CPU has done in a moment.
+SHAPES: dict[str, dict[str, Any]] = {
+    "1B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "tie_word_embeddings": True},
+    "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "tie_word_embeddings": False},
+    "tiny": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 3, "tie_word_embeddings": False},
+}
+#: What tensors that come from other ranks are taken to say.
+ANY_VALUE = 1
+_LARGE = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 8192}
+_TINY = {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 8000, "max_position_embeddings": 1024}
+
+
+def config_of(shape: str, **changes: Any) -> Any:
+    """A Llama's."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**{**(_TINY if shape == "tiny" else _LARGE), **SHAPES[shape], "use_cache": False, **changes})
+
+
+def layout_of(spec: str) -> ParallelConfig:
+    """With all its sizes; without a spec one process."""
+    config = ParallelConfig.parse(spec or "dp_shard=1")
+    return config.resolve(math.prod(max(1, size) for size in config.sizes.values()))
+
+
+@contextlib.contextmanager
+def share(config: Any, spec: str, rank: int = 0, dtype: torch.dtype = torch.bfloat16) -> Iterator[Any]:
+    """The parallel model of one rank, with memory for its weights, on this process's device."""
+    layout, device = layout_of(spec), default_device()
+    with fake_world(rank, layout.world_size):
+        model = build_on_meta(config).to(dtype).train()
+        parallelize(model, mesh=ParallelMesh.create(layout, device))
+        materialise(model, device)
+        fill(model)
+        model._hf_parallel.batches.axes = []  # other ranks, whose batches would be compared, are not there
+        yield model
+
+
+def fill(model: Any) -> None:
+    """Numbers that are no NaN, which some kernels take longer for."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            stored(parameter).normal_(0.0, 0.02)
+        for buffer in model.buffers():
+            if buffer.is_floating_point():
+                buffer.uniform_(0.1, 1.0)
+
+
+class OtherStagesAnswer(TorchDispatchMode):
+    """In here every tensor that is asked for its value says 1: a pipeline's stages agree on shapes at first."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented
+        return ANY_VALUE if func is torch.ops.aten._local_scalar_dense.default else func(*args, **(kwargs or {}))
+
+
+def tokens(rows: int, seq: int) -> dict[str, torch.Tensor]:
+    """A batch."""
+    ids = torch.zeros(rows, seq, dtype=torch.long, device=default_device())
+    return {"input_ids": ids, "labels": ids}

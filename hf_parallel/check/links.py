@@ -1,0 +1,229 @@
+"""Every process group of a layout, and every collective and point-to-point on it: right values, and how fast.
+
+Latency is that of 8 bytes per rank, bandwidth that of a large tensor, both with all groups of the axis at work at the
+same time, as in training. Bandwidth counts what a rank sends by the ring formulas, as the planner's figures do:
+
+    all-reduce 2 (N-1)/N S      all-gather, reduce-scatter, all-to-all, broadcast (N-1)/N S      point-to-point S
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
+from hf_parallel.check.room import Room
+from hf_parallel.check.system import SLOW_SHARE, synchronize
+from hf_parallel.collectives import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.config import ParallelConfig
+from hf_parallel.mesh import ParallelMesh, axis_ranks
+from hf_parallel.planner.candidates import to_layout
+from hf_parallel.planner.hardware import Cluster
+from hf_parallel.planner.transfer import FACTORS, Group, groups, ring_factor, transfer_seconds
+
+#: What the planner calls the groups of the mesh's axes.
+_PLANNED = {"dp_shard": "zero", "dp_replicate": "replicate"}
+_SMALL = 8  # bytes per rank
+_MANY, _FEW = 20, 5  # calls whose time is taken: of small tensors, of large ones
+_UNAVAILABLE = ("not support", "unsupported", "not implemented", "does not have")
+
+#: Of a group and a tensor of the wanted size: a call that gives a tensor, and what that must be.
+Operation = Callable[[Any, torch.Tensor], "tuple[Callable[[], torch.Tensor], torch.Tensor]"]
+
+
+def _own(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
+    return torch.full_like(like, dist.get_rank(group) + 1)
+
+
+def _numbers(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
+    """1, 2, … for the parts of a tensor that come from each rank."""
+    count = group.size()
+    return torch.arange(1, count + 1, device=like.device, dtype=like.dtype).repeat_interleave(len(like) // count)
+
+
+def _sum(group: dist.ProcessGroup) -> float:
+    return group.size() * (group.size() + 1) / 2
+
+
+def _all_reduce(group: Any, like: torch.Tensor) -> Any:
+    buffer = _own(group, like)
+    return lambda: start_all_reduce(buffer, group).wait(), torch.full_like(like, _sum(group))
+
+
+def _all_gather(group: Any, like: torch.Tensor) -> Any:
+    part = _own(group, like[: len(like) // group.size()])
+    return lambda: start_all_gather(part, group).wait().flatten(), _numbers(group, like)
+
+
+def _reduce_scatter(group: Any, like: torch.Tensor) -> Any:
+    whole = _own(group, like).view(group.size(), -1)
+    return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], _sum(group))
+
+
+def _all_to_all(group: Any, like: torch.Tensor) -> Any:
+    sent, got = _own(group, like), torch.zeros_like(like)
+
+    def call() -> torch.Tensor:
+        dist.all_to_all_single(got, sent, group=group)
+        return got
+
+    return call, _numbers(group, like)
+
+
+def _broadcast(group: Any, like: torch.Tensor) -> Any:
+    buffer, first = _own(group, like), dist.get_global_rank(group, 0)
+
+    def call() -> torch.Tensor:
+        dist.broadcast(buffer, first, group=group)
+        return buffer
+
+    return call, torch.ones_like(like)
+
+
+def _p2p(group: Any, like: torch.Tensor) -> Any:
+    """Round the group: each rank sends to the next one and receives from the one before."""
+    own, got, place, count = _own(group, like), torch.zeros_like(like), dist.get_rank(group), group.size()
+    to, source = (dist.get_global_rank(group, (place + step) % count) for step in (1, -1))
+
+    def call() -> torch.Tensor:
+        pair = [dist.P2POp(dist.isend, own, to, group), dist.P2POp(dist.irecv, got, source, group)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        return got
+
+    return call, torch.full_like(like, (place - 1) % count + 1)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "broadcast": _broadcast,
+    "p2p": _p2p,
+}
+
+
+def measure(group: dist.ProcessGroup, name: str, device: torch.device, size: int, repeats: int) -> tuple[float, bool]:
+    """Seconds of one call on a tensor of `size` bytes, and whether it gave what it must. Collective over the group."""
+    count = max(1, size // 4 // group.size()) * group.size()
+    call, expected = OPERATIONS[name](group, torch.zeros(count, device=device))
+    got = call()
+    right = torch.equal(got, expected)
+    got.zero_()  # what is summed in place again and again must not grow
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    synchronize(device)
+    return (time.perf_counter() - began) / repeats, right
+
+
+def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> dict[str, Any]:
+    try:
+        latency, first = measure(group, name, device, _SMALL * group.size(), _MANY)
+        seconds, second = measure(group, name, device, payload, _FEW)
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        off_its_device = (
+            dist.get_backend(group) == "gloo" and device.type != "cpu"
+        )  # which takes a few operations only
+        known = isinstance(error, NotImplementedError) or any(word in str(error) for word in _UNAVAILABLE)
+        if not known and not off_its_device:
+            raise
+        return {"missing": text}
+    return {"latency": latency, "seconds": seconds, "right": first and second}
+
+
+# ---- groups --------------------------------------------------------------------------------------------------------
+
+
+def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
+    """Does every group join the ranks that it is meant for? Collective over all ranks."""
+    used = [axis for axis in mesh.config.sizes if mesh.size(axis) > 1]
+    own: dict[str, dist.ProcessGroup] = {axis: mesh.group(axis) for axis in used}
+    if mesh.data_group is not None and mesh.data_size > 1:
+        own["data"] = mesh.data_group
+    own["host memory"] = mesh.host_group
+    for name, group in own.items():
+        room.step(f"process group {name}")
+        device = torch.device("cpu") if name == "host memory" else mesh.device
+        number = torch.full((), float(dist.get_rank()), device=device)
+        dist.all_reduce(number, group=group)
+        members = dist.get_process_group_ranks(group)
+        found = room.gather((tuple(members), number.item() == sum(members)))
+        if found:
+            yield _group_row(name, found, axis_ranks(mesh.config, name) if name in used else None)
+
+
+def _group_row(name: str, found: list[tuple[tuple[int, ...], bool]], planned: list[list[int]] | None) -> Row:
+    members = sorted({ranks for ranks, _ in found})
+    wrong = [rank for rank, (ranks, right) in enumerate(found) if rank not in ranks or not right]
+    if planned is not None and sorted(map(tuple, planned)) != members:
+        wrong = wrong or list(range(len(found)))
+    shown = " ".join(f"({ranks_text(list(ranks))})" for ranks in members[:4]) + (" …" if len(members) > 4 else "")
+    text = f"{len(members)} of {len(members[0])}: {shown}"
+    values = {"ranks": [list(ranks) for ranks in members]}
+    if wrong:
+        return Row("groups", name, f"{text}; wrong sum on {ranks_text(wrong)}", "", FAILED, values)
+    return Row("groups", name, text, values=values)
+
+
+# ---- speed ---------------------------------------------------------------------------------------------------------
+
+
+def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload: int, crowded: bool) -> Iterator[Row]:
+    """Every operation on every axis of more than one rank. Collective over all ranks."""
+    for axis in reversed(mesh.config.sizes):  # fast links first
+        if mesh.size(axis) > 1:
+            expected = None if cluster is None else _planned(axis, mesh.config, cluster)
+            for name in OPERATIONS:
+                room.step(f"{name} on {axis}")
+                own = _tried(mesh.group(axis), name, mesh.device, payload)
+                found = room.gather({**own, "ranks": dist.get_process_group_ranks(mesh.group(axis))})
+                if found:
+                    yield _row(axis, name, found, expected, payload, crowded)
+
+
+def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
+    """What the planner reckons with."""
+    return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
+
+
+def _row(axis: str, name: str, found: list[dict[str, Any]], planned: Group | None, payload: int, crowded: bool) -> Row:
+    what = f"{axis} {name}"
+    missing = next((rank["missing"] for rank in found if "missing" in rank), None)
+    if missing is not None:
+        return Row("links", what, f"not with this backend: {missing[:80]}", status=NOTE)
+    slowest = max(found, key=lambda rank: rank["seconds"])
+    size, latency = len(slowest["ranks"]), max(rank["latency"] for rank in found)
+    speed = payload * _factor(name, size) / slowest["seconds"]
+    values = {"latency_s": latency, "bytes_per_s": speed, "payload": payload, "slowest_group": slowest["ranks"]}
+    values["seconds_by_rank"] = [rank["seconds"] for rank in found]
+    shown = f"{latency * 1e6:.0f} us, {speed / 1e9:.3g} GB/s"
+    wrong = [rank for rank, own in enumerate(found) if not own["right"]]
+    if wrong:
+        return Row("links", what, f"{shown}; wrong values on {ranks_text(wrong)}", "", FAILED, values)
+    if planned is None or planned.size != size:
+        return Row("links", what, shown, values=values)
+    expected, text = _expected(name, size, planned, payload)
+    values |= {"planned_bytes_per_s": expected, "link": planned.link.name}
+    slow = speed < SLOW_SHARE * expected and not crowded and planned.link.name != "shared memory"
+    shown += f"; slowest {ranks_text(slowest['ranks'])}" if slow else ""
+    return Row("links", what, shown, text, SLOW if slow else OK, values)
+
+
+def _factor(name: str, size: int) -> float:
+    return ring_factor(name, size) if name == "p2p" or name in FACTORS else (size - 1) / size
+
+
+def _expected(name: str, size: int, planned: Group, payload: int) -> tuple[float, str]:
+    """Bytes per second by the planner's own formula, and how that is shown."""
+    kind = name if name == "p2p" or name in FACTORS else "all_gather"
+    few, all_of_it = (transfer_seconds(kind, part, planned) for part in (_SMALL * size, payload))
+    speed = payload * ring_factor(kind, size) / all_of_it
+    return speed, f"{few * 1e6:.0f} us, {speed / 1e9:.3g} GB/s ({planned.link.name})"

@@ -1,0 +1,137 @@
+"""Which rank this process is, by torchrun's variables or Slurm's; and ranks that are started here, on one machine.
+
+Several ranks may share one GPU, where there are fewer GPUs than ranks: NCCL takes each of them for a host of its own
+and sends through sockets. That shows whether code is right, never how fast a link is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+
+from hf_parallel.spec import SpecError, refuse
+
+#: Seconds that ranks have to end by themselves once one has failed.
+GRACE_S = 6.0
+_PORTS = 20000  # of Slurm's jobs, each its own, above 10000
+
+
+def settle_environment() -> bool:
+    """Is this a rank that a launcher has started? Slurm's names become torch's.
+
+    Raises:
+        SpecError: Slurm started it, and nobody says where the ranks meet.
+    """
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        return True
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)  # not SLURM_NTASKS, which a job's script has too
+    if tasks == 1 or "SLURM_PROCID" not in os.environ:
+        return False
+    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=str(tasks))
+    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    os.environ.setdefault("MASTER_ADDR", _first_host())
+    os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
+    return True
+
+
+def _first_host() -> str:
+    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
+    try:
+        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
+        return found.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        if nodes and not set(nodes) & set("[,"):
+            return nodes
+        refuse("MASTER_ADDR", "not set, and scontrol does not name the first host", "MASTER_ADDR=node1", error)
+
+
+def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
+    """How many ranks to start: as asked, as the layout's sizes have it, one per GPU, or four without any.
+
+    Raises:
+        SpecError: less than one.
+    """
+    if asked is not None and asked < 1:
+        raise SpecError(f"--nproc {asked}: is one at least; --nproc 2 works")
+    return asked or fixed or devices or 4
+
+
+def environments(count: int, devices: int, backend: str | None = None) -> list[dict[str, str]]:
+    """The variables of each of `count` ranks on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared |= {"LOCAL_WORLD_SIZE": str(count)}
+    if not devices:
+        shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks with all cores slow one another
+    if _has_loopback():
+        shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # else the host's name is looked up
+    own = sharing(count, devices) if backend != "gloo" else [{"LOCAL_RANK": _local(r, devices)} for r in range(count)]
+    return [{**shared, "RANK": str(rank), **own[rank]} for rank in range(count)]
+
+
+def sharing(count: int, devices: int) -> list[dict[str, str]]:
+    """What NCCL needs to be told where `count` ranks have fewer GPUs; else each has the one of its number."""
+    if not 0 < devices < count:
+        return [{"LOCAL_RANK": str(rank)} for rank in range(count)]
+    plain = {"NCCL_NET": "Socket", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+    plain |= {"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", "lo")} if _has_loopback() else {}
+    hosts = [{"NCCL_HOSTID": f"hf-parallel-{os.getpid()}-{rank}"} for rank in range(count)]
+    return [{**plain, **hosts[rank], "LOCAL_RANK": _local(rank, devices)} for rank in range(count)]
+
+
+def _local(rank: int, devices: int) -> str:
+    """What shares a GPU is told the GPU's number: libraries choose their device by it."""
+    return str(rank % devices if devices else rank)
+
+
+def _has_loopback() -> bool:
+    return any(name == "lo" for _, name in socket.if_nameindex())
+
+
+def start(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = None) -> int:
+    """Run `python argv` once per rank's variables and wait: 0, or the exit code of the rank that failed first.
+
+    Ranks that have not ended by themselves some seconds later are killed.
+    """
+    processes = [subprocess.Popen([sys.executable, *argv], env=_with(os.environ, own)) for own in ranks]
+    end = None if limit_s is None else time.monotonic() + limit_s
+    try:
+        return _wait(processes, end)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+
+
+def _with(environment: Mapping[str, str], own: dict[str, str]) -> dict[str, str]:
+    return {**environment, **own}
+
+
+def _wait(processes: list[subprocess.Popen], end: float | None) -> int:
+    while True:
+        codes = [process.poll() for process in processes]
+        failed = next((code for code in codes if code), None)
+        if failed is not None:
+            _let_end(processes)
+            return failed if failed > 0 else 128 - failed
+        if all(code == 0 for code in codes):
+            return 0
+        if end is not None and time.monotonic() > end:
+            print("hf_parallel: the ranks did not end in time; all were killed", file=sys.stderr)
+            return 1
+        time.sleep(0.05)
+
+
+def _let_end(processes: list[subprocess.Popen]) -> None:
+    end = time.monotonic() + GRACE_S
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        time.sleep(0.05)

@@ -1,0 +1,134 @@
+"""The order of a check: what is here, which groups, how fast, how right."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.check import links, parity, system
+from hf_parallel.check.report import Report, Row
+from hf_parallel.check.room import Room
+from hf_parallel.config import ParallelConfig
+from hf_parallel.mesh import ParallelMesh
+from hf_parallel.parallelize import default_device
+
+_ROOM = "hf_parallel/check"
+_numbers = itertools.count()  # of this process's checks: each has keys of its own in the store
+_MIB = 2**20
+#: Of the large tensor whose time is taken, by type of device.
+_PAYLOADS = {"cpu": 4 * _MIB}
+_PAYLOAD = 64 * _MIB
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be checked.
+
+    parallel: the layout whose groups and links are looked at and which is compared; None: a product of the axes, and
+        every axis by itself is compared too.
+    dtypes: in which layouts are compared. links, parity: whether these parts run.
+    limit_s: how long a step may take. payload: bytes of the large tensor.
+    """
+
+    parallel: str | None = None
+    dtypes: tuple[str, ...] = ("fp32",)
+    links: bool = True
+    parity: bool = True
+    limit_s: float = 60.0
+    payload: int | None = None
+    backend: str | None = None
+    json: str | None = None
+
+    def layout(self, world: int) -> ParallelConfig:
+        """Whose groups and links are looked at.
+
+        Raises:
+            SpecError: it cannot be, with so many ranks.
+        """
+        return ParallelConfig.parse(self.parallel or parity.default_product(world)).resolve(world)
+
+    def layouts(self, world: int) -> list[str]:
+        """Those that are compared with one process."""
+        return [self.parallel] if self.parallel else parity.default_layouts(world)
+
+
+def check(wanted: Wanted) -> Report:
+    """Check what `wanted` says; every rank calls it. A rank that fails ends all processes with exit code 1."""
+    device = default_device()
+    mine = connect(device, wanted)
+    report, rank, world = Report(dist.get_world_size()), dist.get_rank(), dist.get_world_size()
+
+    def ended(reason: str) -> None:
+        report.stopped = reason
+        if rank == 0:
+            publish(report, wanted)
+
+    store = dist.PrefixStore(f"{_ROOM}/{next(_numbers)}", dist.distributed_c10d._get_default_store())
+    room = Room(store, rank, world, wanted.limit_s, ended)
+    try:
+        for row in _parts(wanted, device, room):
+            report.add([row])
+        room.close()
+    except Exception as error:
+        room.fail(error)
+    if mine:
+        dist.destroy_process_group()
+    return report
+
+
+def publish(report: Report, wanted: Wanted) -> None:
+    """The table, and the file that was asked for."""
+    print(report.render(), flush=True)
+    if wanted.json:
+        report.write(wanted.json)
+
+
+def connect(device: torch.device, wanted: Wanted) -> bool:
+    """Make the process group, unless there is one; was it made here?"""
+    if dist.is_initialized():
+        return False
+    limit = timedelta(seconds=4 * wanted.limit_s)  # the room's own limit comes first, and says where
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    backend = wanted.backend or dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, timeout=limit, **alone)
+    return True
+
+
+def _parts(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
+    """All rows on rank 0; the others take part."""
+    began = time.monotonic()
+    if wanted.links:
+        yield from _what_is_here(wanted, device, room)
+    for spec in wanted.layouts(room.world) if wanted.parity and room.world > 1 else ():
+        for name in wanted.dtypes:
+            yield from parity.check_layout(spec, device, DTYPES[name], room, wanted.parallel is not None)
+    if room.rank == 0:
+        yield Row("check", "time", f"{time.monotonic() - began:.1f} s", status="")
+
+
+def _what_is_here(wanted: Wanted, device: torch.device, room: Room) -> Iterator[Row]:
+    room.step("facts of each rank")
+    ranks = room.gather(system.facts(device))
+    cluster, known = system.catalogued(ranks) if ranks else (None, [])
+    if ranks:
+        yield from [*system.rows(ranks), *known]
+    room.step("matrix product")
+    rates, crowded = room.gather(system.product_rate(device)), system.shared(ranks)
+    if rates:
+        yield system.product_row(rates, cluster, crowded)
+    if room.world > 1:
+        config = wanted.layout(room.world)
+        room.step(f"process groups of {config.to_spec()}")
+        mesh = ParallelMesh.create(config, device)
+        yield from links.check_groups(mesh, room)
+        payload = wanted.payload or _PAYLOADS.get(device.type, _PAYLOAD)
+        yield from links.check_links(mesh, cluster, room, payload, crowded)

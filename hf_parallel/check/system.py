@@ -1,0 +1,156 @@
+"""What each rank runs on: versions, devices, links as the driver shows them; alike on all ranks?"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
+from hf_parallel.config import SpecError
+from hf_parallel.planner.detect import detect
+from hf_parallel.planner.hardware import Cluster, Link
+
+_LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
+#: Of which other versions on other ranks mean other numbers, or calls that the peers do not make.
+_MUST_AGREE = ("python", *_LIBRARIES, "cuda", "nccl", "device")
+_SIZE, _REPEATS = {"cpu": 512}, 10
+#: Below this part of what the planner expects a row is marked.
+SLOW_SHARE = 0.5
+
+
+def facts(device: torch.device) -> dict[str, Any]:
+    """What is true of this rank."""
+    found: dict[str, Any] = {"host": socket.gethostname(), "python": platform.python_version()}
+    found |= {name: version for name in _LIBRARIES if (version := _version(name))}
+    found |= {"pid": os.getpid(), "backend": dist.get_backend(), "device": "cpu", "place": "", "cuda": None}
+    found["nccl"] = None
+    if device.type == "cpu":
+        return found
+    about = torch.get_device_module(device).get_device_properties(device)
+    found |= {"device": about.name, "memory": about.total_memory, "cuda": torch.version.cuda or torch.version.hip}
+    found["place"] = str(getattr(about, "uuid", device.index))
+    if device.type == "cuda" and dist.is_nccl_available():
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def rows(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    """What rank 0 says of all of them."""
+    yield _versions(ranks[0])
+    yield from _disagreements(ranks)
+    yield from _devices(ranks)
+    yield _settings()
+
+
+def _versions(first: dict[str, Any]) -> Row:
+    shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
+    return Row("system", "versions", ", ".join(shown), values=dict(first))
+
+
+def _disagreements(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    for name in _MUST_AGREE:
+        holders: dict[Any, list[int]] = {}
+        for number, rank in enumerate(ranks):
+            holders.setdefault(rank.get(name), []).append(number)
+        if len(holders) > 1:
+            shown = "; ".join(f"{value or 'none'} on {ranks_text(numbers)}" for value, numbers in holders.items())
+            yield Row("system", name, shown, "the same on all ranks", FAILED)
+
+
+def _devices(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+    hosts = len({rank["host"] for rank in ranks})
+    memory = f", {ranks[0]['memory'] / 2**30:.1f} GiB" if "memory" in ranks[0] else ""
+    shown = f"{len(ranks)} x {ranks[0]['device']}{memory}, {hosts} host{'s' * (hosts > 1)}"
+    yield Row("system", "devices", f"{shown}, {ranks[0]['backend']}", values={"hosts": hosts})
+    places: dict[tuple[str, str], list[int]] = {}
+    for number, rank in enumerate(ranks):
+        if rank["place"]:
+            places.setdefault((rank["host"], rank["place"]), []).append(number)
+    crowded = [numbers for numbers in places.values() if len(numbers) > 1]
+    if crowded:
+        meant = "NCCL_HOSTID" in os.environ or ranks[0]["backend"] == "gloo"
+        shown = f"ranks {ranks_text(crowded[0])} share one; no time here is that of a link"
+        yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
+
+
+def shared(ranks: list[dict[str, Any]]) -> bool:
+    """Do several ranks compute on one accelerator?"""
+    places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
+    return len(set(places)) < len(places)
+
+
+def _settings() -> Row:
+    names = [name for name in sorted(os.environ) if name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_"))]
+    names += [name for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES") if name in os.environ]
+    shown = " ".join(f"{name}={os.environ[name]}" for name in names) or "none of NCCL_*, GLOO_*, CUDA_* is set"
+    return Row("system", "environment", shown, status=NOTE, values={name: os.environ[name] for name in names})
+
+
+def catalogued(ranks: list[dict[str, Any]]) -> tuple[Cluster | None, list[Row]]:
+    """What the planner takes this machine for, and the rows that say so; None if the catalogue lacks its GPU."""
+    hosts = Counter(rank["host"] for rank in ranks)
+    try:
+        cluster = detect(len(ranks), max(hosts.values()))
+    except SpecError as error:
+        return None, [Row("links", "catalogue", str(error), status=NOTE)]
+    where = {"inside a host": cluster.inside, **({"between hosts": cluster.between} if len(hosts) > 1 else {})}
+    return cluster, [_link_row(what, link) for what, link in where.items()]
+
+
+def _link_row(what: str, link: Link) -> Row:
+    shown = f"{link.name}, {link.bandwidth / 1e9:.3g} GB/s, {link.latency * 1e6:.3g} us"
+    return Row("links", what, shown, status=NOTE, values={"source": link.source})
+
+
+# ---- speed of a device ---------------------------------------------------------------------------------------------
+
+
+def product_rate(device: torch.device) -> float:
+    """FLOP/s of a large matrix product on this rank, in bf16 on accelerators."""
+    size = _SIZE.get(device.type, 8192)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    a, b = (torch.rand(size, size, device=device).to(dtype) for _ in range(2))  # of ones it would draw less power
+    for _ in range(2):
+        a @ b
+    synchronize(device)
+    began = time.perf_counter()
+    for _ in range(_REPEATS):
+        a @ b
+    synchronize(device)
+    return _REPEATS * 2 * size**3 / (time.perf_counter() - began)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
+def product_row(rates: list[float], cluster: Cluster | None, crowded: bool) -> Row:
+    """The slowest rank's rate beside the planner's and the other ranks'."""
+    slowest, usual = min(rates), sorted(rates)[len(rates) // 2]
+    values: dict[str, Any] = {"flops_per_s": rates}
+    expected, wanted = "", usual
+    if cluster is not None and cluster.gpu.name != "cpu" and not crowded:
+        wanted = cluster.gpu.peak("bf16") * cluster.gpu.efficiency.gemm
+        expected = f"{wanted / 1e12:.0f} TFLOP/s"
+    shown = f"{slowest / 1e12:.3g} TFLOP/s on the slowest, rank {rates.index(slowest)}; {usual / 1e12:.3g} usual"
+    on_processors = cluster is not None and cluster.gpu.name == "cpu"  # whose other work is not ours to judge
+    status = SLOW if slowest < SLOW_SHARE * wanted and not crowded and not on_processors else OK
+    return Row("system", "matrix product", shown, expected, status, values)

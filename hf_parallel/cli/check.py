@@ -1,0 +1,102 @@
+"""`hf-parallel check`: what to run first on a new cluster.
+
+hf-parallel check                                            # this machine: one rank per GPU, or four on CPU
+torchrun --nnodes 2 --nproc-per-node 8 -m hf_parallel.cli check --parallel tp=8,dp_shard=-1
+srun hf-parallel check --json check.json                     # one task per GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.check.run import Wanted
+
+_MIB = 2**20
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `check`."""
+    parser.description = (
+        "Versions, devices, every process group, every collective with its speed beside what the planner expects, and "
+        "tiny models against one process: one table, one line of verdict. Under torchrun or srun on their ranks; else "
+        "it starts one rank per GPU of this machine. Exit code 1 if anything is wrong."
+    )
+    parser.add_argument("--parallel", metavar="SPEC", help="this layout only; default: every axis, and a product")
+    parser.add_argument("--nproc", type=int, metavar="N", help="ranks to start here (one per GPU, 4 without any)")
+    parser.add_argument("--json", metavar="FILE", help="write the same as JSON")
+    parser.add_argument("--dtype", default="fp32", metavar="NAMES", help="of the models compared: fp32, bf16, or both")
+    parser.add_argument("--no-parity", action="store_true", help="links only")
+    parser.add_argument("--payload", type=float, metavar="MIB", help="of the large tensor (64, on CPU 4)")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="S", help="seconds that a step may take (60)")
+    parser.add_argument("--backend", metavar="NAME", help="nccl or gloo; default: the device's own")
+
+
+def check(args: argparse.Namespace) -> int:
+    """Check, or start the ranks that do; 1 if anything is wrong, 2 for a command line that cannot work."""
+    from hf_parallel.check import ranks
+
+    try:
+        wanted = _wanted(args)
+        count = int(os.environ["WORLD_SIZE"]) if ranks.settle_environment() else _here(args)
+        wanted.layout(count)
+    except SpecError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"hf_parallel: {error}", file=sys.stderr)
+        return 2
+    if count > 1 and "RANK" not in os.environ:
+        return ranks.start(_again(args), ranks.environments(count, _devices(), args.backend)) and 1
+    return _on_this_rank(wanted)
+
+
+def _wanted(args: argparse.Namespace) -> Wanted:
+    from hf_parallel.check.run import DTYPES, Wanted
+
+    dtypes = tuple(args.dtype.split(","))
+    for name in dtypes:
+        if name not in DTYPES:
+            refuse(f"--dtype {name}", f"not one of {', '.join(DTYPES)}", "--dtype fp32,bf16")
+    if args.limit <= 0:
+        refuse(f"--limit {args.limit:g}", "is more than 0 seconds", "--limit 60")
+    payload = None if args.payload is None else max(1, int(args.payload * _MIB))
+    how = {"parity": not args.no_parity, "limit_s": args.limit, "payload": payload}
+    return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json)
+
+
+def _here(args: argparse.Namespace) -> int:
+    """How many ranks this machine gets."""
+    from hf_parallel.check import ranks
+
+    sizes = ParallelConfig.parse(args.parallel).sizes.values() if args.parallel else (-1,)
+    return ranks.how_many(args.nproc, None if -1 in sizes else math.prod(sizes), _devices())
+
+
+def _devices() -> int:
+    import torch
+
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _again(args: argparse.Namespace) -> list[str]:
+    """This command, for one of the ranks that it starts."""
+    words = ["-m", "hf_parallel.cli", "check", "--dtype", args.dtype, "--limit", str(args.limit)]
+    for option in ("parallel", "json", "payload", "backend"):
+        value = getattr(args, option)
+        words += [] if value is None else [f"--{option}", str(value)]
+    return [*words, *(["--no-parity"] if args.no_parity else [])]
+
+
+def _on_this_rank(wanted: Wanted) -> int:
+    from hf_parallel.check.run import check, publish
+
+    report = check(wanted)
+    if int(os.environ.get("RANK") or 0) == 0:
+        publish(report, wanted)
+    return int(report.failed)

@@ -1,0 +1,197 @@
+"""`hf-parallel check` on forked ranks: what it finds, what it marks, and how it ends when a rank fails or stands."""
+
+import json
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_parallel.check import links, parity, ranks, run, system
+from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Report, Row, ranks_text
+from hf_parallel.cli import main
+from hf_parallel.config import ParallelConfig
+from hf_parallel.planner.hardware import find_link
+from hf_parallel.planner.transfer import Group
+from tests import distributed
+
+SPEC = "tp=2,pp=2"
+
+
+def checked(path, **wanted):
+    """The report of one rank, as plain values; rank 0 writes the file."""
+    asked = run.Wanted(**{"payload": 1 << 16, "json": path, **wanted})
+    report = run.check(asked)
+    if dist.get_rank() == 0:
+        run.publish(report, asked)
+    return report.to_dict()
+
+
+def test_four_ranks(tmp_path):
+    """Every group and operation of the layout, and its numbers in fp32 and bf16, with a file and one verdict."""
+    path = tmp_path / "check.json"
+    first, *others = distributed.run(checked, 4, str(path), parallel=SPEC, dtypes=("fp32", "bf16"))
+    assert first["works"], first
+    assert json.loads(path.read_text()) == first
+    assert all(other["rows"] == [] for other in others)
+    found = {(row["part"], row["what"]): row for row in first["rows"]}
+    assert {what for part, what in found if part == "groups"} == {"tp", "pp", "host memory"}
+    wanted = {f"{axis} {name}" for axis in ("tp", "pp") for name in links.OPERATIONS}
+    assert {what for part, what in found if part == "links"} - {"inside a host"} == wanted
+    assert found["groups", "pp"]["values"]["ranks"] == [[0, 2], [1, 3]]
+    assert [row["status"] for row in first["rows"] if row["part"] == "parity"] == [OK, OK]
+    assert "planned_bytes_per_s" in found["links", "tp p2p"]["values"]
+
+
+def sabotaged(path, **wanted):
+    """One rank trains with other rows than its model's other ranks have, and a sum of two ranks is wrong."""
+    own = dist.get_rank()
+    original, summed = parity.RATE, links._sum
+    parity.RATE = 0.2 if own == 1 else original
+    links._sum = lambda group: summed(group) + 1
+    return checked(path, **wanted)
+
+
+def test_wrong_numbers_fail(tmp_path, capfd):
+    first, *_ = distributed.run(sabotaged, 2, str(tmp_path / "check.json"), parallel="dp_shard=2")
+    status = {row["what"]: row["status"] for row in first["rows"]}
+    assert status["dp_shard all_reduce"] == status["dp_shard reduce_scatter"] == FAILED
+    assert status["dp_shard all_gather"] == OK
+    assert status["dp_shard=2 float32"] == FAILED
+    assert not first["works"]
+    assert "hf-parallel check: FAILED on 2 ranks: links dp_shard all_reduce" in capfd.readouterr().out
+
+
+def one_fails(path, how):
+    """Rank 1 raises, or stands still, while the others go on to a collective."""
+
+    def stops(*args):
+        if dist.get_rank() != 1:
+            return rate(*args)
+        if how == "stands":
+            time.sleep(60)
+        raise ZeroDivisionError("no such device")
+
+    rate, system.product_rate = system.product_rate, stops
+    return checked(path, parallel=SPEC, limit_s=2.0 if how == "stands" else 60.0)
+
+
+@pytest.mark.parametrize("how", ["raises", "stands"])
+def test_a_rank_that_fails_ends_all(how, tmp_path, capfd):
+    """Within seconds, with its own traceback, and rank 0 says so in table and file."""
+    path, began = tmp_path / "check.json", time.monotonic()
+    with pytest.raises(distributed.RankFailure) as failure:
+        distributed.run(one_fails, 4, str(path), how)
+    assert time.monotonic() - began < 30  # seconds; alone 4
+    assert set(failure.value.kinds) == {0, 1, 2, 3}
+    text, report = capfd.readouterr(), json.loads(path.read_text())
+    assert "in stops" in text.err
+    said = "rank 1: matrix product: ZeroDivisionError: no such device" if how == "raises" else "stands in matrix"
+    assert said in report["verdict"]
+    assert text.out.strip().endswith(report["verdict"])
+    assert text.err.count("check: rank") == 1
+
+
+def test_what_each_number_of_ranks_compares():
+    built = [axis.name for axis in ParallelConfig.mesh_axes() if parity._is_built(f"{axis.name}=2")]
+    for world in (2, 3, 4, 6, 8, 64):
+        specs = parity.default_layouts(world)
+        configs = [ParallelConfig.parse(spec).resolve(world) for spec in specs]
+        assert len(set(configs)) == len(configs)
+        for axis in built:
+            assert any(config.sizes[axis] > 1 for config in configs), (world, axis)
+        parity.tiny_config(configs[0])
+    assert parity.default_product(8) == "tp=2,pp=2,dp_shard=2"
+    assert parity.default_product(3) == "tp=3"
+    assert parity.default_product(1) == "dp_shard=-1"
+
+
+def test_what_is_said_of_other_ranks():
+    rank = {"host": "a", "python": "3.11", "torch": "2.13", "device": "H100", "place": "x", "backend": "nccl"}
+    other = {**rank, "torch": "2.11"}
+    found = {row.what: row for row in system.rows([rank, rank, other])}
+    assert found["torch"].status == FAILED
+    assert found["torch"].found == "2.13 on 0-1; 2.11 on 2"
+    assert found["devices shared"].status == FAILED
+    assert system.shared([rank, other])
+    assert not system.shared([rank, {**rank, "place": "y"}])
+    assert ranks_text([0, 1, 2, 5, 7, 8]) == "0-2 5 7-8"
+
+
+def test_slow_links_are_named():
+    link = find_link("nvlink4")
+    planned = Group("tp", 2, link, link.bandwidth)
+    half = {"latency": 1e-5, "right": True, "ranks": [0, 1]}
+    for seconds, crowded, status in ((5e-5, False, OK), (1e-2, False, SLOW), (1e-2, True, OK)):
+        rows = [{**half, "seconds": seconds}, {**half, "seconds": seconds / 2}]
+        row = links._row("tp", "all_reduce", rows, planned, 1 << 24, crowded)
+        assert row.status == status
+        assert row.values["bytes_per_s"] == pytest.approx((1 << 24) / seconds)
+    assert "slower than half" in Report(2, [Row("links", "tp", "x", status=SLOW)]).verdict
+    missing = links._row("tp", "p2p", [{"missing": "gloo does not support send"}], planned, 1, False)
+    assert missing.status == NOTE
+
+
+def test_which_rank_this_is(monkeypatch):
+    """torchrun's names, Slurm's steps, and neither in the script of a Slurm job."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    assert not ranks.settle_environment()
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node1")
+    monkeypatch.setenv("SLURM_JOB_ID", "20007")
+    assert ranks.settle_environment()
+    found = {name: ranks.os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    assert found == {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "10007"}
+    assert ranks.settle_environment()
+
+
+def test_ranks_that_share_a_gpu():
+    """NCCL refuses two ranks on one device of one host, so each is a host to it."""
+    alone, crowded = ranks.environments(2, 2), ranks.environments(4, 2)
+    assert [own["LOCAL_RANK"] for own in alone] == ["0", "1"]
+    assert not any("NCCL_HOSTID" in own for own in alone)
+    assert [own["LOCAL_RANK"] for own in crowded] == ["0", "1", "0", "1"]
+    assert len({own["NCCL_HOSTID"] for own in crowded}) == 4
+    assert {own["NCCL_NET"] for own in crowded} == {"Socket"}
+    assert ranks.how_many(None, None, 8) == 8
+    assert ranks.how_many(None, 6, 8) == 6
+
+
+def test_a_rank_of_ours_that_dies_ends_the_others(tmp_path):
+    began = time.monotonic()
+    code = "import os, time; time.sleep(30 if os.environ['RANK'] == '0' else 0); raise SystemExit(3)"
+    ranks_ = ranks.environments(2, 0)
+    saved, ranks.GRACE_S = ranks.GRACE_S, 0.2
+    try:
+        assert ranks.start(["-c", code], ranks_) == 3
+    finally:
+        ranks.GRACE_S = saved
+    assert time.monotonic() - began < 20  # seconds; alone one
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--parallel", "tp=3", "--nproc", "4"], "start 3 processes"),
+        (["--nproc", "0"], "--nproc 2 works"),
+        (["--dtype", "fp8"], "--dtype fp32,bf16 works"),
+        (["--limit", "0"], "--limit 60 works"),
+    ],
+)
+def test_command_lines_that_cannot_work(words, said, capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["check", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="needs a GPU")
+def test_on_a_gpu(tmp_path):
+    """Two ranks of their own processes, on one GPU or on two."""
+    path = tmp_path / "check.json"
+    assert main(["check", "--nproc", "2", "--parallel", "tp=2", "--payload", "1", "--json", str(path)]) == 0
+    assert json.loads(path.read_text())["works"]
