@@ -30,7 +30,13 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar per rank hid
 
 import torch
 import torch.distributed as dist
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.models.llama import modeling_llama  # noqa: F401
 
+import hf_parallel.hooks.patches  # noqa: F401
+
+# What each rank would spend most of a second on, once here: the imports above, and the patterns of all models' names.
+get_checkpoint_conversion_mapping("llama")
 torch.set_num_threads(1)  # before any operation: a pool of threads does not survive a fork
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

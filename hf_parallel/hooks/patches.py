@@ -179,10 +179,10 @@ def all_patches() -> list[Patch]:
         Patch(f"{_TRL}.utils:DTensor", trl.no_tensor, "gathers a split head", "1.9"),
         Patch(f"{_TRL}.utils:_ChunkedLogProbFunction", trl.chunked_log_probs, "multiplies by a whole head", "1.8"),
         *(
-            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards")
-            for kind in ("sft", "dpo", "kto", "reward", "grpo", "rloo")
+            Patch(f"{_TRL}.{kind}_trainer:get_peft_model", trl.get_peft_model, "casts shards", since)
+            for kind, since in _ADAPTED.items()
         ),
-        Patch(f"{_TRL}.utils:hash_module", trl.hash_module, "cannot read shards", copies=True),
+        Patch(f"{_TRL}.utils:hash_module", trl.hash_module, "cannot read shards", "0.29", copies=True),
         Patch(
             f"{_TRL}.dpo_trainer:DPOTrainer.compute_ref_log_probs",
             trl.reference_log_probs,
@@ -221,6 +221,8 @@ def all_patches() -> list[Patch]:
     ]
 
 
+#: TRL's trainers that make adapters, and since when under this name.
+_ADAPTED = {"sft": "0.26", "dpo": "0.29", "kto": None, "reward": "0.26", "grpo": None, "rloo": None}
 _CONTRASTIVE = (
     "sentence_transformer.losses.multiple_negatives_ranking",
     "sentence_transformer.losses.cached_multiple_negatives_ranking",

@@ -1,0 +1,122 @@
+"""Which cases a plain `make test` runs, of tests whose cases would take longer than they may.
+
+    smoke      one case of every test, and in every file each axis and each pair of axes that its cases have
+    covering   of a test, what shows a value or a pair of values that no case before has, while its seconds last
+
+Cases come in the order of a hash of their names, and a choice looks at nothing outside its file: which cases run does
+not change when a case is added elsewhere, or when only some files are run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+#: Seconds per case of each test, as `pytest --record-seconds` measured them with two workers on two cores.
+SECONDS = Path(__file__).parent / "results" / "seconds.json"
+#: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
+PER_TEST = 7.0
+#: What all cases of a plain run may take together; two workers need half of it.
+PER_RUN = 1500.0
+#: Of a case that nobody has measured, by folder: forked ranks and a reference, or arithmetic.
+UNMEASURED, OF_ARITHMETIC = 3.0, {"unit": 0.05, "planner": 0.2}
+
+_AXIS = re.compile(r"\b(dp_replicate|dp_shard|pp|tp|cp|ep)(?:_size)?=(-?\d+)")
+_SETTING = re.compile(r"\b([a-z_]+)=([\w.]+)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One item of pytest: its name, its test (the name without parameters), the values it runs with."""
+
+    name: str
+    test: str
+    values: frozenset[str] = frozenset()
+
+    @property
+    def file(self) -> str:
+        """The file of the test."""
+        return self.test.partition("::")[0]
+
+    @property
+    def axes(self) -> set[tuple[str, ...]]:
+        """The axes that are on, and pairs of them; one that is on alone too, as others are then left out of a model."""
+        on = sorted(value for value in self.values if value in AXES)
+        return {*combinations(on, 1), *combinations(on, 2), *((axis, "alone") for axis in on if len(on) == 1)}
+
+    @property
+    def place(self) -> bytes:
+        """Where it stands among others."""
+        return hashlib.sha256(self.name.encode()).digest()
+
+
+AXES = ("dp_replicate", "dp_shard", "pp", "tp", "cp", "ep")
+
+
+def values(parameters: dict[str, Any], specs: Iterable[str] = ()) -> frozenset[str]:
+    """What a case runs with: axes that are on, settings of its spec, and its other parameters."""
+    found: set[str] = set()
+    for name, value in [*parameters.items(), *(("spec", spec) for spec in specs)]:
+        text = str(value)
+        if isinstance(value, str) and _AXIS.search(text):
+            found |= {axis for axis, size in _AXIS.findall(text) if size != "1"}
+            found |= {f"{key}={setting}" for key, setting in _SETTING.findall(text) if not _AXIS.match(f"{key}=1")}
+        else:
+            found.add(f"{name}={re.sub(r' at 0x[0-9a-f]+', '', text)}")
+    return frozenset(found)
+
+
+def choose(cases: Iterable[Case], seconds: dict[str, float], per_test: float = PER_TEST) -> set[str]:
+    """Names of the cases that a plain run takes."""
+    files: dict[str, dict[str, list[Case]]] = {}
+    for case in sorted(cases, key=lambda case: case.place):
+        files.setdefault(case.file, {}).setdefault(case.test, []).append(case)
+    return {case.name for tests in files.values() for case in _of_file(tests, seconds, per_test)}
+
+
+def _of_file(tests: dict[str, list[Case]], seconds: dict[str, float], per_test: float) -> list[Case]:
+    shown: set[tuple[str, ...]] = set()
+    taken: list[Case] = []
+    for test, cases in tests.items():
+        first = max(cases, key=lambda case: len(case.axes - shown))  # of equals the one whose place is first
+        taken += _of_test(first, cases, cost(test, seconds), per_test)
+        shown.update(*(case.axes for case in taken))
+    for case in sorted((case for cases in tests.values() for case in cases), key=lambda case: case.place):
+        if not case.axes <= shown:
+            taken.append(case)
+            shown |= case.axes
+    return taken
+
+
+def _of_test(first: Case, cases: list[Case], each: float, per_test: float) -> list[Case]:
+    """All if there is time; else the first, then what shows new values, then what shows new pairs of them."""
+    if len(cases) * each <= per_test:
+        return cases
+    taken, shown = [first], _together(first, 1) | _together(first, 2)
+    for number in (1, 2):
+        for case in cases:
+            if not _together(case, number) <= shown and (len(taken) + 1) * each <= per_test:
+                taken.append(case)
+                shown |= _together(case, 1) | _together(case, 2)
+    return taken
+
+
+def _together(case: Case, number: int) -> set[tuple[str, ...]]:
+    return set(combinations(sorted(case.values), number))
+
+
+def recorded() -> dict[str, float]:
+    """Seconds per case of each test that was measured."""
+    return json.loads(SECONDS.read_text()) if SECONDS.exists() else {}
+
+
+def cost(test: str, seconds: dict[str, float]) -> float:
+    """Seconds of one case of a test."""
+    folder = test.split("/")[1] if test.count("/") > 1 else ""
+    return seconds.get(test, OF_ARITHMETIC.get(folder, UNMEASURED))
