@@ -47,7 +47,7 @@ def _first_host() -> str:
     except (OSError, subprocess.SubprocessError, IndexError) as error:
         if nodes and not set(nodes) & set("[,"):
             return nodes
-        refuse("MASTER_ADDR", "not set, and scontrol does not name the first host", "MASTER_ADDR=node1", error)
+        refuse("MASTER_ADDR", "not set, and scontrol does not name the first host", "MASTER_ADDR=node1", cause=error)
 
 
 def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
