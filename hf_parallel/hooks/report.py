@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel import __version__
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
 from hf_parallel.hooks import runtime
@@ -72,8 +73,13 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
         "attention": getattr(model.config, "_attn_implementation", None) if hasattr(model, "config") else None,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
         "notes": [*(state.notes if state else ()), *_inexact(trainer, mesh.data_size)],
-        "versions": {p: importlib.metadata.version(p) for p in ("hf-parallel", "torch", "transformers", "accelerate")},
+        "versions": {"hf-parallel": __version__, **_versions()},
     }
+
+
+def _versions() -> dict[str, str]:
+    """Not of this package, which may be a checkout that is not installed."""
+    return {library: importlib.metadata.version(library) for library in ("torch", "transformers", "accelerate")}
 
 
 def layout_lines(facts: dict[str, Any]) -> list[str]:
