@@ -10,9 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD
 from hf_parallel.planner.hardware import Cluster
-from hf_parallel.planner.layout import Job, Layout
+from hf_parallel.planner.layout import Job
 
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
