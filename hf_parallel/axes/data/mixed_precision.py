@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 _HALF = (torch.bfloat16, torch.float16)
+_SETTLED = "_hf_parallel_computes_in"
 
 
 def policy_for(root: nn.Module, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
@@ -35,8 +36,7 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     """
 
     def follow(module: nn.Module, args: Any) -> None:
-        if not hasattr(module, "_hf_parallel_computes_in"):
-            change(module, autocast_dtype(device))
+        change(module, getattr(module, _SETTLED, None) or autocast_dtype(device))
 
     root.register_forward_pre_hook(follow, prepend=True)  # before FSDP2's own, which gathers
 
@@ -44,7 +44,7 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
 def compute_in(root: Any, dtype: torch.dtype) -> None:
     """From here on `root` gathers its weights in this dtype, in training and evaluation."""
     if isinstance(root, FSDPModule):
-        cast(Any, root)._hf_parallel_computes_in = dtype
+        setattr(root, _SETTLED, dtype)
         change(cast(nn.Module, root), dtype)
 
 
