@@ -173,7 +173,8 @@ class StageBytes:
 
     kept: by its forward. between: gradients of outputs, from one half of a backward to the other. begin, end: what
     else a backward needs when it begins, and its first half at its end. gradients: of weights, from the first
-    backward on.
+    backward on. late: those that a second half leaves beside them, until the next backward widens and adds them; 0: it
+    adds them itself.
     """
 
     kept: float
@@ -181,6 +182,7 @@ class StageBytes:
     begin: float
     end: float
     gradients: float
+    late: float = 0.0
 
 
 class Moment(NamedTuple):
@@ -203,9 +205,10 @@ def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> 
     """
     held, most = 0.0, Moment()
     summed: set[int] = set()
+    waiting: set[int] = set()
     for action in flat(actions):
         stage = stages[action.stage]
-        whole = sum(stages[index].gradients for index in summed)
+        whole = sum(stages[index].gradients for index in summed) + sum(stages[index].late for index in waiting)
         if action.kind == FORWARD:
             held += stage.kept
             most = max(most, Moment(held, 0.0, whole), key=sum)
@@ -218,5 +221,8 @@ def fullest_moment(actions: Iterable[Action], stages: dict[int, StageBytes]) -> 
             held -= stage.between
         if action.kind in (BACKWARD, BACKWARD_WEIGHT):
             held -= stage.kept
+            (waiting if stage.late and action.kind == BACKWARD_WEIGHT else summed).add(action.stage)
+        if action.kind in (BACKWARD, BACKWARD_INPUT) and action.stage in waiting:
+            waiting.remove(action.stage)
             summed.add(action.stage)
     return most

@@ -30,7 +30,8 @@ def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
     """What an experienced user would say about a layout."""
     yield from _about_links(choice, goal.cluster)
     config, prediction = choice.config, choice.prediction
-    if choice.accumulation > 1 and config.pp_size == 1 and config.data_parallel_size > 1:
+    whole = config.pp_size == 1 and config.data_parallel_size > 1 and not config.reduces_each_micro_batch
+    if choice.accumulation > 1 and whole:
         yield (
             f"gradient_accumulation_steps={choice.accumulation} holds whole gradients between the calls, not shards; "
             "a larger batch per call, or fewer rows per step, does not"

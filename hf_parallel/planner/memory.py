@@ -142,6 +142,11 @@ class _Rank:
         several = self.layout.pp > 1 or (self.job.micro_batches > 1 and not self.layout.reduces_each)
         return not self.habits.gradient_buffers and several
 
+    @property
+    def _widens(self) -> bool:
+        """Are gradients added up in more bits than the backward gives them?"""
+        return self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
+
     def _gathered(self) -> float:
         """Whole weights: those of the layers at work and of the ends, or all."""
         if not self.gathers:
@@ -231,6 +236,7 @@ class _Rank:
             max(self._loss(stage) - kept_logits, self._layer_again(stage)),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
             self._gradients(stage) if self._accumulates else 0.0,
+            self._gradients(stage) * self.width / self.summed if self._widens else 0.0,
         )
 
     def _kept(self, stage: Stage, recompute: str) -> float:

@@ -20,8 +20,8 @@ LAYOUTS = [
     "tp=2,dp_shard=2",
     "pp=2,tp=2",
     "pp=2,dp_shard=2",
-    "dp_replicate=2,dp_shard=2",
-    "pp=2,dp_replicate=2",
+    "dp_replicate=2,dp_shard=2,zero_stage=1",
+    "pp=2,dp_shard=2,zero_stage=0",  # replicas
 ]
 FORMATS = {"consolidated": "50GB", "sharded": "100KB"}
 

@@ -20,9 +20,7 @@ def tokens(seed=5):
 
 
 def build():
-    return models.build(
-        "llama", num_hidden_layers=7, num_attention_heads=6, num_key_value_heads=3, head_dim=16, vocab_size=515
-    )
+    return models.build("llama", num_hidden_layers=7, vocab_size=515)
 
 
 def by_hand():

@@ -101,7 +101,7 @@ def test_table_1(ranks):
 
     3 %: rows that do not divide are padded. 2, 2, 2 and 3 numbers travel per parameter, embedding and norm one less.
     """
-    stages = run(all_stages, ranks)[0]
+    stages = run(all_stages, ranks, ranks)[0]
     for stage, (held, sent, weights, sent_at_once) in enumerate(stages):
         table = zero_states(1, ranks, stage, StateBytes(weights=2 if stage < 3 else 0, gradients=4, optimizer=12))
         assert held[MICRO_BATCHES - 2] == pytest.approx(sum(table.values()), rel=0.03)

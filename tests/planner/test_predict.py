@@ -103,20 +103,20 @@ def test_adapters_need_no_gradients_of_the_rest():
 
 @pytest.mark.parametrize("engine", ["standard", "hf_parallel"])
 def test_fp32_weights_under_autocast(engine):
-    """They travel and are kept as fp32, are multiplied as bf16, and are copied for that.
+    """They are kept as fp32 and multiplied as bf16: by the book they travel as fp32, and are copied for a product.
 
-    Of bf16 weights this engine sums the gradients in fp32, which Megatron's formulas leave out.
+    This engine gathers them in bf16, and sums gradients in fp32 whatever the weights are.
     """
     bf16, mixed, fp32 = (changed(precision=name, engine=engine) for name in ("bf16", "mixed", "fp32"))
     sent = [sum(found.breakdown.bytes_by_axis.values()) for found in (bf16, mixed, fp32)]
-    assert sent[1] == sent[2]
-    assert sent[1] == 2 * sent[0] if engine == "standard" else 1.5 * sent[0] < sent[1] < 2 * sent[0]
-    assert bf16.step_time_s < mixed.step_time_s < fp32.step_time_s
+    assert sent[1] == (sent[2] if engine == "standard" else sent[0])
+    assert sent[2] == 2 * sent[0] if engine == "standard" else 1.4 * sent[0] < sent[2] < 2 * sent[0]
+    assert bf16.step_time_s <= mixed.step_time_s < fp32.step_time_s
     assert fp32.breakdown.time["head"] > 1.5 * mixed.breakdown.time["head"] == 1.5 * bf16.breakdown.time["head"]
-    assert mixed.breakdown.time["autocast"] > 0
+    assert ("autocast" in mixed.breakdown.time) == (engine == "standard")
     copies = sum(matrix.flops for block in mixed.shape.blocks for matrix in block.matrices) / 2**30  # 2 bytes each
     assert mixed.breakdown.memory["optimizer"] == fp32.breakdown.memory["optimizer"]
-    assert mixed.memory_gib > copies + mixed.breakdown.memory["weights"]
+    assert engine == "hf_parallel" or mixed.memory_gib > copies + mixed.breakdown.memory["weights"]
 
 
 @pytest.mark.parametrize("engine", ["standard", "hf_parallel"])

@@ -11,6 +11,7 @@ AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
 # key -> (text, value) for a value this version accepts and that is not the default where one exists
 VALUES = {
     "zero_stage": ("2", 2),
+    "gradient_reduction": ("step", "step"),
     "sequence_parallel": ("false", False),
     "tp_overlap": ("false", False),
     "pipeline_schedule": ("gpipe", "gpipe"),
@@ -275,7 +276,7 @@ def test_where_stages_live():
         ("sequence_parallel=true", "sequence_parallel=false"),
         ("ep=2", "ep_size=1"),
         ("gradient_reduction=micro_step,zero_stage=1", "zero_stage=2"),
-        ("gradient_reduction=micro_step,pp=2", "gradient_reduction=step"),
+        ("pp=2,gradient_reduction=micro_step", "gradient_reduction=step"),
         ("activation_checkpointing=selective", "activation_checkpointing=full"),
         ("auto", "hf-parallel plan"),
     ],

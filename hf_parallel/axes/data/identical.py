@@ -16,7 +16,7 @@ def make_identical(model: nn.Module, device: torch.device) -> bool:
     """Compare checksums over all ranks; if they differ, send rank 0's tensors one by one. Collective.
 
     Args:
-        device: where this process computes and communicates; the model may still be on the CPU, and passes by in parts.
+        device: where this process computes and communicates; the model may still be on the CPU, and goes by in parts.
 
     Returns:
         Whether anything had to be sent.

@@ -1,7 +1,7 @@
 """Mixed precision without data ranks: one 16-bit copy of each matrix per step, for all of its micro-batches.
 
-torch.autocast makes a copy at each use, and every micro-batch in flight keeps its own until its backward pass; it caches
-copies of plain trained weights for one forward pass, of frozen or split ones not at all:
+torch.autocast makes a copy at each use, and every micro-batch in flight keeps its own until its backward pass. It
+caches copies of plain trained weights for one forward pass, of frozen or split ones not at all:
 
     fp32 matrices       made                                      held
     autocast            per micro-batch, again when recomputed    per micro-batch in flight

@@ -13,6 +13,7 @@ to change it: a unit's state and its parameter groups are its internals, looked 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 _HALF = (torch.bfloat16, torch.float16)
+_SETTLED = "_hf_parallel_computes_in"
 
 
 def policy_for(root: nn.Module, dtype: torch.dtype | None = None) -> MixedPrecisionPolicy:
@@ -35,8 +37,7 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     """
 
     def follow(module: nn.Module, args: Any) -> None:
-        if not hasattr(module, "_hf_parallel_computes_in"):
-            change(module, autocast_dtype(device))
+        change(module, getattr(module, _SETTLED, None) or autocast_dtype(device))
 
     root.register_forward_pre_hook(follow, prepend=True)  # before FSDP2's own, which gathers
 
@@ -44,7 +45,7 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
 def compute_in(root: Any, dtype: torch.dtype) -> None:
     """From here on `root` gathers its weights in this dtype, in training and evaluation."""
     if isinstance(root, FSDPModule):
-        cast(Any, root)._hf_parallel_computes_in = dtype
+        setattr(root, _SETTLED, dtype)
         change(cast(nn.Module, root), dtype)
 
 
@@ -56,8 +57,9 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
     """The dtype that a forward pass of `root` would gather its fp32 weights in, here and now."""
     dtype = autocast_dtype(device)
-    kept = {p.dtype for p in root.parameters() if p.is_floating_point()} - {torch.float32, dtype}
-    return None if kept or not isinstance(root, FSDPModule) else dtype
+    if dtype is None or not isinstance(root, FSDPModule):
+        return None
+    return None if any(weight.dtype != torch.float32 for weight in _weights(root)) else dtype
 
 
 def computed_in(root: nn.Module) -> torch.dtype | None:
@@ -70,20 +72,30 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     """Let the units below `root` gather in `dtype`, if their weights are fp32; not while they hold gathered ones."""
     if not isinstance(root, FSDPModule) or dtype == computed_in(root):
         return
-    states: list[Any] = [
-        fully_shard.state(unit)  # type: ignore[attr-defined]
-        for unit in root.modules()
-        if isinstance(unit, FSDPModule)
-    ]
+    if (
+        dtype is not None and getattr(next(_weights(root), None), "dtype", None) != torch.float32
+    ):  # asked before each forward pass
+        return
+    states = list(_states(root))
     held = [parameter for state in states for group in state._fsdp_param_groups for parameter in group.fsdp_params]
     if any(p.sharded_state.name != "SHARDED" or p.unsharded_accumulated_grad is not None for p in held):
         return
-    weights = [p.sharded_param for p in held if p.sharded_param.is_floating_point()]
-    if dtype is not None and any(weight.dtype != torch.float32 for weight in weights):
+    if dtype is not None and any(weight.dtype != torch.float32 for weight in _weights(root)):
         return
     policy = policy_for(root, dtype)
     for state in states:
         _set(state, policy)
+
+
+def _states(root: nn.Module) -> Iterator[Any]:
+    units = (unit for unit in root.modules() if isinstance(unit, FSDPModule))
+    return (fully_shard.state(unit) for unit in units)  # type: ignore[attr-defined]
+
+
+def _weights(root: nn.Module) -> Iterator[torch.Tensor]:
+    """What units of `root` store, but for packed weights, which are integers."""
+    for group in (group for state in _states(root) for group in state._fsdp_param_groups):
+        yield from (p.sharded_param for p in group.fsdp_params if p.sharded_param.is_floating_point())
 
 
 def _set(state: Any, policy: MixedPrecisionPolicy) -> None:

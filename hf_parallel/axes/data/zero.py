@@ -13,7 +13,6 @@ mesh of size one `fully_shard` would copy every weight at each gather.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -150,7 +149,9 @@ def without_sharding(module: nn.Module) -> nn.Module:
     if not isinstance(module, FSDPModule):
         return module
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
-    plain = copy.copy(module)  # of the class from before
+    kind: Any = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))  # from before
+    plain = kind.__new__(kind)
+    vars(plain).update(vars(module))
     for name in ("_parameters", "_buffers", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks"):
         setattr(plain, name, type(vars(plain)[name])(vars(plain)[name]))
     for key in (STATE_KEY, REGISTRY_KEY):

@@ -115,9 +115,10 @@ class Region:
         assert self._entered is not None
         return self._entered
 
-    def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def column(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""
-        entered = self.enter(x)
+        # A wrapper has entered, with a tensor that FSDP2 may have replaced on its way into the layer.
+        entered = x if layer.adapted else self.enter(x)
         late = self._late.pop(layer, None)
         if late is None:
             return gather_recompute.linear(entered, self.columns[layer](), bias)

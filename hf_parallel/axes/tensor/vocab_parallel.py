@@ -71,8 +71,10 @@ class VocabParallel(TensorParallelLayer):
     def locate(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """The rows here of these ids, which of the ids are here, and the row here that gets no gradient."""
         check_range(ids, self.num_embeddings, "index out of range in self")
-        held = local(self.weight).shape[0]
-        first = first_row(self.num_embeddings, self.region.group)
+        # Not of the weight's shape: a wrapper asks before data ranks have gathered it.
+        group = self.region.group
+        first = first_row(self.num_embeddings, group)
+        held = min(-(-self.num_embeddings // group.size()), self.num_embeddings - first)
         inside = (ids >= first) & (ids < first + held)
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < held:
