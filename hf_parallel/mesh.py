@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.groups import Groups, all_ranks_on_host, time_out
+from hf_parallel.groups import Groups, all_ranks_on_host
 
 #: For threads of groups that something still refers to: to let go of the tensors of their last work.
 _LAST_WORK_S = 0.1

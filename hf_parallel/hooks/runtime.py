@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.config import ParallelConfig
+from hf_parallel.groups import time_out
 from hf_parallel.hooks import rendezvous
-from hf_parallel.mesh import ParallelMesh, set_time_out, time_out
+from hf_parallel.mesh import ParallelMesh, set_time_out
 from hf_parallel.parallelize import ParallelState, default_device, state_of
 
 #: Seconds that a collective may take, where the script's arguments do not say.

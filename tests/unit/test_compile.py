@@ -1,4 +1,4 @@
-"""Layers compiled by themselves: equal ones once, without breaks, with the numbers of one process that compiles none."""
+"""Layers compiled by themselves: equal ones once, without breaks, with the numbers of one process without."""
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ def trained(spec: str | None, rank: int = 0, **changes) -> tuple[float, int, int
         optimizer.zero_grad()
         model(input_ids=own, labels=own).loss.backward()
         optimizer.step()
-    norm = next(stored(p) for name, p in model.named_parameters() if "layers." in name and name.endswith("norm.weight"))
+    norm = next(
+        stored(p) for name, p in model.named_parameters() if "layers." in name and name.endswith("norm.weight")
+    )
     assert norm.isfinite().all()
     loss = model(input_ids=own, labels=own).loss.detach()
     if size > 1:
@@ -49,7 +51,10 @@ def test_equal_layers_share_a_graph(spec):
     ("spec", "words"),
     [
         ("tp=2,compile=regional", ("compile=regional", "tp_size=2", "tp_size=1 works")),
-        ("pp=2,pipeline_schedule=zbv_zero_bubble,compile=regional", ("zbv_zero_bubble", "pipeline_schedule=1f1b works")),
+        (
+            "pp=2,pipeline_schedule=zbv_zero_bubble,compile=regional",
+            ("zbv_zero_bubble", "pipeline_schedule=1f1b works"),
+        ),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_by_name(spec, words):

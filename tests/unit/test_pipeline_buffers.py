@@ -28,7 +28,9 @@ def kept(schedule: str) -> tuple[int, int, int]:
         model(input_ids=ids, labels=ids).loss.backward()
     found = model._hf_parallel.pipeline.schedules
     stages = [stage for _, stages in found.values() for stage in stages]
-    infos = [info for s in stages for kind in (s.args_recv_info, s.grad_recv_info) for one in kind.values() for info in one]
+    infos = [
+        info for s in stages for kind in (s.args_recv_info, s.grad_recv_info) for one in kind.values() for info in one
+    ]
     held = sum(i.buffer.nbytes for i in infos if i.buffer is not None and not i.buffer.is_meta)
     return len(found), held, votes // len(stages)
 

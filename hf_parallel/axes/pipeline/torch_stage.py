@@ -46,7 +46,9 @@ class TorchStage(PipelineStage):
         return None if self.connected else super()._warmup_forward_vote(*args, **kwargs)
 
     def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
-        return torch.ones((), dtype=torch.int32) if self.connected else super()._warmup_backward_result(*args, **kwargs)
+        return (
+            torch.ones((), dtype=torch.int32) if self.connected else super()._warmup_backward_result(*args, **kwargs)
+        )
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """torch 2.11 tries all connections first; in a V one is to this rank itself, which gloo does not have."""
@@ -72,7 +74,7 @@ class TorchStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        infos = self.args_recv_info[fwd_chunk_id]
+        infos: Any = self.args_recv_info[fwd_chunk_id]
         for info in infos:
             info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())
         received = super()._retrieve_recv_activations(fwd_chunk_id)

@@ -143,8 +143,8 @@ class SplitNorm(PartialGradient):
                 return super(PartialGradient, self).forward(*args, **kwargs)
         if input.shape[-1] * group.size() != self.weight.numel():
             return super().forward(*args, **kwargs)
-        whole = gather_last_dim(input, group)
-        return super().forward(whole, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
+        gathered = gather_last_dim(input, group)
+        return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
 
 
 @contextlib.contextmanager

@@ -190,7 +190,9 @@ def convert_to_fp32(original: Callable) -> Callable:
     """Logits that are cut over ranks are cast when somebody reads them: their loss is known, and nobody else need."""
 
     def replacement(tensor: Any) -> Any:
-        cut = [value for value in dict.values(tensor) if isinstance(value, DTensor)] if isinstance(tensor, dict) else []
+        cut = (
+            [value for value in dict.values(tensor) if isinstance(value, DTensor)] if isinstance(tensor, dict) else []
+        )
         if not cut:
             return original(tensor)
         for value in cut:
