@@ -46,17 +46,15 @@ _COPIES = {_aten._to_copy.default, _aten.copy_.default}
 
 
 class CountSyncs(TorchDispatchMode):
-    """What makes the process wait for the accelerator, by place and kind: numbers read, blocking copies, shapes.
+    """What makes the process wait for the accelerator, by place and kind: numbers, blocking copies, shapes.
 
-    `ours`: where the innermost frame that is not torch's is of this package. `others`: elsewhere. `ops`: how often each
-    operation ran on the accelerator.
+    `ours`: where the innermost frame that is not torch's is of this package. `others`: elsewhere.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.ours: Counter[str] = Counter()
         self.others: Counter[str] = Counter()
-        self.ops: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -69,8 +67,6 @@ class CountSyncs(TorchDispatchMode):
         if func is _aten._to_copy.default and str(kwargs.get("device")).startswith(NAME):
             # torch would try to copy constants.
             return torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
-        if NAME in devices:
-            self.ops[func._opname] += 1
         return func(*args, **kwargs)
 
     def _note(self, kind: str) -> None:
@@ -132,10 +128,10 @@ def parallel(config: Any, mesh: ParallelMesh, adapt: Any = None) -> Any:
 @contextlib.contextmanager
 def without_values(model: Any, device: torch.device) -> Iterator[None]:
     """In here tensors have no values, those of the model lie on the device."""
-    with mock.patch.object(torch, "tensor", functools.partial(_tensor, torch.tensor)), fake_tensors_pass_as_real():
-        with _valueless:
-            materialise(model, device)
-            yield
+    made = functools.partial(_tensor, torch.tensor)
+    with mock.patch.object(torch, "tensor", made), fake_tensors_pass_as_real(), _valueless:
+        materialise(model, device)
+        yield
 
 
 _valueless = FakeTensorMode(allow_non_fake_inputs=True)

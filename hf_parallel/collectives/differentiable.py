@@ -3,8 +3,8 @@
 
 Each takes a local tensor and a process group. Sequence forms cut tokens: those of all rows of [batch, seq, hidden] one
 after another, or of [tokens, hidden] where a model flattens. So a part is consecutive in memory, whatever the batch,
-and nothing is copied before or after a collective; a part of [batch, seq, hidden] has the shape [batch, seq / n, hidden]
-although its tokens need not be those of whole rows:
+and nothing is copied before or after a collective; a part of [batch, seq, hidden] has the shape
+[batch, seq / n, hidden], although its rows are not those of the whole:
 
     rows a, b of four tokens, two ranks    rank 0: [[a0 a1] [a2 a3]]    rank 1: [[b0 b1] [b2 b3]]
 """

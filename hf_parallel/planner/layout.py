@@ -38,7 +38,7 @@ class Habits:
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
     split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
-    kept_split_logit_bytes: float = 0.0
+    loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
     receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
     # beside the tensors
     fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
@@ -48,6 +48,7 @@ class Habits:
     # communication
     data_axis: str = "dp"  # what the data axis is called
     recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
+    lowers_inputs: bool = False  # under autocast they travel as products read them
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
     fp32_sums: bool = False  # gradients of 16 bits are summed over ranks and micro-batches in fp32
     counts_ends: bool = False  # embedding, loss and norms are counted, too; the efficiencies were fitted without
@@ -65,9 +66,9 @@ HABITS = {
         balanced=True,
         kernels="transformers",
         logit_bytes=12.0,
-        split_logit_bytes=4.0,
         kept_logit_bytes=4.0,
-        kept_split_logit_bytes=2.0,
+        loss_chunk=1024,
+        lowers_inputs=True,
         communicator_gib=0.5,
         bucket_gib=0.0,
         data_axis="dp_shard",

@@ -123,6 +123,7 @@ class _Sends:
         self.widened = summed_width(job) / job.stored  # a gradient's bytes beside its weight's
         self.tokens = job.micro_batch * job.seq / layout.cp
         self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
+        self.entering = self.product if job.habits.lowers_inputs else self.stream
         self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
 
     def tp(
@@ -133,16 +134,16 @@ class _Sends:
     # ---- tensor parallelism --------------------------------------------------------------------------------------
 
     def regions(self) -> Iterator[Transfer]:
-        """Attention and MLP: inputs and their gradients in the stream's dtype, outputs in the products'."""
+        """Attention and MLP: inputs and their gradients in the stream's dtype or the products', outputs in these'."""
         again_in = {"none": 0, "selective": 1, "full": 2}[self.job.recompute]
         again_out = {"none": 0, "selective": 1, "full": self.habits.recomputed_outputs}[self.job.recompute]
         inputs, outputs = "inputs of attention and MLP", "outputs of attention and MLP"
         yield self.tp(self.reduce, self.product, 2, outputs)
         yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD)
-        yield self.tp(self.reduce, self.stream, 2, "gradients of inputs", BACKWARD)
+        yield self.tp(self.reduce, self.entering, 2, "gradients of inputs", BACKWARD)
         if self.layout.sequence_parallel:
-            yield self.tp("all_gather", self.stream, 2, inputs)
-            yield self.tp("all_gather", self.stream, again_in, inputs, BACKWARD)
+            yield self.tp("all_gather", self.entering, 2, inputs)
+            yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD)
             yield self.tp("all_gather", self.product, 2, "gradients of outputs", BACKWARD)
             wide = not (self.job.lora and self.job.stored < ADAPTER_WIDTH)  # adapters keep what they would gather
             yield self.tp("all_gather", self.product, 2 * self.habits.regathers * wide, inputs, BACKWARD, PRODUCTS)
@@ -162,12 +163,12 @@ class _Sends:
         if stage.is_first:
             yield self.tp("all_reduce", self.stream, 1, "embedding")
             if self.job.lora:  # the first layer's input is frozen: it has no gradient
-                yield self.tp(self.reduce, self.stream, -1, "gradients of inputs", BACKWARD)
+                yield self.tp(self.reduce, self.entering, -1, "gradients of inputs", BACKWARD)
             else:
                 yield self.tp("all_gather", self.stream, gathers, "gradient of the embedding", BACKWARD)
         if stage.is_last:
             yield self.tp("all_gather", self.stream, gathers, "input of the head")
-            yield self.tp("all_reduce", self.stream, 1, "gradient of the head's input", BACKWARD)
+            yield self.tp("all_reduce", self.entering, 1, "gradient of the head's input", BACKWARD)
             yield self.tp("all_reduce", losses, 1, "largest logits")
             yield self.tp("all_reduce", 2 * losses, 1, "sums of the loss")
 

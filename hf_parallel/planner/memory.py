@@ -224,9 +224,8 @@ class _Rank:
 
     def _stage_bytes(self, stage: Stage) -> StageBytes:
         logits = self.tokens * self.shape.head_outputs / self.layout.tp * stage.is_last
-        split, habits = self.layout.tp > 1, self.habits
         # The logarithms of probabilities; of a split vocabulary the logits themselves.
-        kept_logits = logits * (habits.kept_split_logit_bytes if split else habits.kept_logit_bytes)
+        kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         # What was sent on is kept; what arrives, too, where no buffer waits for it.
         sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits
@@ -279,8 +278,15 @@ class _Rank:
             return 0.0
         split, hidden = self.layout.tp > 1, self.shape.hidden
         each = self.habits.split_logit_bytes if split else self.habits.logit_bytes
+        if self._chunks:
+            each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
         norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
         return self.tokens * (self.shape.head_outputs / self.layout.tp * each + norm + self.width * hidden * split)
+
+    @property
+    def _chunks(self) -> bool:
+        """Is the loss of a split vocabulary computed some tokens at a time?"""
+        return self.layout.tp > 1 and self.habits.loss_chunk > 0
 
     def _layer_again(self, stage: Stage) -> float:
         """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""

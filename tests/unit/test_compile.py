@@ -1,4 +1,4 @@
-"""Layers compiled by themselves: equal ones once, without breaks, with the numbers of one process that compiles none."""
+"""Layers compiled by themselves: equal ones once, without breaks, with the numbers of one process without."""
 
 import pytest
 import torch
@@ -61,3 +61,23 @@ def test_what_cannot_be_compiled_is_refused_by_name(spec, words):
     with pytest.raises(SpecError) as caught:
         ParallelConfig.parse(spec)
     assert [word for word in words if word not in str(caught.value)] == []
+
+
+def prepared() -> tuple[bool, int]:
+    """Is the model still the script's, where Accelerate was told to compile; and how many graphs one step makes."""
+    from accelerate import Accelerator
+
+    from hf_parallel import hooks
+
+    hooks.activate("dp_shard=2", source="test")
+    model = models.build("llama").train()
+    accelerator = Accelerator(cpu=True, dynamo_backend="aot_eager")
+    same = accelerator.prepare(model) is model
+    ids = torch.arange(22).view(2, 11)
+    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+    return same, counters["stats"]["unique_graphs"]
+
+
+def test_accelerate_compiles_layers_and_not_the_model():
+    """As for Trainer's `torch_compile=True`, which is a setting of its Accelerator."""
+    assert run(prepared, 2, init=False) == [(True, 1)] * 2

@@ -47,11 +47,14 @@ def test_no_set_of_ranks_has_two_groups(spec):
 def calls_where_communicators_are_split(spec: str) -> tuple[list[int], int]:
     """Where `device_id` was given: parts of each split, and groups that are made one by one."""
     config, made, splits = ParallelConfig.parse(spec), [], []
-    with fake_world(WORLD - 1, WORLD), mock.patch.object(groups, "_is_split", lambda group: True):
-        with mock.patch.object(dist, "split_group", lambda split_ranks, **_: splits.append(len(split_ranks))):
-            with mock.patch.object(dist, "new_group", lambda *args, **_: made.append(args)):
-                for axis in config.resolve(WORLD).sizes:
-                    Groups(torch.device("cpu")).along(axis_ranks(config, axis))
+    with (
+        fake_world(WORLD - 1, WORLD),
+        mock.patch.object(groups, "_is_split", return_value=True),
+        mock.patch.object(dist, "split_group", lambda split_ranks, **_: splits.append(len(split_ranks))),
+        mock.patch.object(dist, "new_group", lambda *args, **_: made.append(args)),
+    ):
+        for axis in config.resolve(WORLD).sizes:
+            Groups(torch.device("cpu")).along(axis_ranks(config, axis))
     return splits, len(made)
 
 
@@ -71,9 +74,12 @@ def urgent(spec: str) -> list[object]:
         return new_group(ranks, timeout=settings["timeout"])
 
     new_group = dist.new_group
-    with fake_world(0, 4), mock.patch.object(dist, "new_group", made):
-        with mock.patch.object(groups, "_high_priority", lambda device: "high"):
-            ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
+    with (
+        fake_world(0, 4),
+        mock.patch.object(dist, "new_group", made),
+        mock.patch.object(groups, "_high_priority", return_value="high"),
+    ):
+        ParallelMesh.create(ParallelConfig.parse(spec), torch.device("cpu"))
     return seen
 
 
@@ -112,7 +118,7 @@ def told() -> tuple[bool, int, int, torch.Tensor]:
         through.append(kwargs["group"])
         return broadcast(objects, *args, **kwargs)
 
-    with mock.patch.object(groups, "takes_host_memory", lambda group: False):
+    with mock.patch.object(groups, "takes_host_memory", return_value=False):
         model = parallelize(models.build("llama").eval(), "pp=2")
     engine = model._hf_parallel.pipeline
     ids = torch.arange(33).view(3, 11)

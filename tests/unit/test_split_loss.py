@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hf_parallel.axes.tensor import cross_entropy as module
 from hf_parallel.axes.tensor.vocab_parallel import first_row
 from hf_parallel.dryrun.recorder import REST, Recorder
+from tests import models
 from tests.distributed import run
 
 TOKENS, VOCABULARY = 33, 515
@@ -34,10 +35,11 @@ def split(dtype: torch.dtype) -> tuple[Any, ...]:
     part, first = own_columns(logits)
     with Recorder({}) as recorder:
         known = {recorder.note(part): "logits"}
+        recorder.remember()
         loss = module.cross_entropy(part, target, first, dist.group.WORLD, -100)
         (loss / 7).backward()
-        peak = recorder.peak(known)
-    return loss.detach(), part.grad, peak[REST] / part.numel()
+        recorder.remember()
+    return loss.detach(), part.grad, max(peak[REST] for peak in recorder.peaks(known)) / part.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -58,3 +60,23 @@ def test_memory_beside_the_logits():
     """The gradient, in their dtype; fp32 of a chunk of 8 of 33 tokens three times, and what there is per token."""
     for _, _, per_logit in run(split, 2, torch.bfloat16):
         assert per_logit < 2 + 3 * 4 * 8 / TOKENS + 0.5
+
+
+def outputs_of_accelerate() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """The dtypes of split logits before and when they are read, and of the loss, under mixed precision."""
+    from accelerate import Accelerator
+
+    from hf_parallel import hooks
+
+    hooks.activate("tp=2", source="test")
+    model = Accelerator(cpu=True, mixed_precision="bf16").prepare(models.build("llama"))
+    ids = torch.arange(22).view(2, 11)
+    outputs = model(input_ids=ids, labels=ids)
+    held = dict.__getitem__(outputs, "logits")
+    return held.dtype, outputs.logits.dtype, outputs.loss.dtype
+
+
+def test_split_logits_are_cast_when_they_are_read():
+    """Accelerate makes fp32 of all outputs: of logits that nobody reads it would be 4 bytes each, for nothing."""
+    for found in run(outputs_of_accelerate, 2, init=False):
+        assert found == (torch.bfloat16, torch.float32, torch.float32)

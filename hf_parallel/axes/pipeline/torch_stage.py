@@ -74,7 +74,7 @@ class TorchStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        infos = self.args_recv_info[fwd_chunk_id]
+        infos: Any = self.args_recv_info[fwd_chunk_id]
         for info in infos:
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())

@@ -61,7 +61,7 @@ def _harmless(node: ast.AST, linears: frozenset[str]) -> list[ast.AST]:
     if isinstance(node, ast.Attribute) and node.attr in _SHAPE:
         return [node.value]
     called = node.func if isinstance(node, ast.Call) else None
-    if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self":
-        if called.attr in linears:
-            return [*node.args, *(keyword.value for keyword in node.keywords)]  # type: ignore[attr-defined]
+    own = isinstance(called, ast.Attribute) and isinstance(called.value, ast.Name) and called.value.id == "self"
+    if own and called.attr in linears:  # type: ignore[union-attr]
+        return [*node.args, *(keyword.value for keyword in node.keywords)]  # type: ignore[attr-defined]
     return []

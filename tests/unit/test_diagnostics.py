@@ -1,0 +1,49 @@
+"""What is switched on before groups are made, so that a run that hangs says where."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from hf_parallel import cli
+from hf_parallel.hooks import runtime
+
+NAMES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+
+
+@pytest.fixture(autouse=True)
+def nothing_set(monkeypatch):
+    for name in (*NAMES, "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_DESYNC_DEBUG", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_flight_recorder_is_on(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    found = runtime.diagnostics()
+    assert found == dict.fromkeys(NAMES, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DESYNC_DEBUG": "1"}
+
+
+def test_what_is_set_stays(monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    monkeypatch.setenv("TORCH_NCCL_DESYNC_DEBUG", "0")
+    assert runtime.diagnostics() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+
+
+def test_desync_debug_is_for_worlds_whose_store_bears_it(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1024")
+    assert "TORCH_NCCL_DESYNC_DEBUG" not in runtime.diagnostics()
+
+
+@pytest.mark.parametrize(
+    ("cores", "cpu", "bound"), [(8, False, True), (4, False, False), (8, True, False)], ids=["free", "chosen", "cpu"]
+)
+def test_processes_are_bound_where_nobody_has_chosen_cores(cores, cpu, bound):
+    with (
+        mock.patch.object(torch, "version", SimpleNamespace(cuda="13.0")),
+        mock.patch.object(cli, "_accelerators", return_value=8),
+        mock.patch("accelerate.utils.is_pynvml_available", return_value=True),
+        mock.patch("os.sched_getaffinity", return_value=set(range(cores)), create=True),
+        mock.patch("os.cpu_count", return_value=8),
+    ):
+        assert cli._can_bind_to_nodes(cpu) is bound
