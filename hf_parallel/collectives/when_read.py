@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -46,12 +46,12 @@ class WholeWhenRead:
 
 
 @functools.cache
-def _class(cls: type) -> type:
+def _class(cls: Any) -> type:
     return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
 
 
 def whole_when_read(output: Any, key: str, function: Whole) -> None:
     """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given."""
     if not isinstance(output, WholeWhenRead):
-        output.__class__ = _class(type(output))
+        output.__class__ = _class(cast(Any, type(output)))
     vars(output).setdefault("_parts", {}).setdefault(key, []).append(function)

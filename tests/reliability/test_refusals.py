@@ -64,7 +64,11 @@ def refusal(world: int, fn, *args, env=None) -> str:
             "cp=2,context_parallel=ring", 2, "gemma2", ["softcapping=50", "context_parallel=ulysses"], id="soft caps"
         ),
         pytest.param(
-            "cp=3,context_parallel=ulysses", 3, "llama", ["ulysses", "4 heads", "context_parallel=ring"], id="few heads"
+            "cp=3,context_parallel=ulysses",
+            3,
+            "llama",
+            ["ulysses", "4 heads", "context_parallel=ring"],
+            id="few heads",
         ),
         pytest.param("cp=2,attention=eager", 2, "llama", ["attention=eager", "attention=auto"], id="kernels"),
         pytest.param("ep=2", 2, "llama", ["ep_size=2", "ep_size=1"], id="expert parallelism"),

@@ -176,7 +176,7 @@ class SequenceCut:
         given = (mask, positions, boundaries)
         key = tokens.shape[:2], given, [None if tensor is None else tensor._version for tensor in given]
         if self._last is None or not _same(self._last[0], key):
-            rows = documents.find(tuple(tokens.shape[:2]), mask, positions, boundaries)
+            rows = documents.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
             local = local_length(tokens.shape[1], self.shape.size, self.multiple)
             self._last = key, Layout(rows, self.shape, local)
         return self._last[1]

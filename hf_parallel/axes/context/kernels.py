@@ -25,9 +25,7 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale
     """[b, h, n, d] queries of a tile, [b, h / g, m, d] keys -> output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
     causal, mask = tile.kind == "causal", _mask(tile, q)
     if q.device.type == "cpu":
-        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
-        )
+        out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
     k, v = _per_query_head(k, q), _per_query_head(v, q)
     if _flash(q, mask):

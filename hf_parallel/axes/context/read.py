@@ -94,7 +94,7 @@ def _dense(model: Any, config: Any) -> str | None:
     return None
 
 
-# ---- the variant -----------------------------------------------------------------------------------------------------
+# ---- the variant -------------------------------------------------------------------------------------------------
 
 
 def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[str, str | None]:
@@ -148,5 +148,3 @@ def _inner(size: int, heads: int, kv_heads: int, node: int) -> int:
     """The most ranks of a node that share heads without repeating keys."""
     fits = [u for u in range(1, size) if size % u == 0 and u <= node and heads % u == 0 and kv_heads % u == 0]
     return max(fits, default=1)
-
-

@@ -58,9 +58,7 @@ class Ring:
 class Exchange:
     """Tensors that travel between two ranks at once, in both directions."""
 
-    def __init__(
-        self, group: Any, out: torch.Tensor | None, to: int, like: torch.Tensor | None, source: int
-    ) -> None:
+    def __init__(self, group: Any, out: torch.Tensor | None, to: int, like: torch.Tensor | None, source: int) -> None:
         self.out = None if out is None else out.contiguous()  # kept until it has been sent
         self.received = None if like is None else torch.empty_like(like, memory_format=torch.contiguous_format)
         operations = []
@@ -148,7 +146,8 @@ def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
         for keys, pair in _blocks(ring, own):
             everything[keys] = work.add(pair[0], pair[1], ring.tiles(keys))
         return start_reduce_scatter(everything, ring.group).wait()
-    total, returning, arrived = torch.zeros(0), None, own
+    total, returning = torch.zeros(0), None
+    arrived: torch.Tensor | None = own
     for step in range(ring.size):
         following = None if step + 1 == ring.size else _next_keys(ring, own, step + 1)
         keys = (ring.rank - step) % ring.size

@@ -173,7 +173,7 @@ def check_range(ids: torch.Tensor, size: int, problem: str, ignored: int = 0) ->
 
 def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), DTensor):
-        whole_when_read(output, "logits", DTensor.full_tensor)
+        whole_when_read(output, "logits", lambda logits: cast(DTensor, logits).full_tensor())
 
 
 def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
