@@ -17,6 +17,10 @@ from hf_parallel.planner.shape import Block, ModelShape
 from hf_parallel.planner.states import ADAPTER_WIDTH
 
 
+#: What attention gives: kept where it is not run again, as over cp ranks.
+_OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
+
+
 @dataclass(frozen=True)
 class Term:
     """Bytes per token that a block keeps for its backward; `cut`: by which axes: "sp" (tp if sequence parallel), "tp".
@@ -81,11 +85,12 @@ def kept_of_terms(terms: list[Term], layout: Layout, length: int, recompute: str
     """
     has_scores = any(term.squared for term in terms)
     if recompute == "full":
-        return _cut(terms[0], layout, length)
+        kept = [terms[0], *(term for term in terms if layout.cp > 1 and term.name in _OF_ATTENTION)]
+        return sum(_cut(term, layout, length) for term in kept)
     if recompute == "selective" and has_scores:
         return sum(_cut(term, layout, length) for term in terms if not term.core)
     if recompute == "selective":
-        kept = [term for term in terms if term.name in ("output of attention", "log-sum-exp of the scores")]
+        kept = [term for term in terms if term.name in _OF_ATTENTION]
         products = [term for term in terms if term.product]
         outputs = sum(_cut(term, layout, length) for term in products) + 2 * _cut(terms[0], layout, length)
         return _cut(terms[0], layout, length) + sum(_cut(term, layout, length) for term in kept) + outputs / 2

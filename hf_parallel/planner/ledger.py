@@ -191,6 +191,8 @@ class _Sends:
     def context(self, block: Block) -> Iterator[Transfer]:
         """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
 
+        A recomputed layer is given what its ring gave, but exchanges heads again.
+
         Ulysses exchanges 4 N h / P numbers where all heads are alike.
         """
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
@@ -199,7 +201,7 @@ class _Sends:
         back, group = 1 + (self.job.recompute == "full"), self.links["cp"]
         if self.layout.context == "ring":
             yield Transfer("cp", "all_gather", rows * keys, 1, group, "keys, values", FORWARD, ATTENTION)
-            yield Transfer("cp", "all_gather", rows * keys, back + 1, group, "keys, values", BACKWARD, ATTENTION)
+            yield Transfer("cp", "all_gather", rows * keys, 2, group, "keys, values", BACKWARD, ATTENTION)
         else:
             payload = rows * (queries + keys) / self.layout.cp
             yield Transfer("cp", "all_to_all", payload, 1, group, "queries, keys, values, outputs")
