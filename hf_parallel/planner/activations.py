@@ -85,8 +85,7 @@ def kept_of_terms(terms: list[Term], layout: Layout, length: int, recompute: str
     """
     has_scores = any(term.squared for term in terms)
     if recompute == "full":
-        kept = [terms[0], *(term for term in terms if layout.cp > 1 and term.name in _OF_ATTENTION)]
-        return sum(_cut(term, layout, length) for term in kept)
+        return _cut(terms[0], layout, length) + _given(terms, layout, length)
     if recompute == "selective" and has_scores:
         return sum(_cut(term, layout, length) for term in terms if not term.core)
     if recompute == "selective":
@@ -95,6 +94,12 @@ def kept_of_terms(terms: list[Term], layout: Layout, length: int, recompute: str
         outputs = sum(_cut(term, layout, length) for term in products) + 2 * _cut(terms[0], layout, length)
         return _cut(terms[0], layout, length) + sum(_cut(term, layout, length) for term in kept) + outputs / 2
     return sum(_cut(term, layout, length) for term in terms)
+
+
+def _given(terms: list[Term], layout: Layout, length: int) -> float:
+    """What a recomputed layer is given of its attention over cp ranks."""
+    kept = (term for term in terms if layout.cp > 1 and term.name in _OF_ATTENTION)
+    return sum(_cut(term, layout, length) for term in kept)
 
 
 def _cut(term: Term, layout: Layout, length: int) -> float:
@@ -119,7 +124,9 @@ def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
 def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
     """Bytes per token that a rank keeps of one block: counted from the model if it was, else by formula."""
     if job.recompute == "full":
-        return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+        return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1) + _given(
+            terms_of(block, shape, job), layout, job.seq
+        )
     formula = _by_formula(block, shape, layout, job)
     counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)

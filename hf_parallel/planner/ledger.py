@@ -191,9 +191,8 @@ class _Sends:
     def context(self, block: Block) -> Iterator[Transfer]:
         """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
 
-        A recomputed layer is given what its ring gave, but exchanges heads again.
-
-        Ulysses exchanges 4 N h / P numbers where all heads are alike.
+        Ulysses exchanges 4 N h / P numbers where all heads are alike, and again where a layer is recomputed, which is
+        given what its ring gave.
         """
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
         keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
