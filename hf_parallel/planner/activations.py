@@ -16,7 +16,6 @@ from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import Block, ModelShape
 from hf_parallel.planner.states import ADAPTER_WIDTH
 
-
 #: What attention gives: kept where it is not run again, as over cp ranks.
 _OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
 
