@@ -12,6 +12,7 @@ from tests import support_matrix, training
 RESULTS = Path(__file__).parent / "results" / "support.json"
 #: Of the combinations of each test in these files `make test` runs every n-th, `make test-all` all.
 EVERY = {
+    "test_context.py": 5,
     "test_dry_run.py": 2,
     "test_elastic.py": 3,
     "test_families.py": 4,

@@ -16,6 +16,9 @@ from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import Block, ModelShape
 from hf_parallel.planner.states import ADAPTER_WIDTH
 
+#: What attention gives: kept where it is not run again, as over cp ranks.
+_OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
+
 
 @dataclass(frozen=True)
 class Term:
@@ -81,15 +84,21 @@ def kept_of_terms(terms: list[Term], layout: Layout, length: int, recompute: str
     """
     has_scores = any(term.squared for term in terms)
     if recompute == "full":
-        return _cut(terms[0], layout, length)
+        return _cut(terms[0], layout, length) + _given(terms, layout, length)
     if recompute == "selective" and has_scores:
         return sum(_cut(term, layout, length) for term in terms if not term.core)
     if recompute == "selective":
-        kept = [term for term in terms if term.name in ("output of attention", "log-sum-exp of the scores")]
+        kept = [term for term in terms if term.name in _OF_ATTENTION]
         products = [term for term in terms if term.product]
         outputs = sum(_cut(term, layout, length) for term in products) + 2 * _cut(terms[0], layout, length)
         return _cut(terms[0], layout, length) + sum(_cut(term, layout, length) for term in kept) + outputs / 2
     return sum(_cut(term, layout, length) for term in terms)
+
+
+def _given(terms: list[Term], layout: Layout, length: int) -> float:
+    """What a recomputed layer is given of its attention over cp ranks."""
+    kept = (term for term in terms if layout.cp > 1 and term.name in _OF_ATTENTION)
+    return sum(_cut(term, layout, length) for term in kept)
 
 
 def _cut(term: Term, layout: Layout, length: int) -> float:
@@ -114,7 +123,9 @@ def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
 def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
     """Bytes per token that a rank keeps of one block: counted from the model if it was, else by formula."""
     if job.recompute == "full":
-        return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+        return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1) + _given(
+            terms_of(block, shape, job), layout, job.seq
+        )
     formula = _by_formula(block, shape, layout, job)
     counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)

@@ -194,7 +194,8 @@ class _Sends:
     def context(self, block: Block) -> Iterator[Transfer]:
         """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
 
-        Ulysses exchanges 4 N h / P numbers where all heads are alike.
+        Ulysses exchanges 4 N h / P numbers where all heads are alike, and again where a layer is recomputed, which is
+        given what its ring gave.
         """
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
         keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
@@ -202,7 +203,7 @@ class _Sends:
         back, group = 1 + (self.job.recompute == "full"), self.links["cp"]
         if self.layout.context == "ring":
             yield Transfer("cp", "all_gather", rows * keys, 1, group, "keys, values", FORWARD, ATTENTION)
-            yield Transfer("cp", "all_gather", rows * keys, back + 1, group, "keys, values", BACKWARD, ATTENTION)
+            yield Transfer("cp", "all_gather", rows * keys, 2, group, "keys, values", BACKWARD, ATTENTION)
         else:
             payload = rows * (queries + keys) / self.layout.cp
             yield Transfer("cp", "all_to_all", payload, 1, group, "queries, keys, values, outputs")

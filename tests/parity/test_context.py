@@ -1,9 +1,15 @@
 """Sequences over cp ranks: loss, gradient norm, gradients and weights of one process, whoever holds which tokens."""
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.context import all_steps, differences
+from tests import models
+from tests.activations import own_bytes
+from tests.adapters import lora
+from tests.context import DOCUMENTS, all_steps, batch, differences
 from tests.distributed import run, run_alone
+from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none
 
 
@@ -66,3 +72,114 @@ def test_what_blocks_cannot_do():
         ("gemma2", "packed", "cp=2", True, {}),
         ("llama", "padded", "cp=2", True, {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}),
     )
+
+
+def test_adapters(runs):
+    runs.check(Script(lora=lora("all-linear")), "cp=2,dp_shard=2")
+
+
+@pytest.mark.parametrize(("source", "spec"), [("cp=2,dp_shard=2", "cp=4"), (ONE, "cp=2")])
+def test_goes_on_over_other_ranks(runs, tmp_path, source, spec):
+    """2e-5: two more AdamW steps, as where other layouts resume each other."""
+    folder = runs.initial("qwen3")
+    former = trained(source, {"folder": folder, "out": str(tmp_path / "former")})[0]
+    job = {"folder": folder, "out": str(tmp_path / "later"), "resume": f"{former.folder}/checkpoint-{STOP}"}
+    none(log_differences(trained(spec, job)[0], former, range(STOP + 1, STEPS + 1), 2e-5))
+
+
+def others_unchanged(variants: tuple[str, ...]) -> list[float]:
+    """How far the logits of other documents move when one is another; that of the changed one last."""
+    import hf_parallel
+
+    found = []
+    for variant in variants:
+        model = hf_parallel.parallelize(models.build("llama"), f"cp=2,context_parallel={variant}").eval()
+        given = {key: value for key, value in batch("packed").items() if key != "labels"}
+        changed = given["input_ids"].clone()
+        start, end = sum(DOCUMENTS[:3]), sum(DOCUMENTS[:4])
+        changed[0, start:end] = changed[0, start:end].flip(0)
+        with torch.no_grad():
+            gap = (model(**given).logits - model(**{**given, "input_ids": changed}).logits).abs().amax(-1)[0]
+        inside = (torch.arange(len(gap)) >= start) & (torch.arange(len(gap)) < end)
+        found += [gap[~inside].max().item(), -gap[inside].max().item()]
+    return found
+
+
+def test_a_document_sees_no_other():
+    for rank in run(others_unchanged, 2, ("ring", "ulysses")):
+        assert max(rank[::2]) == 0
+        assert max(rank[1::2]) < -0.1
+
+
+def generated(spec: str | None) -> list[torch.Tensor]:
+    """With a cache and a padding mask; and hidden states beside a loss."""
+    import hf_parallel
+
+    model = models.build("llama").eval()
+    if spec:
+        hf_parallel.parallelize(model, spec)
+    tokens = torch.arange(14).view(2, 7)
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = 0
+    rows = model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    with torch.no_grad():
+        outputs = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    return [rows, outputs.hidden_states[2], outputs.logits]
+
+
+def test_generation_and_outputs_are_whole():
+    for rank in run(generated, 2, "cp=2,context_parallel=ring"):
+        for ours, theirs in zip(rank, run_alone(generated, None), strict=True):
+            assert torch.allclose(ours, theirs, atol=1e-5)  # fp32 numbers of size 1
+
+
+class Sent:
+    """Counts the bytes that this rank sends to other cp ranks, forward and backward."""
+
+    def __init__(self):
+        self.bytes = 0
+        exchange, collect = dist.batch_isend_irecv, dist.all_to_all_single
+
+        def point_to_point(operations):
+            self.bytes += sum(o.tensor.nbytes for o in operations if o.op is dist.isend)
+            return exchange(operations)
+
+        def all_to_all(output, tensor, **kwargs):
+            self.bytes += tensor.nbytes * (kwargs["group"].size() - 1) // kwargs["group"].size()
+            return collect(output, tensor, **kwargs)
+
+        dist.batch_isend_irecv, dist.all_to_all_single = point_to_point, all_to_all
+
+
+def sent(spec: str, checkpointed: bool) -> tuple[int, int]:
+    import hf_parallel
+
+    model = models.build("llama").train()
+    if checkpointed:
+        model.activation_checkpointing_enable()
+    hf_parallel.parallelize(model, spec)
+    counter, tokens = Sent(), torch.arange(128).view(2, 64)
+    loss = model(input_ids=tokens, labels=tokens).loss
+    forward = counter.bytes
+    loss.backward()
+    return forward, counter.bytes - forward
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_of_the_formulas(size):
+    """4 layers, 2 rows of 64 tokens, 2 key/value heads and 4 query heads of 16 numbers in fp32; to the byte."""
+    keys = 4 * 2 * (2 * 64 * 2 * 16) * 4 * (size - 1) // size
+    for checkpointed in (False, True):  # a recomputed layer does not send keys again
+        assert set(run(sent, size, f"cp={size},context_parallel=ring", checkpointed)) == {(keys, 2 * keys)}
+    heads = 2 * 4 + 2 * max(2, size)  # q and output, k and v, which are repeated for four ranks
+    exchanged = 4 * (2 * 64 // size) * heads * 16 * 4 * (size - 1) // size
+    assert set(run(sent, size, f"cp={size},context_parallel=ulysses", False)) == {(exchanged, exchanged)}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_layer_keeps_its_part(size):
+    """5 %: what Ulysses has twice, the output before and after its exchange."""
+    whole = run_alone(own_bytes, None, torch.float32)
+    for variant in ("ring", "ulysses"):
+        for kept in run(own_bytes, size, f"cp={size},context_parallel={variant}", torch.float32):
+            assert abs(kept * size / whole - 1) <= 0.05

@@ -23,7 +23,8 @@ class Sum:
     def __init__(self, q: torch.Tensor, scale: float | None) -> None:
         self.q, self.scale = q, scale
         wide = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
+        self.out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
         self.lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, tiles: Iterable[Tile]) -> None:

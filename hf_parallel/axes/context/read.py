@@ -94,7 +94,7 @@ def _dense(model: Any, config: Any) -> str | None:
     return None
 
 
-# ---- the variant -----------------------------------------------------------------------------------------------------
+# ---- the variant -------------------------------------------------------------------------------------------------
 
 
 def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[str, str | None]:
