@@ -54,9 +54,9 @@ class AdaptedExperts(nn.Module):
             down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)
         count = base.expert_facts.count
         down, up = down.reshape(count, -1, down.shape[-1]), up.reshape(up.shape[0], -1, count)
-        if isinstance(base, SharedOut):
-            own = slice(base.first, base.first + base.num_experts)
-            down, up = down[own], up[:, :, own]
+        if not isinstance(base, SplitExperts):
+            down = down.narrow(0, base.first, base.num_experts)
+            up = up.narrow(2, base.first, base.num_experts)
         else:
             rows = _own_rows(base, self.parameter_name).to(down.device)
             by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)

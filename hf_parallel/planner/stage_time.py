@@ -220,5 +220,5 @@ def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> f
     if job.lora or job.micro_batches == 1:
         return 0.0
     shards = layout.shards if layout.zero_stage == 3 and not job.habits.fsdp2 else 1
-    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.ep)
+    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.expert_split)
     return memory_seconds(cluster.gpu, numbers * (job.stored + 8))
