@@ -175,18 +175,16 @@ def test_others_are_ranked_on_request_and_marked():
         ParallelConfig.parse(marked[0].config.to_spec())
 
 
-@pytest.mark.parametrize("key", ["cp_size", "activation_checkpointing", "zero_stage", "ep_size", "offload"])
+@pytest.mark.parametrize("key", ["cp_size", "activation_checkpointing", "zero_stage", "offload"])
 def test_a_version_that_lifts_a_refusal_is_believed(key, monkeypatch):
     """The search asks what stops a run at start; there is no other list."""
     field = next(field for field in dataclasses.fields(ParallelConfig) if field.name == key)
     assert field.metadata["not_built"]
     monkeypatch.setattr(field, "metadata", {**field.metadata, "not_built": ()})
-    experts = {**LLAMA_8B, "experts": 8, "top_k": 2, "ffn_hidden": 3584}
     given = {
         "cp_size": LONG,
         "activation_checkpointing": {"gpus": 8, "memory_gib": 50, "seq": 8192},
         "zero_stage": {"gpus": 8, "gpu": "h200"},
-        "ep_size": {"model": experts, "gpus": 8, "gpu": "h200"},
         "offload": {"gpus": 2, "gpu": "rtx4090-24gb", "seq": 512, "global_batch": 64},
     }[key]
     found = searched(**given, top=200)

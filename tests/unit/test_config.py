@@ -269,7 +269,6 @@ def test_where_stages_live():
     [
         ("cp=2", "cp_size=1"),
         ("sequence_parallel=true", "sequence_parallel=false"),
-        ("ep=2", "ep_size=1"),
         ("offload=cpu", "offload=none"),
         ("offload=nvme:/scratch", "offload=none"),
         ("quantize_weights=true", "quantize_weights=false"),
