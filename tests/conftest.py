@@ -15,6 +15,7 @@ EVERY = {
     "test_context.py": 5,
     "test_dry_run.py": 2,
     "test_elastic.py": 3,
+    "test_experts.py": 13,
     "test_families.py": 4,
     "test_gpu_parts.py": 3,
     "test_idioms.py": 3,

@@ -27,7 +27,7 @@ replacement too.
 
 {counts}
 
-Where no layout is active, three targets change, so that plain Trainer resumes from the checkpoints of layouts.
+Where no layout is active, four targets change, so that plain Trainer resumes from the checkpoints of layouts.
 """
 
 

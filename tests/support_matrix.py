@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- support-matrix:begin -->", "<!-- support-matrix:end -->"
 SIGNS = {"passed": "✓", "failed": "✗", "refused": "–", None: ""}
 #: A layout is named by its axes in this order, in whichever a test spells them.
-AXES = ("dp_replicate", "tp", "pp", "dp_shard")
+AXES = ("dp_replicate", "tp", "pp", "dp_shard", "ep")
 LIBRARIES = ("torch", "transformers", "accelerate")
 
 # Rows of the README's tables, in order; a cell in another row is a typing error.
@@ -43,6 +43,7 @@ TABLES = {
         "ViT",
         "Llava",
     ),
+    "mixture of experts": ("Mixtral", "Qwen3-MoE", "DeepSeek-V3"),
     "pipeline schedule": (
         "1f1b",
         "gpipe",

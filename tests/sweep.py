@@ -368,7 +368,7 @@ WORDS = {
 }
 #: What a refusal says, and the group it belongs to.
 GROUPS = (
-    (r"moe_tp_experts|grouped_gemm|router", "has experts, whose parallelism is not part of this version"),
+    (r"moe_tp_experts|grouped_gemm|router", "has experts of a kind that is not split"),
     (r"no attention heads to split", "has no attention heads: recurrent, convolutional or pooling layers"),
     (r"holds several projections is not known", "keeps several projections in one weight in an order of its own"),
     (r"cannot be told apart|has no layers of attention|no one hidden_size", "has layers of an unknown structure"),

@@ -52,12 +52,11 @@ class AdaptedExperts(nn.Module):
         group = base.region.group if isinstance(base, SplitExperts) else base.sharing.tp_group
         if group is not None:
             down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)
-        count: Any = base.expert_facts.count
+        count = base.expert_facts.count
         down, up = down.reshape(count, -1, down.shape[-1]), up.reshape(up.shape[0], -1, count)
-        if isinstance(base, SharedOut):
-            kept: Any = base.num_experts
-            own = slice(base.first, base.first + kept)
-            down, up = down[own], up[:, :, own]
+        if not isinstance(base, SplitExperts):
+            down = down.narrow(0, base.first, base.num_experts)
+            up = up.narrow(2, base.first, base.num_experts)
         else:
             rows = _own_rows(base, self.parameter_name).to(down.device)
             by_outputs = base.expert_facts.widths[self.parameter_name] == (2 if base.is_transposed else 1)

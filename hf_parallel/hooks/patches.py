@@ -254,6 +254,7 @@ def patches_without_layout() -> list[Patch]:
     """All that changes where no layout is active: plain Trainer resumes from the checkpoints of layouts."""
     return [
         Patch(f"{_TRAINER}.train", plain_resume.train, "reads what is damaged"),
+        Patch(f"{_TRAINER}._load_from_checkpoint", plain_resume.load_from_checkpoint, "converts no names of the Hub"),
         Patch(f"{_TRAINER}._load_optimizer_and_scheduler", plain_resume.load_optimizer, "knows optimizer.pt only"),
         Patch(f"{_ACCELERATOR}.load_state", save_state.load_state_without_layout, "knows optimizer.bin only"),
     ]

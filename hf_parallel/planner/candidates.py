@@ -101,7 +101,7 @@ def _data(goal: Goal, sizes: dict[str, Any], data: int) -> Iterator[ParallelConf
     """Replicas and shards, ZeRO's stage, experts."""
     for replicate in _replicas(data, sizes["tp_size"] * sizes["cp_size"], goal.cluster):
         shards = data // replicate
-        for experts in _experts(goal.shape, shards * sizes["cp_size"] * sizes["tp_size"]):
+        for experts in _experts(goal.shape, shards, sizes["cp_size"] * sizes["tp_size"]):
             for stage in _zero_stages(shards, sizes["pp_size"]):
                 chosen = {"dp_replicate_size": replicate, "dp_shard_size": shards, "zero_stage": stage}
                 yield configured(**sizes, **chosen, ep_size=experts)
@@ -140,10 +140,11 @@ def _replicas(data: int, block: int, cluster: Cluster) -> list[int]:
     return sorted({data // shard for shard in shards})
 
 
-def _experts(shape: ModelShape, ranks: int) -> list[int]:
-    """Over how many ranks of one replica experts are spread: all on each, or as many as divide them."""
+def _experts(shape: ModelShape, shards: int, inner: int) -> list[int]:
+    """Over how many ranks of one replica experts are spread: all on each, or whole groups of `inner`, cp and tp."""
     numbers = {matrix.count for block in shape.blocks for matrix in block.matrices if matrix.split == "expert"}
-    return [n for n in _divisors(min(numbers, default=1)) if ranks % n == 0 and all(m % n == 0 for m in numbers)]
+    counts = [n for n in _divisors(min(numbers, default=1)) if all(m % n == 0 for m in numbers)]
+    return [n for n in counts if n == 1 or (n % inner == 0 and shards * inner % n == 0)]
 
 
 def _zero_stages(shards: int, pp: int) -> tuple[int, ...]:

@@ -115,6 +115,11 @@ class Layout:
         """Over how many ranks ZeRO spreads its states: the data ranks of one replica, and cp with them."""
         return self.dp // self.dp_replicate * self.cp
 
+    @property
+    def expert_split(self) -> int:
+        """Over how many ranks experts are split: whole ones over ep, else each of them inside over tp."""
+        return self.ep if self.ep > 1 else self.tp
+
     def __str__(self) -> str:
         sizes = [f"{name}={getattr(self, name)}" for name in ("tp", "cp", "pp", "dp", "ep") if getattr(self, name) > 1]
         return " ".join([*sizes, f"zero={self.zero_stage}"])

@@ -222,7 +222,7 @@ class _Sends:
         """ZeRO's transfers of one block."""
         dense = dense_parameters(block, self.layout.tp) * self.job.stored
         adapters = ADAPTER_WIDTH * adapter_parameters(block, self.layout.tp, self.job.lora)
-        experts = block.expert_parameters / self.layout.ep * self.job.stored
+        experts = block.expert_parameters / self.layout.expert_split * self.job.stored
         reduced = adapters if self.job.lora else dense * self.widened
         yield from self.zero(dense + adapters, reduced, "zero", exact=adapters)
         yield from self.zero(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
@@ -276,7 +276,7 @@ class _Sends:
     def gradients(self, stages: list[Stage]) -> Iterator[Transfer]:
         """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
         dense = sum(stage.dense(self.layout.tp) for stage in stages) * self.job.stored
-        experts = sum(stage.experts(self.layout.ep) for stage in stages) * self.job.stored
+        experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
         adapters = ADAPTER_WIDTH * sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
         yield from self.once(dense + adapters, adapters if self.job.lora else dense * self.widened, "zero")
         yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")

@@ -109,7 +109,7 @@ class _Rank:
         self.stream = self.tokens * self.shape.hidden * self.width / self.parts
         self.ends = sum(stage.ends(layout.tp) for stage in stages)
         self.numbers = sum(stage.dense(layout.tp) for stage in stages)  # of parameters before ZeRO
-        self.experts = sum(stage.experts(layout.ep) for stage in stages)
+        self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
@@ -134,7 +134,7 @@ class _Rank:
         """Whole gradients of a stage."""
         if self.job.lora:
             return ADAPTER_WIDTH * stage.adapters(self.layout.tp, self.job.lora)
-        return self.summed * (stage.dense(self.layout.tp) + stage.experts(self.layout.ep))
+        return self.summed * (stage.dense(self.layout.tp) + stage.experts(self.layout.expert_split))
 
     @property
     def _accumulates(self) -> bool:
@@ -154,7 +154,7 @@ class _Rank:
         if not self.reshards:
             return self.width * (self.numbers + self.experts) + ADAPTER_WIDTH * self.adapters
         alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
-        layer = max((one.dense(self.layout.tp) + one.experts(self.layout.ep) for one in alone), default=0.0)
+        layer = max((one.dense(self.layout.tp) + one.experts(self.layout.expert_split) for one in alone), default=0.0)
         adapters = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
         ends = self.ends - self._freed_embedding(self.stages[0])

@@ -221,5 +221,5 @@ def _accumulating(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> f
         return 0.0
     sharded = layout.reduces_each or (layout.zero_stage == 3 and not job.habits.fsdp2)
     shards = layout.shards if sharded else 1
-    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.ep)
+    numbers = stage.dense(layout.tp) / shards + stage.experts(layout.expert_split)
     return memory_seconds(cluster.gpu, numbers * (job.stored + 8))

@@ -94,4 +94,4 @@ def updated_parameters(stages: list[Stage], layout: Layout, job: Job) -> float:
     shards, experts = (layout.shards, expert_shards(layout)) if layout.zero_stage else (1, 1)
     if job.lora:
         return sum(stage.adapters(layout.tp, job.lora) for stage in stages) / shards
-    return sum(stage.dense(layout.tp) / shards + stage.experts(layout.ep) / experts for stage in stages)
+    return sum(stage.dense(layout.tp) / shards + stage.experts(layout.expert_split) / experts for stage in stages)

@@ -103,7 +103,7 @@ def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
 
 def expert_shards(layout: Layout) -> int:
     """Over how many ranks ZeRO spreads an expert's states: those of a replica that hold the same experts."""
-    return max(1, layout.shards * layout.tp // layout.ep)
+    return max(1, layout.shards * layout.tp // layout.expert_split)
 
 
 def _group(axis: str, size: int, stride: int, cluster: Cluster) -> Group:

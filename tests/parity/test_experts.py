@@ -1,8 +1,14 @@
 """Mixtures of experts on every axis: split inside over tp, or shared out over ep with tokens that travel."""
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-from tests.training import Script, layouts
+from tests import models
+from tests.adapters import lora
+from tests.distributed import RankFailure, run
+from tests.resuming import ONE, STEPS, STOP, checkpoint_differences, log_differences, trained
+from tests.rows import data
+from tests.training import TRAIN_SEED, Script, axes, layouts, none, spec_id
 
 MODELS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "deepseek_moe": "DeepSeek-V3"}
 
@@ -19,7 +25,7 @@ def each(*names, specs):
     )
 
 
-@each(*MODELS, specs=("tp=2", "tp=2,dp_shard=2", "tp=2,pp=2", "tp=2,sequence_parallel=false"))
+@each(*MODELS, specs=("tp=2", "tp=2,dp_shard=2", "tp=2,pp=2"))
 def test_split_inside(runs, model, spec):
     """Each rank has a part of the width of every expert."""
     runs.check(Script(model=model).with_accumulation(2), spec)
@@ -32,19 +38,136 @@ def test_split_inside(runs, model, spec):
         "dp_shard=4,ep=4",
         "dp_shard=4,ep=2",
         "tp=2,ep=2",
-        "tp=2,ep=2,sequence_parallel=false",
         "tp=2,dp_shard=2,ep=2",
         "tp=2,dp_shard=2,ep=4",
         "pp=2,dp_shard=2,ep=2",
         "tp=2,pp=2,ep=2",
         "dp_replicate=2,dp_shard=2,ep=2",
+        "tp=2,pp=2,dp_shard=2,ep=2",
+        "tp=2,pp=2,dp_shard=2,ep=4",
+        "dp_shard=8,ep=4",
     ),
 )
 def test_shared_out(runs, model, spec):
-    """Each rank has whole experts; of micro-batches the data ranks' last are ragged."""
+    """Each rank has whole experts; the last micro-batch is ragged, so that data ranks bring unlike numbers of rows."""
     runs.check(Script(model=model).with_accumulation(2), spec)
 
 
-@each(*MODELS, specs=("tp=2,pp=2,dp_shard=2,ep=2", "tp=2,pp=2,dp_shard=2,ep=4", "dp_shard=8,ep=4"))
-def test_on_eight_ranks(runs, model, spec):
-    runs.check(Script(model=model), spec)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,ep=2", "tp=2,dp_shard=2,ep=4"], ids=spec_id)
+def test_whole_sequences(runs, model, spec):
+    """Without sequence parallelism tp ranks have the same tokens: each sends its share, of an odd number."""
+    runs.check(Script(model=model, length=15), f"{spec},sequence_parallel=false")
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "dp_shard=4,ep=4", "tp=2"], ids=spec_id)
+def test_idle_experts(runs, spec):
+    """Two experts of eight get every token; others have gradients, zeros, and a rank without tokens takes part."""
+    runs.check(Script(model="mixtral_idle"), spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "changes"),
+    [
+        ("dp_shard=2", {}),
+        ("tp=2", {"length": 15}),
+        ("dp_shard=4,ep=4", {}),
+        ("tp=2,dp_shard=2,ep=4", {"uneven_lengths": True}),
+    ],
+    ids=lambda value: spec_id(value) if isinstance(value, str) else None,
+)
+def test_balance_over_all_rows(runs, spec, changes):
+    """The auxiliary loss is no mean over rows: that of one process, of each micro-batch, without its padding."""
+    runs.check(Script(model="mixtral_balanced", **changes).with_accumulation(2), spec)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,ep=2", "dp_shard=4,ep=2", "pp=2,dp_shard=2,ep=2"], ids=spec_id)
+def test_clipping(runs, spec):
+    """The norm counts each expert once."""
+    runs.check(Script(model="qwen3_moe", arguments=(("max_grad_norm", 0.1),)), spec)
+
+
+@pytest.mark.parametrize("route", ["from_config", "unequal"])
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,dp_shard=2,ep=2"], ids=spec_id)
+def test_from_config(runs, spec, route):
+    """Experts are cut in memory, not on reading."""
+    runs.check(Script(model="mixtral", route=route), spec)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=4,ep=2"], ids=spec_id)
+def test_gradient_checkpointing(runs, spec):
+    """Tokens travel a second time."""
+    runs.check(Script(model="deepseek_moe", arguments=(("gradient_checkpointing", True),)), spec)
+
+
+def load_logged(spec: str, initial: str, out: str) -> list[dict[str, float]]:
+    """What a Trainer logs of experts, on one rank."""
+    from transformers import Trainer, TrainingArguments
+
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    ranks = axes(spec)["data_ranks"]
+    arguments = TrainingArguments(
+        out, max_steps=2, logging_steps=1, per_device_train_batch_size=8 // ranks, report_to=[], use_cpu=True
+    )
+    model = AutoModelForCausalLM.from_pretrained(initial)
+    trainer = Trainer(model, arguments, train_dataset=data("llama", 16, TRAIN_SEED))
+    trainer.train()
+    return [{key: entry[key] for key in entry if "expert" in key} for entry in trainer.state.log_history[:2]]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,pp=2"], ids=spec_id)
+def test_load_is_logged(runs, tmp_path, spec):
+    """Two of eight experts have all tokens, about as many each: four times the mean, a third of the entropy."""
+    for logs in run(load_logged, axes(spec)["world"], spec, runs.initial("mixtral_idle"), str(tmp_path), init=False):
+        for entry in logs:
+            assert 4 <= entry["expert_load"] <= entry["expert_load_worst"] <= 8
+            assert 0 <= entry["expert_entropy"] <= 1 / 3
+
+
+ADAPTED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "spec",
+    ["tp=2", "tp=2,pp=2", "dp_shard=2,ep=2", "dp_shard=4,ep=2", "tp=2,dp_shard=2,ep=4", "pp=2,tp=2,ep=2"],
+    ids=spec_id,
+)
+def test_adapters(runs, spec, model):
+    """Of experts and routers, beside those of attention."""
+    script = Script(model=model, lora=lora(("o_proj",), target_parameters=ADAPTED))
+    runs.check(script.with_accumulation(2), spec)
+
+
+def test_resumes_on_any_layout(runs, tmp_path):
+    """ep=4 -> tp=2,pp=2 -> one process -> ep=2: the same checkpoint bit for bit, and the same steps after it."""
+    folder = runs.initial("deepseek_moe")
+    job = {"folder": folder, "out": str(tmp_path / "one")}
+    alone, former = trained(ONE, job)[0], None
+    built, found = models.build("deepseek_moe"), []
+    for number, spec in enumerate(("dp_shard=4,ep=4", "tp=2,pp=2", ONE, "tp=2,ep=2")):
+        resume = None if former is None else f"{former.folder}/checkpoint-{STOP}"
+        ended = trained(spec, {"folder": folder, "out": str(tmp_path / str(number)), "resume": resume})[0]
+        steps = range(1 if former is None else STOP + 1, STEPS + 1)
+        found += [f"{spec}: {text}" for text in log_differences(ended, alone, steps, 1e-4)]
+        if former is not None:
+            pair = (f"{run.folder}/checkpoint-{STOP}" for run in (ended, former))
+            found += [f"{spec}: {text}" for text in checkpoint_differences(*pair, built)]
+        former = ended
+    none(found)
+
+
+@pytest.mark.parametrize(
+    ("model", "spec", "said"),
+    [
+        ("mixtral", "dp_shard=3,ep=3", "ep_size=3: does not divide the 4 experts .* ep_size=1 works"),
+        ("llama", "dp_shard=2,ep=2", "ep_size=2: LlamaForCausalLM has no experts .* ep_size=1 works"),
+        ("mixtral", "tp=2,dp_shard=2,ep=3", "ep_size=3: is no multiple of tp_size=2; ep_size=2 works"),
+        ("mixtral", "dp_shard=4,ep=3", "ep_size=3: does not divide dp_shard_size=4 .* ep_size=2 works"),
+    ],
+)
+def test_refused(runs, model, spec, said):
+    with pytest.raises((RankFailure, ValueError), match=said):
+        runs.parallel(Script(model=model), spec)

@@ -133,7 +133,6 @@ def test_goes_on_from_a_folder(runs, spec):
 @pytest.mark.parametrize(
     ("model", "settings", "said"),
     [
-        ("mixtral", {"target_parameters": EXPERTS}, "experts"),
         ("llama", {"target_parameters": DENSE, "init_lora_weights": "pissa"}, "init_lora_weights='pissa'.* works"),
     ],
 )

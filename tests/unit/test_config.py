@@ -274,7 +274,6 @@ def test_where_stages_live():
         ("context_parallel=rings", "context_parallel=auto"),
         ("cp=4,context_parallel=hybrid:3", "context_parallel=ring"),
         ("sequence_parallel=true", "sequence_parallel=false"),
-        ("ep=2", "ep_size=1"),
         ("gradient_reduction=micro_step,zero_stage=1", "zero_stage=2"),
         ("pp=2,gradient_reduction=micro_step", "gradient_reduction=step"),
         ("activation_checkpointing=selective", "activation_checkpointing=full"),

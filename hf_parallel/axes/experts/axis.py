@@ -99,10 +99,14 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
             share_out(model, part.experts, building.mesh, building.sequence_flag)
 
     def finish(self, model: Any, part: ExpertPart | None, building: Building) -> None:
-        """Balance experts over the rows of all data ranks."""
+        """Balance experts over the rows of all data ranks, and count how evenly tokens fall on them."""
         from hf_parallel.axes.experts.balance import balance_over_data_ranks
+        from hf_parallel.axes.experts.load import watch_load
 
-        if part is not None and part.balanced and building.mesh.data_size > 1:
+        if part is None:
+            return
+        watch_load(model, max(facts.count for facts in part.experts.values()), building.mesh)
+        if part.balanced and building.mesh.data_size > 1:
             balance_over_data_ranks(model, building.mesh)
 
 

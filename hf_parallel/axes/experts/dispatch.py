@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_parallel.collectives import exchange, exchange_counts, join_sequence, split_sequence
 
@@ -43,10 +44,19 @@ def send(tokens: torch.Tensor, experts: torch.Tensor, count: int, group: dist.Pr
     own = torch.zeros(count, dtype=torch.long, device=tokens.device)
     own = own.scatter_add_(0, chosen, torch.ones_like(chosen)).view(ranks, -1)
     theirs = exchange_counts(own, group)
-    sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
+    sent, received = _sizes(own, theirs, len(chosen))
     rows = exchange(tokens[order // experts.shape[-1]], sent, received, group)
     local = torch.arange(count // ranks, device=tokens.device).repeat(ranks)
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
+
+
+def _sizes(own: torch.Tensor, theirs: torch.Tensor, pairs: int) -> tuple[list[int], list[int]]:
+    """How many pairs go to each rank, and come from each; of tensors without values equally many."""
+    if isinstance(own, FakeTensor):
+        even = [pairs // len(own) + (rank < pairs % len(own)) for rank in range(len(own))]
+        return even, even
+    sent, received = torch.stack([own.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
 
 
 def bring_back(

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.adapters.four_bit import BLOCK, FourBit, Packing, pack_linear
+from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.axes.pipeline.stand_ins import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
@@ -27,6 +28,7 @@ from hf_parallel.hooks import runtime
 from hf_parallel.mesh import placed_as
 from hf_parallel.model.packed import StoredOrder
 from hf_parallel.resolve import Plan
+from hf_parallel.spec import refuse
 
 
 def check(config: Any) -> None:
@@ -50,6 +52,8 @@ class Pack:
     def check(self, model: Any, plan: Plan) -> None:
         """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
         part = plan.part(TENSOR)
+        if plan.part(EXPERTS) is not None:
+            _check_experts(plan)
         for name, module in self._linears(model):
             if isinstance(module, Conv1D):
                 raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")
@@ -77,6 +81,14 @@ class Pack:
         skipped = HfQuantizer.get_modules_to_not_convert(model, *named)
         own = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
         return [(name, m) for name, m in own if not isinstance(m, StandIn) and should_convert_module(name, skipped)]
+
+
+def _check_experts(plan: Plan) -> None:
+    """Experts are no linears: they stay as they are, and were not compared where ranks hold parts of them."""
+    for key in ("tp_size", "ep_size"):
+        size = getattr(plan.config, key)
+        if size > 1:
+            refuse(f"{key}={size} with load_in_4bit", "experts beside weights of 4 bits are not split", f"{key}=1")
 
 
 def read_packed(module: Any, value: Any, own: torch.Tensor) -> torch.Tensor:

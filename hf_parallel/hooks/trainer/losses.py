@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.experts.load import load_of
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import report, runtime
@@ -205,9 +206,16 @@ def log(original: Callable) -> Callable:
             return
         if state is not None and state.pipeline is not None and is_own(self):
             state.pipeline.tell(logs)
+        load = None if state is None else load_of(self.model)
+        if load is not None and logs.keys() >= _OF_TRAINING:
+            logs.update({key: round(value, 4) for key, value in load.read().items()})
         original(self, logs, *args, **kwargs)
 
     return replacement
+
+
+#: What Trainer logs of its steps, on all ranks.
+_OF_TRAINING = {"loss", "learning_rate"}
 
 
 def _reads_item_count(function: Any) -> bool:

@@ -51,6 +51,22 @@ def _last_one(trainer: Any, run: restarts.Run, chosen: Any) -> Iterator[Any]:
         trainer.remove_callback(signature)
 
 
+def load_from_checkpoint(original: Callable) -> Callable:
+    """In one process or under DDP: a layout's weights have the Hub's names, which plain Trainer does not convert.
+
+    It would go on with the experts of the start, as those of a checkpoint are one by one and a model's side by side.
+    """
+
+    def replacement(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+        target = self.model if model is None else model
+        engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if engine or hasattr(target, "peft_config") or not layout_of(resume_from_checkpoint):
+            return original(self, resume_from_checkpoint, model)
+        folders.load_weights(target, resume_from_checkpoint)
+
+    return replacement
+
+
 def load_optimizer(original: Callable) -> Callable:
     """In one process or under DDP: checkpoints of a layout, beside those of plain Trainer."""
 
