@@ -23,6 +23,7 @@ EVERY = {
     "test_loading.py": 2,
     "test_new_heads.py": 3,
     "test_analytic.py": 2,
+    "test_offload.py": 3,
     "test_pipeline.py": 2,
     "test_resume.py": 2,
     "test_sentence_transformers.py": 2,
@@ -30,6 +31,7 @@ EVERY = {
     "test_trl_layouts.py": 3,
     "test_trainer.py": 2,
     "test_variants.py": 2,
+    "test_zeropp.py": 4,
 }
 
 

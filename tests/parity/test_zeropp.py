@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import Rows
-from tests.training import Script, layouts
+from tests.training import Script
 
 #: Nothing divides: 515 rows of the vocabulary, 3 layers.
 ODD = {"num_hidden_layers": 3, "vocab_size": 515}

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.axes.pipeline.batches import count_targets
-from hf_parallel.axes.data import host_step
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.config import SpecError
