@@ -62,7 +62,7 @@ def _model() -> Any:
     return AutoModelForCausalLM.from_config(_config())
 
 
-# ---- one of the four processes ---------------------------------------------------------------------------------------
+# ---- one of the four processes --------------------------------------------------------------------------------------
 
 
 def _rank(steps: int) -> None:
@@ -75,12 +75,12 @@ def _rank(steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=300))
     alone, rank = _model(), dist.get_rank()
-    found = {"alone": _seconds(lambda: _step(alone, _rows(rank, ROWS)), steps)}
+    found = {"alone": min(_seconds(lambda: _step(alone, _rows(rank, ROWS)), steps))}
     for name, spec in LAYOUTS.items():
         rows = _rows(rank % 2, 2 * ROWS) if "pp=2" in spec else _rows(rank, ROWS)  # as many per process
         model = parallelize(_model(), spec)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-        found[name] = _seconds(lambda: _step(model, rows, optimizer), steps)  # noqa: B023 - it is called at once
+        found[name] = statistics.median(_seconds(lambda: _step(model, rows, optimizer), steps))  # noqa: B023 - it is called at once
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
@@ -100,8 +100,8 @@ def _step(model: Any, tokens: Any, optimizer: Any = None) -> None:
         optimizer.zero_grad()
 
 
-def _seconds(step: Callable[[], None], steps: int) -> float:
-    """The median, after one step that makes what is kept; all processes begin together."""
+def _seconds(step: Callable[[], None], steps: int) -> list[float]:
+    """Of each step, after one step that makes what is kept; all processes begin together."""
     import torch.distributed as dist
 
     taken = []
@@ -111,10 +111,10 @@ def _seconds(step: Callable[[], None], steps: int) -> float:
         step()
         dist.barrier()
         taken.append(time.perf_counter() - begin)
-    return statistics.median(taken[1:])
+    return taken[1:]
 
 
-# ---- the link --------------------------------------------------------------------------------------------------------
+# ---- the link -------------------------------------------------------------------------------------------------------
 
 
 def missing() -> str | None:
@@ -179,7 +179,7 @@ def measure(rate: int, steps: int) -> dict[str, float]:
     return json.loads(text.strip().splitlines()[-1])
 
 
-# ---- what the planner says -------------------------------------------------------------------------------------------
+# ---- what the planner says ------------------------------------------------------------------------------------------
 
 
 def predicted(rate: int, alone: float) -> dict[str, float]:
@@ -247,7 +247,8 @@ def _table(rate: int, measured: dict[str, float]) -> list[str]:
     """Print one; what of it is too slow."""
     expected, base = predicted(rate, measured["alone"]), measured["ZeRO-3"]
     print(
-        f"\n{rate} Mbit/s{'':8} s per step  x ZeRO-3   predicted s  x ZeRO-3   one process alone {measured['alone']:.3f} s"
+        f"\n{rate} Mbit/s{'':8} s per step  x ZeRO-3   predicted s  x ZeRO-3"
+        f"   one process alone {measured['alone']:.3f} s"
     )
     for name in LAYOUTS:
         one, other = measured[name], expected[name]

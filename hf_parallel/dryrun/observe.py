@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import EXPERT_AXES, ParallelMesh
@@ -113,6 +114,7 @@ def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
     """What to call process groups: their axis; `data` that of all data ranks; both ends of a pipeline are pp too."""
     known = {"data": mesh.data_group, "pp": tied}
     names = {group.group_name: name for name, group in known.items() if group is not None}
+    names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
     axes = [*(EXPERT_AXES if mesh.config.ep_size > 1 else ()), *mesh.config.sizes]  # of the same ranks the latter
     return names | {mesh.group(axis).group_name: axis for axis in axes}
 

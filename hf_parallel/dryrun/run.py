@@ -57,6 +57,15 @@ _ANY_VALUE = 1
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
+#: By where training keeps things: what of a rank's memory is not its device's.
+_ON_HOST = {
+    "none": frozenset[str](),
+    "optimizer": frozenset({"optimizer"}),
+    "nvme": frozenset({"optimizer"}),
+    "cpu": frozenset({"parameters", "gradients", "optimizer"}),
+}
+
+
 @dataclass
 class DryRun:
     """What one rank would keep and send in a training step.
@@ -125,6 +134,7 @@ def dry_run(
         refuse(f"precision={precision}", f"the dry run knows {', '.join(PRECISIONS)}", "bf16")
     config = ParallelConfig.parse(config)
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
+    away, config = _ON_HOST[config.offload.partition(":")[0]], dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
     stack = _stack(model)
     if layers is not None and stack is not None:
@@ -133,7 +143,7 @@ def dry_run(
     config, counts = settled(model, config, rank)
     shorten = not whole and stack is not None and _alike(stack)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
-    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack)
+    run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away)
     total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
     return DryRun(
         rank,
@@ -196,6 +206,7 @@ class _Run:
     precision: str
     adapt: Callable[[Any], None] | None
     pack: Packing | None
+    away: frozenset[str]  # kinds of memory that are the host's
 
     def continued(self, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
         """With `counts` layers on this rank's stages, from runs with `fewest` and with one more on each."""
@@ -252,7 +263,11 @@ class _Run:
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
             layers = tuple(tuple(view) for view in views if view)
-            return observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
+            seen = observe(model, batches, self.optimizer, PRECISIONS[self.precision][1], layers, _ANY_VALUE)
+        for held in (*seen.peaks, seen.kept):
+            for kind in self.away & held.keys():
+                del held[kind]
+        return seen
 
 
 def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import resource
+import time
 from functools import partial
 
 import pytest
@@ -12,8 +13,11 @@ import torch.distributed as dist
 from hf_parallel.config import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
+from tests.resuming import ONE, STOP, log_differences
+from tests.resuming import STEPS as LAST
+from tests.resuming import trained as trained_by_trainer
 from tests.rows import Rows
-from tests.training import Script
+from tests.training import DATA_PARALLEL, Script, differences, none
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515}
 STEPS, BATCH = 3, 8
@@ -95,6 +99,29 @@ def test_trainer_with_clipping_and_accumulation(runs, spec):
     runs.check(script, spec)
 
 
+@pytest.mark.parametrize("to", ["dp_shard=2,offload=cpu", "pp=2,offload=optimizer", "nvme", "one process"])
+def test_states_in_files_resume_elsewhere_and_others_in_files(runs, tmp_path, to):
+    files = f"dp_shard=2,offload=nvme:{tmp_path / 'states'}"
+    initial, fresh = runs.initial("llama"), "dp_shard=2" if to == "nvme" else files
+    (whole,) = trained_by_trainer(ONE, {"folder": initial, "out": str(tmp_path / "whole")})
+    (first,) = trained_by_trainer(fresh, {"folder": initial, "out": str(tmp_path / "first")})
+    spec = {"nvme": files, "one process": ONE}.get(to, to)
+    job = {"folder": initial, "out": str(tmp_path / "again"), "resume": f"{first.folder}/checkpoint-{STOP}"}
+    (again,) = trained_by_trainer("tp=1,dp_shard=1" if spec == ONE else spec, job)
+    # relative; two epochs of AdamW at 1e-2 feed the rounding of sums back
+    none(log_differences(again, whole, range(STOP + 1, LAST + 1), 1e-4))
+
+
+@pytest.mark.parametrize("more", [{"optim": "adamw_bnb_8bit"}, {"lora": True}, {"bf16": True}], ids=str)
+def test_offloaded_equals_resident(runs, tmp_path, more):
+    """What one process rounds otherwise is compared with the same layout that offloads nothing."""
+    lora = (("r", 4), ("target_modules", ("q_proj", "down_proj"))) if more.get("lora") else ()
+    arguments = tuple((key, value) for key, value in more.items() if key != "lora")
+    script = Script(lora=lora, arguments=arguments)
+    resident, offloaded = (runs.parallel(script, f"dp_shard=2{way}") for way in ("", ",offload=cpu"))
+    none(differences(offloaded, resident[0], DATA_PARALLEL))
+
+
 @pytest.mark.parametrize("way", ["optimizer", "nvme:"])
 def test_an_optimizer_that_reads_rows_is_refused(way, tmp_path):
     def step():
@@ -116,7 +143,7 @@ def test_an_optimizer_that_reads_rows_is_refused(way, tmp_path):
         assert word in caught.value.message
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------------------------------
 
 NUMBERS, LAYERS = 2**20, 16  # of each layer: 4 MiB; Adam's states of all of them are 128 MiB
 
@@ -195,3 +222,31 @@ def test_a_disk_without_room_is_refused_with_the_number(tmp_path):
     message = caught.value.message
     for word in (f"offload=nvme:{tmp_path}", "0.125 GiB", "are free", "offload=optimizer"):
         assert word in message, message
+
+
+@pytest.mark.parametrize("fault", ["killed", "error"])
+def test_a_write_that_does_not_end(tmp_path, fault):
+    def step():
+        import signal
+
+        import hf_parallel
+        from hf_parallel.axes.data.state_file import StatePart
+
+        def broken(self):
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(5, "offload=nvme: optimizer states could not be written: Input/output error")
+
+        StatePart.write_back = broken
+        model = hf_parallel.parallelize(Deep(), f"dp_shard=1,offload=nvme:{tmp_path}")
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            model(torch.ones(1)).backward()
+            optimizer.step()
+        time.sleep(10)
+
+    with pytest.raises(RankFailure) as caught:
+        run(step, 1)
+    assert caught.value.kind == ("Killed" if fault == "killed" else "OSError")
+    assert fault == "killed" or "could not be written" in caught.value.message
+    assert list(tmp_path.iterdir()) == []

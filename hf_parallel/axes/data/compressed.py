@@ -57,6 +57,11 @@ def compress(root: nn.Module, mesh: ParallelMesh) -> None:
             )
 
 
+def groups_of(mesh: ParallelMesh) -> list[dist.ProcessGroup]:
+    """The groups beside the mesh's own that weights and gradients travel in."""
+    return [_nodes[mesh].within, _nodes[mesh].across] if mesh in _nodes else []
+
+
 def _nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
     if mesh not in _nodes:
         shards = axis_ranks(mesh.config, "dp_shard")
@@ -89,7 +94,7 @@ class _Then(dist.Work):
         return True
 
 
-# ---- weights ---------------------------------------------------------------------------------------------------------
+# ---- weights --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -218,7 +223,7 @@ def _unpacked(shards: torch.Tensor, spans: list[Span], kind: str, whole: torch.T
         whole[:, span.start : span.stop] = part
 
 
-# ---- gradients -------------------------------------------------------------------------------------------------------
+# ---- gradients ------------------------------------------------------------------------------------------------------
 
 
 class ScatterGradients(_Allocates, ReduceScatter):

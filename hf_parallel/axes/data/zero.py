@@ -75,7 +75,7 @@ def move_rest(model: nn.Module, device: torch.device) -> None:
 
 
 def resting(mesh: ParallelMesh) -> dict[str, Any]:
-    """Under offload=cpu parameters and gradients rest on the host, in memory that a GPU copies from and to by itself."""
+    """Under offload=cpu parameters and gradients rest on the host, in memory that a GPU copies from by itself."""
     if mesh.config.offload != "cpu":
         return {}
     return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")}

@@ -49,7 +49,7 @@ def prepare(original: Callable) -> Callable:
             check_optimizer(optimizer)
             eight_bit.check(optimizer)
             follow_parameters(optimizer)
-            host_step.check_optimizer(optimizer)
+            host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
         return original(self, *args, **kwargs)
 
     return replacement
