@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -21,7 +22,7 @@ from typing import Any
 #: Seconds per case of each test, as `pytest --record-seconds` measured them with two workers on two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
-PER_TEST = 7.0
+PER_TEST = 5.0
 #: What all cases of a plain run may take together; two workers need half of it.
 PER_RUN = 1500.0
 #: Of a case that nobody has measured, by folder: forked ranks and a reference, or arithmetic.
@@ -120,3 +121,16 @@ def cost(test: str, seconds: dict[str, float]) -> float:
     """Seconds of one case of a test."""
     folder = test.split("/")[1] if test.count("/") > 1 else ""
     return seconds.get(test, OF_ARITHMETIC.get(folder, UNMEASURED))
+
+
+def shown_axes(cases: Iterable[Case]) -> list[str]:
+    """A line per file: how many of its cases have an axis on, alone, or a pair of axes."""
+    files: dict[str, Counter[str]] = {}
+    for case in cases:
+        files.setdefault(case.file, Counter()).update("×".join(axes) for axes in case.axes if axes[-1] != "alone")
+        files[case.file].update(f"{axes[0]} alone" for axes in case.axes if axes[-1] == "alone")
+    return [
+        f"{file}: " + ", ".join(f"{axes} {number}" for axes, number in sorted(counted.items()))
+        for file, counted in sorted(files.items())
+        if counted
+    ]
