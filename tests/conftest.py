@@ -95,7 +95,8 @@ class Recorder:
     def pytest_sessionfinish(self):
         """Write the results file."""
         RESULTS.parent.mkdir(exist_ok=True)
-        results = {"versions": support_matrix.versions(), "cells": self.cells}
+        commits = {row: support_matrix.commit() for column in self.cells.values() for row in column}
+        results = {"versions": support_matrix.versions(), "commits": commits, "cells": self.cells}
         if self.adds and RESULTS.exists():
             results = support_matrix.added(json.loads(RESULTS.read_text()), results)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")

@@ -47,7 +47,7 @@ class Case:
 
     @property
     def axes(self) -> set[tuple[str, ...]]:
-        """The axes that are on, and pairs of them; one that is on alone too, as others are then left out of a model."""
+        """The axes that are on, and pairs of them; one that is on alone too, as nothing of the others is then made."""
         on = sorted(value for value in self.values if value in AXES)
         return {*combinations(on, 1), *combinations(on, 2), *((axis, "alone") for axis in on if len(on) == 1)}
 

@@ -65,7 +65,7 @@ def test_a_plain_run_keeps_to_its_time(request):
 
 def test_what_was_measured_is_still_there():
     """A test that was renamed would count as unmeasured."""
-    known = {test for test in selection.recorded()}
+    known = set(selection.recorded())
     root = selection.SECONDS.parents[2]
     gone = [t for t in known if f"def {t.split('::')[1]}(" not in (root / t.split("::")[0]).read_text()]
     assert gone == []
