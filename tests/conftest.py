@@ -1,42 +1,17 @@
 """Fixtures of the whole suite, and the recorder behind the README's support matrix."""
 
-import hashlib
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 import tests.distributed
-from tests import support_matrix, training
+from tests import selection, support_matrix, training
 
 RESULTS = Path(__file__).parent / "results" / "support.json"
-#: Of the combinations of each test in these files `make test` runs every n-th, `make test-all` all.
-EVERY = {
-    "test_context.py": 5,
-    "test_dry_run.py": 2,
-    "test_elastic.py": 3,
-    "test_experts.py": 13,
-    "test_families.py": 4,
-    "test_gpu_parts.py": 3,
-    "test_idioms.py": 3,
-    "test_killed_saves.py": 2,
-    "test_lora.py": 4,
-    "test_lora_grid.py": 11,
-    "test_lora_weights.py": 3,
-    "test_loading.py": 2,
-    "test_new_heads.py": 3,
-    "test_analytic.py": 2,
-    "test_offload.py": 3,
-    "test_pipeline.py": 2,
-    "test_resume.py": 2,
-    "test_sentence_transformers.py": 2,
-    "test_scripts.py": 11,
-    "test_trl_layouts.py": 3,
-    "test_trainer.py": 2,
-    "test_variants.py": 2,
-    "test_zero_stages.py": 6,
-    "test_zeropp.py": 4,
-}
+#: Seconds that a plain run of all files was chosen to take.
+CHOSEN = pytest.StashKey[float]()
 
 
 @pytest.fixture(scope="session")
@@ -56,6 +31,8 @@ def pytest_addoption(parser):
     parser.addoption("--all", action="store_true", help="run every combination of models, layouts and settings")
     parser.addoption("--record-support", action="store_true", help="write tests/results/support.json")
     parser.addoption("--add-support", action="store_true", help="the same for a part of the tests: keep other cells")
+    parser.addoption("--record-seconds", action="store_true", help="write what the cases of each test take")
+    parser.addoption("--axes", action="store_true", help="with --collect-only: list which axes each file shows")
 
 
 def pytest_configure(config):
@@ -65,6 +42,8 @@ def pytest_configure(config):
     )
     if config.getoption("--record-support") or config.getoption("--add-support"):
         config.pluginmanager.register(Recorder(config.getoption("--add-support")), "support-recorder")
+    if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SecondsRecorder(), "seconds-recorder")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -72,23 +51,26 @@ def pytest_collection_modifyitems(config, items):
     chosen = any(config.getoption(option) for option in ("--all", "--record-support", "--add-support", "keyword"))
     if chosen or any("::" in argument for argument in config.args):
         return
-    functions: dict = {}
-    for item in items:
-        functions.setdefault((item.path, item.originalname), []).append(item)
-    chosen = {item for group in functions.values() for item in _some(group, EVERY.get(group[0].path.name, 1))}
-    kept, left_out = [item for item in items if item in chosen], [item for item in items if item not in chosen]
+    seconds, cases = selection.recorded(), [_case(item) for item in items]
+    names = selection.choose(cases, seconds)
+    kept, left_out = [item for item in items if item.nodeid in names], [i for i in items if i.nodeid not in names]
+    config.stash[CHOSEN] = sum(selection.cost(case.test, seconds) for case in cases if case.name in names)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
 
-def _some(items, step):
-    """About one in `step` of a test's cases, at least one; which, does not change when others are added."""
-    ranked = sorted(items, key=lambda item: hashlib.sha256(item.nodeid.encode()).digest())
-    return [item for place, item in enumerate(ranked) if place == 0 or _number(item) % step == 0]
+def _case(item) -> selection.Case:
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    specs = [marker.args[0] for marker in item.iter_markers("support")]
+    return selection.Case(item.nodeid, item.nodeid.partition("[")[0], selection.values(parameters, specs))
 
 
-def _number(item):
-    return int.from_bytes(hashlib.sha256(item.nodeid.encode()).digest()[:8], "big")
+def pytest_terminal_summary(terminalreporter, config):
+    """What a plain run is expected to take; with `--axes` how many cases of each file show an axis or a pair."""
+    if CHOSEN in config.stash:
+        terminalreporter.write_line(f"about {config.stash[CHOSEN]:.0f} s of work, half as long with two workers")
+    if config.getoption("--axes"):
+        terminalreporter.write_line("\n".join(selection.shown_axes(map(_case, terminalreporter._session.items))))
 
 
 class Recorder:
@@ -113,7 +95,27 @@ class Recorder:
     def pytest_sessionfinish(self):
         """Write the results file."""
         RESULTS.parent.mkdir(exist_ok=True)
-        results = {"versions": support_matrix.versions(), "cells": self.cells}
+        commits = {row: support_matrix.commit() for column in self.cells.values() for row in column}
+        results = {"versions": support_matrix.versions(), "commits": commits, "cells": self.cells}
         if self.adds and RESULTS.exists():
             results = support_matrix.added(json.loads(RESULTS.read_text()), results)
         RESULTS.write_text(json.dumps(results, indent=2) + "\n")
+
+
+class SecondsRecorder:
+    """Writes the mean over a test's cases, set-up included, for `tests/selection.py`; of tests that ran only."""
+
+    def __init__(self):
+        self.seconds, self.cases = Counter(), Counter()
+
+    def pytest_runtest_logreport(self, report):
+        """Of each phase; with several workers they all report here."""
+        test = report.nodeid.partition("[")[0]
+        self.seconds[test] += report.duration
+        self.cases[test] += report.when == "call"
+
+    def pytest_sessionfinish(self):
+        """Tests of which a hundred cases take less than a second are left out."""
+        means = {test: round(self.seconds[test] / cases, 2) for test, cases in self.cases.items() if cases}
+        every = {**selection.recorded(), **means}
+        selection.SECONDS.write_text(json.dumps({test: every[test] for test in sorted(every)}, indent=0) + "\n")

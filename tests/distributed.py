@@ -8,6 +8,7 @@ may never own a process group nor torch worker threads, or its children inherit 
 
 import ctypes
 import faulthandler
+import gc
 import os
 import pickle
 import select
@@ -191,6 +192,7 @@ def _fork(rank, call, variables, folder, init, timeout, hold) -> _Rank:
 
 def _prepare_child(variables: dict[str, str], stack_file: Path) -> None:
     """Give the child its environment, and make it write its stack on SIGUSR1 and on a crash."""
+    gc.freeze()  # a collection would look at, and so copy, all that is shared with the parent
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no orphan spins on after a killed pytest
     stack = open(stack_file, "w")  # noqa: SIM115 - for as long as the child lives

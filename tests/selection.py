@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import combinations
@@ -21,9 +22,9 @@ from typing import Any
 #: Seconds per case of each test, as `pytest --record-seconds` measured them with two workers on two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
-PER_TEST = 7.0
-#: What all cases of a plain run may take together; two workers need half of it.
-PER_RUN = 1500.0
+PER_TEST = 4.0
+#: What all cases of a plain run may take together: 13 minutes of two workers.
+PER_RUN = 1560.0
 #: Of a case that nobody has measured, by folder: forked ranks and a reference, or arithmetic.
 UNMEASURED, OF_ARITHMETIC = 3.0, {"unit": 0.05, "planner": 0.2}
 
@@ -46,7 +47,7 @@ class Case:
 
     @property
     def axes(self) -> set[tuple[str, ...]]:
-        """The axes that are on, and pairs of them; one that is on alone too, as others are then left out of a model."""
+        """The axes that are on, and pairs of them; one that is on alone too, as nothing of the others is then made."""
         on = sorted(value for value in self.values if value in AXES)
         return {*combinations(on, 1), *combinations(on, 2), *((axis, "alone") for axis in on if len(on) == 1)}
 
@@ -120,3 +121,16 @@ def cost(test: str, seconds: dict[str, float]) -> float:
     """Seconds of one case of a test."""
     folder = test.split("/")[1] if test.count("/") > 1 else ""
     return seconds.get(test, OF_ARITHMETIC.get(folder, UNMEASURED))
+
+
+def shown_axes(cases: Iterable[Case]) -> list[str]:
+    """A line per file: how many of its cases have an axis on, alone, or a pair of axes."""
+    files: dict[str, Counter[str]] = {}
+    for case in cases:
+        files.setdefault(case.file, Counter()).update("×".join(axes) for axes in case.axes if axes[-1] != "alone")
+        files[case.file].update(f"{axes[0]} alone" for axes in case.axes if axes[-1] == "alone")
+    return [
+        f"{file}: " + ", ".join(f"{axes} {number}" for axes, number in sorted(counted.items()))
+        for file, counted in sorted(files.items())
+        if counted
+    ]

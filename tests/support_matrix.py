@@ -9,6 +9,7 @@ python tests/support_matrix.py --check                # exit 1 if README.md says
 import argparse
 import json
 import math
+import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -102,6 +103,22 @@ TABLES = {
 }
 
 
+#: What a tick of each table was compared in with one process, step by step.
+TRAINER = "loss, gradient norm, sets of gradients, evaluation, predictions, saved weights"
+COMPARED = {
+    "model": TRAINER,
+    "pipeline schedule": TRAINER,
+    "feature": f"{TRAINER}; of DoRA, QLoRA, two models, Accelerate loop and library: losses, gradients or weights",
+    "unchanged script": "what the script logs, gradient norm, what it saves; of TRL its metrics and sets of gradients",
+}
+
+
+def commit() -> str:
+    """The commit that is checked out, for what is recorded now."""
+    told = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return told.stdout.strip() or "unknown"
+
+
 def versions() -> dict[str, str]:
     """Versions of the libraries the results are valid for, without local build tags."""
     return {name: version(name).split("+")[0] for name in LIBRARIES}
@@ -121,7 +138,8 @@ def added(former: dict, results: dict) -> dict:
     cells: dict[str, dict[str, str]] = {}
     for spec, rows in [*former["cells"].items(), *results["cells"].items()]:
         cells.setdefault(layout(spec), {}).update(rows)
-    return {"versions": results["versions"], "cells": cells}
+    commits = {**former.get("commits", {}), **results.get("commits", {})}
+    return {"versions": results["versions"], "commits": commits, "cells": cells}
 
 
 def order(spec: str) -> tuple[int, int]:
@@ -136,10 +154,22 @@ def table(results: dict) -> str:
     unknown = {row for column in cells.values() for row in column} - {row for rows in TABLES.values() for row in rows}
     if unknown:
         raise ValueError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
-    tables = [_table(title, rows, cells) for title, rows in TABLES.items()]
+    commits = results.get("commits", {})
+    tables = [_table(title, rows, cells) and _told(title, rows, cells, commits) for title, rows in TABLES.items()]
     tested = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     signs = f"✓ same numbers as one process, ✗ not, – refused at start, blank not tested; with {tested}."
     return "\n\n".join([*filter(None, tables), signs])
+
+
+def _told(title: str, rows: tuple[str, ...], cells: dict, commits: dict[str, str]) -> str:
+    """A table, what was compared, and the commits that its rows were recorded on."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if any(row in column for column in cells.values()):
+            found.setdefault(commits.get(row, "unknown"), []).append(row)
+    most = max(found, key=lambda name: len(found[name]))
+    others = "".join(f"; {', '.join(found[name])} on {name}" for name in found if name != most)
+    return f"{_table(title, rows, cells)}\n\nCompared: {COMPARED[title]}. Recorded on commit {most}{others}."
 
 
 def _table(title: str, rows: tuple[str, ...], cells: dict) -> str:

@@ -21,10 +21,10 @@ from hf_parallel.config import SpecError
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
-    "transformers": ("5.20", "5.23"),
+    "transformers": ("5.16", "5.23"),
     "accelerate": ("1.12", "1.15"),
     "peft": ("0.21", "0.21"),
-    "trl": ("1.16", "1.16"),
+    "trl": ("0.24", "1.16"),
     "bitsandbytes": ("0.50", "0.50"),
     "sentence_transformers": ("6.2", "6.2"),
 }

@@ -62,6 +62,19 @@ def test_a_part_is_added_to_what_was_recorded():
         support_matrix.added(RESULTS, {**part, "versions": {"torch": "2.14.0"}})
 
 
+def test_what_was_compared_and_on_which_commit():
+    commits = {"Llama": "abc1234", "BERT": "def5678"}
+    text = support_matrix.table({**RESULTS, "commits": commits})
+    assert f"Compared: {support_matrix.TRAINER}. Recorded on commit abc1234; BERT on def5678." in text
+    part = {
+        "versions": RESULTS["versions"],
+        "commits": {"BERT": "0123456"},
+        "cells": {"tp=2,pp=2": {"BERT": "passed"}},
+    }
+    assert support_matrix.added({**RESULTS, "commits": commits}, part)["commits"] == {**commits, "BERT": "0123456"}
+    assert set(support_matrix.COMPARED) == set(support_matrix.TABLES)
+
+
 def test_scripts_have_their_rows():
     pytest.importorskip("datasets")
     from tests.outside.cases import CASES

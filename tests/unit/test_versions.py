@@ -14,6 +14,7 @@ from hf_parallel.axes.pipeline.read import check_overlap
 from hf_parallel.hooks import patching
 from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
+from hf_parallel.hooks.trl import trainers as trl_trainers
 from tests.distributed import run
 
 
@@ -65,7 +66,7 @@ def test_the_signature_decides_and_only_use_is_refused(library):
     import trl.extra as extra
 
     assert extra.same(2, new=1) == 6
-    refused = r"trl 9.9: trl.extra:{}; trl 1.16 works"
+    refused = r"trl 9.9: trl.extra:{}; trl 0.24 to 1.16 works"
     with pytest.raises(SpecError, match=refused.format(r"changed takes \(other\), without value .*")):
         extra.changed(3)
     with pytest.raises(SpecError, match=refused.format("Thing.gone does not exist")):
@@ -129,10 +130,24 @@ def test_a_core_target_that_is_gone_undoes_the_rest(versions):
     versions(transformers="9.9")
     patches = [Patch("json:dumps", lambda original: lambda obj, **kw: "?", "")]
     patches.append(Patch("transformers.trainer:Trainer.no_such_thing", doubled, ""))
-    with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.20 to 5.23"):
+    with pytest.raises(SpecError, match="transformers 9.9: .*no_such_thing does not exist; transformers 5.16 to 5.23"):
         apply(patches)
     assert json.dumps(1) == "1"
-    assert newer_libraries() == ["transformers 9.9 is newer than those this version was checked on (5.20 to 5.23)"]
+    assert newer_libraries() == ["transformers 9.9 is newer than those this version was checked on (5.16 to 5.23)"]
+
+
+def test_what_older_trainers_do_otherwise():
+    """TRL's DPO before 0.29, and adapters on 4 bits before 0.26."""
+    module = types.ModuleType("trl.old_trainer")
+    pairs = type("DPOTrainer", (), {"concatenated_forward": None, "__module__": "trl.old_trainer"})
+    packed = type("SFTTrainer", (), {"__module__": "trl.old_trainer"})
+    packed.model = types.SimpleNamespace(is_loaded_in_4bit=True)
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setitem(sys.modules, "trl.old_trainer", module)
+        with pytest.raises(SpecError, match="DPOTrainer: in TRL before 0.29 .* trl 0.29 or newer works"):
+            trl_trainers.check(pairs(), None, None)
+        with pytest.raises(SpecError, match="SFTTrainer: on a base in 4 bits .* trl 0.26 or newer works"):
+            trl_trainers.check(packed(), None, None)
 
 
 def test_torch(versions, monkeypatch):

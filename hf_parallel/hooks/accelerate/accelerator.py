@@ -196,7 +196,7 @@ def convert_to_fp32(original: Callable) -> Callable:
     def replacement(tensor: Any) -> Any:
         if not isinstance(tensor, WholeWhenRead):
             return original(tensor)
-        for key in tensor.keys():  # type: ignore[attr-defined]
+        for key in tensor:  # type: ignore[attr-defined]
             if tensor.is_whole(key):
                 tensor[key] = original(tensor[key])
             else:

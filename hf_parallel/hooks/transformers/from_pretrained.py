@@ -55,9 +55,9 @@ def from_pretrained(original: Callable) -> Callable:
 def prepare(original: Callable) -> Callable:
     """Where to load: this rank's device."""
 
-    def replacement(cls: type, distributed_config: Any, device_map: Any = None) -> Any:
+    def replacement(cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: Any) -> Any:
         if not isinstance(distributed_config, Requested):
-            return original(cls, distributed_config, device_map=device_map)
+            return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
         if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
             raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
         if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:

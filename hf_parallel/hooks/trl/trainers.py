@@ -6,6 +6,7 @@ Its losses run where a script's own loss runs (`losses.py`). Nothing here import
 from __future__ import annotations
 
 import hashlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import online
 from hf_parallel.local import local
 from hf_parallel.mesh import stored
+from hf_parallel.spec import refuse
 
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
@@ -42,6 +44,7 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is not None:
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
+        _refuse_old(kind, trainer)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
@@ -51,6 +54,15 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
         f"{kind.__name__} is not known to this version; "
         "the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work"
     )
+
+
+def _refuse_old(kind: type, trainer: Any) -> None:
+    """What older versions do otherwise: pairs in tensors of their own, adapters on 4 bits cast by TRL itself."""
+    if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
+        refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
+    makes_adapters = hasattr(sys.modules[kind.__module__], "get_peft_model")
+    if getattr(trainer.model, "is_loaded_in_4bit", False) and not makes_adapters:
+        refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
 
 
 def rows_per_example(trainer: Any) -> int | None:

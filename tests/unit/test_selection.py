@@ -1,0 +1,72 @@
+"""What a plain run leaves out: never a test, an axis or a pair of axes of a file, and never because of other files."""
+
+import pytest
+
+from tests import conftest, selection
+from tests.selection import AXES, Case, choose, values
+
+MODELS = ("llama", "gpt2", "t5")
+SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2,pipeline_schedule=gpipe")
+
+
+def cases(file="tests/parity/test_a.py", test="test_one", models=MODELS, specs=SPECS):
+    name = f"{file}::{test}"
+    pairs = [(model, spec) for model in models for spec in specs]
+    return [Case(f"{name}[{m}-{s}]", name, values({"model": m, "spec": s})) for m, s in pairs]
+
+
+def test_values_of_a_case():
+    found = values(
+        {"spec": "tp=2,dp_shard=-1,pp=1,pipeline_schedule=gpipe", "model": "llama", "n": 3}, ["dp_replicate=2"]
+    )
+    assert found == {"tp", "dp_shard", "dp_replicate", "pipeline_schedule=gpipe", "model=llama", "n=3"}
+    assert values({"thing": object()}) == values({"thing": object()})  # no address
+
+
+def test_smoke_then_covering_while_seconds_last():
+    """Every axis and pair of axes of the file; then values and pairs of values, as many as the time allows."""
+    everything = cases()
+    seconds = {everything[0].test: 1.0}
+    taken = {
+        limit: [case for case in everything if case.name in choose(everything, seconds, limit)] for limit in (1, 9, 99)
+    }
+    for some in taken.values():
+        axes = {axes for case in some for axes in case.axes}
+        assert axes == {axes for case in everything for axes in case.axes}
+    assert len(taken[1]) == 6  # the axes alone and their pairs, of whatever model
+    assert {model for case in taken[9] for model in case.values if "model=" in model} == {f"model={m}" for m in MODELS}
+    assert len(taken[9]) == 9
+    assert taken[99] == everything
+    assert set(taken[1]) <= set(taken[9])
+
+
+def test_a_long_test_runs_once():
+    plain = [
+        Case(f"t/parity/test_b.py::test_two[{n}]", "t/parity/test_b.py::test_two", values({"n": n})) for n in range(9)
+    ]
+    assert len(choose(plain, {}, 1.0)) == 1
+
+
+@pytest.mark.parametrize("added", [cases("tests/parity/test_0.py"), cases("tests/parity/test_z.py", models=("bert",))])
+def test_other_files_change_nothing(added):
+    before, after = choose(cases(), {}), choose([*added, *cases()], {})
+    assert before == after - {case.name for case in added}
+
+
+def test_no_order_changes_it():
+    assert choose(cases(), {}) == choose(reversed(cases()), {})
+
+
+def test_a_plain_run_keeps_to_its_time(request):
+    """Else PER_TEST, or what a new test takes, has to come down; `--record-seconds` measures."""
+    if not request.config.args or request.config.args == request.config.getini("testpaths"):
+        assert request.config.stash.get(conftest.CHOSEN, 0.0) <= selection.PER_RUN
+
+
+def test_what_was_measured_is_still_there():
+    """A test that was renamed would count as unmeasured."""
+    known = set(selection.recorded())
+    root = selection.SECONDS.parents[2]
+    gone = [t for t in known if f"def {t.split('::')[1]}(" not in (root / t.split("::")[0]).read_text()]
+    assert gone == []
+    assert set(AXES) >= {"tp", "pp", "dp_shard", "dp_replicate"}
