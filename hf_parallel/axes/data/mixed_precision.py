@@ -57,8 +57,8 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
     """The dtype that a forward pass of `root` would gather its fp32 weights in, here and now."""
     dtype = autocast_dtype(device)
-    if dtype is None or not isinstance(root, FSDPModule):
-        return None
+    if not isinstance(root, FSDPModule) or dtype in (None, computed_in(root)):
+        return dtype if isinstance(root, FSDPModule) else None
     return None if any(weight.dtype != torch.float32 for weight in _weights(root)) else dtype
 
 
@@ -72,9 +72,8 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     """Let the units below `root` gather in `dtype`, if their weights are fp32; not while they hold gathered ones."""
     if not isinstance(root, FSDPModule) or dtype == computed_in(root):
         return
-    if (
-        dtype is not None and getattr(next(_weights(root), None), "dtype", None) != torch.float32
-    ):  # asked before each forward pass
+    first = next(_weights(root), None)  # this is asked before each forward pass
+    if first is None or (dtype is not None and first.dtype != torch.float32):
         return
     states = list(_states(root))
     held = [parameter for state in states for group in state._fsdp_param_groups for parameter in group.fsdp_params]
