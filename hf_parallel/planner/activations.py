@@ -134,7 +134,8 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
 def _by_formula(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
     total = kept_of_terms(terms_of(block, shape, job), layout, job.seq, job.recompute)
     total += _copies_of_shared_heads(block, layout, job)
-    if job.autocast and not layout.sequence_parallel:  # each product lowers its input for itself
+    lowered_once = layout.tp > 1 and (layout.sequence_parallel or job.habits.lowers_inputs)
+    if job.autocast and not lowered_once:  # each product lowers its input for itself
         readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == shape.hidden)
         total += max(0, readers - 2) * job.width * shape.hidden
     if job.lora and job.stored < ADAPTER_WIDTH:
