@@ -206,7 +206,7 @@ def test_loss_of_a_run_with_compression(request):
     assert found["ratio"] == pytest.approx(1, abs=0.01)  # the issue's bound
 
 
-def test_order_that_the_planner_predicts_on_a_slow_link():
+def test_planned_order_on_a_slow_link():
     """As measured by `python -m benchmarks.slow_network`; alone one process computes for 0.03 s."""
     seconds = slow_network.predicted(100, 0.03)
     gain = {name: seconds["ZeRO-3"] / value for name, value in seconds.items()}
