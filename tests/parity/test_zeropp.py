@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks import compression, slow_network
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import Rows
@@ -195,3 +196,21 @@ def test_adapters_are_gathered_exactly_beside_a_quantised_base_of_another_dtype(
 )
 def test_hierarchical_shard_equals_one_process(runs, spec, accumulation, more):
     runs.check(Script(arguments=tuple(more.items())).with_accumulation(accumulation), spec)
+
+
+def test_loss_of_a_run_with_compression(request):
+    """300 steps in the full run; all settings: `python -m benchmarks.compression`."""
+    steps = 300 if request.config.getoption("--all") else 20
+    chosen = {name: compression.SETTINGS[name] for name in ("none", "all")}
+    found = compression.compare(steps, chosen)["all"]
+    assert found["ratio"] == pytest.approx(1, abs=0.01)  # the issue's bound
+
+
+def test_planned_order_on_a_slow_link():
+    """As measured by `python -m benchmarks.slow_network`; alone one process computes for 0.03 s."""
+    seconds = slow_network.predicted(100, 0.03)
+    gain = {name: seconds["ZeRO-3"] / value for name, value in seconds.items()}
+    assert sorted(gain, key=gain.__getitem__)[-3:] == ["HSDP", "ZeRO++", "pp=2"]
+    assert gain["ZeRO++"] > 5
+    assert gain["HSDP"] > 2
+    assert min(gain.values()) == gain["ZeRO-3"]

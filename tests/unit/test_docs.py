@@ -41,6 +41,8 @@ ELSEWHERE = {
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
     r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
+    r"python -m benchmarks.compression": "tests/parity/test_zeropp.py::test_loss_of_a_run_with_compression",
+    r"python -m benchmarks.slow_network": "tests/parity/test_zeropp.py::test_planned_order_on_a_slow_link",
     r"python -m tests.patch_list": "tests/unit/test_patch_list.py::test_the_page_is_current",
     r"python -m tests.activations": "tests/parity/test_activation_memory.py::test_formula_in_one_process",
     r"(import hf_parallel|TrainingArguments\(parallel.*)": "tests/unit/test_flag.py::test_flag_before_transformers",
