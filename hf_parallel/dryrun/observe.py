@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data.zero import sharded_modules
-from hf_parallel.config import SpecError
+from hf_parallel.config import SHARDS, SpecError
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import state_of
@@ -114,7 +114,10 @@ def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
     """What to call process groups: their axis; `data` that of all data ranks; both ends of a pipeline are pp too."""
     known = {"data": mesh.data_group, "pp": tied}
     names = {group.group_name: name for name, group in known.items() if group is not None}
-    return names | {mesh.group(axis).group_name: axis for axis in mesh.config.sizes}
+    names |= {mesh.group(axis).group_name: axis for axis in mesh.config.sizes}
+    if mesh.size("cp") > 1:  # FSDP2 shards over dp_shard x cp
+        names |= {mesh.attention_group.group_name: "cp", mesh.sharing_mesh.get_group(SHARDS).group_name: "dp_shard"}
+    return names
 
 
 @contextlib.contextmanager
