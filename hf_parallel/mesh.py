@@ -141,8 +141,15 @@ class ParallelMesh:
         replicas = self.size("dp_replicate") > 1
         if self.size("cp") == 1:
             return self["dp_replicate", "dp_shard"] if replicas else self["dp_shard"]
-        shards = self["cp"] if self.size("dp_shard") == 1 else self["dp_shard", "cp"]._flatten(SHARDS)
+        shards = self["dp_shard", "cp"]._flatten(SHARDS)
         return DeviceMesh._concatenate([self["dp_replicate"], shards]) if replicas else shards
+
+    @functools.cached_property
+    def attention_group(self) -> dist.ProcessGroup:
+        """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
+        group = own_group(axis_ranks(self.config, "cp"), self.rank)
+        assert group is not None
+        return group
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self._view(axes)[axes]

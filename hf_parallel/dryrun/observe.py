@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.reduction import before_the_last
+from hf_parallel.config import SHARDS
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import EXPERT_AXES, ParallelMesh
 from hf_parallel.parallelize import state_of
@@ -116,7 +117,10 @@ def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
     names = {group.group_name: name for name, group in known.items() if group is not None}
     names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
     axes = [*(EXPERT_AXES if mesh.config.ep_size > 1 else ()), *mesh.config.sizes]  # of the same ranks the latter
-    return names | {mesh.group(axis).group_name: axis for axis in axes}
+    names |= {mesh.group(axis).group_name: axis for axis in axes}
+    if mesh.size("cp") > 1:  # FSDP2 shards over dp_shard x cp
+        names |= {mesh.attention_group.group_name: "cp", mesh.sharing_mesh.get_group(SHARDS).group_name: "dp_shard"}
+    return names
 
 
 @contextlib.contextmanager

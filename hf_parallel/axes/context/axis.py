@@ -99,7 +99,7 @@ class Context(Axis["ContextFacts", ContextPart]):
 
         config, mesh = part.config, building.mesh
         cut = SequenceCut(
-            group=mesh.group("cp"),
+            group=mesh.attention_group,
             shape=Shape(config.cp_size // config.ulysses_size, config.ulysses_size),
             exchanged=exchanged(mesh, config),
             multiple=_multiple(building),

@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
     """How cp ranks attend. Neighbours share heads; ranks of the same place in their groups form a ring.
 
-    Collective over all ranks if both are there.
+    Collective over all ranks.
     """
     size, inner, gathered = config.cp_size, config.ulysses_size, config.context_parallel == "allgather"
     if inner == 1:
-        return Exchanged(mesh.group("cp"), None, gathered)
+        return Exchanged(mesh.attention_group, None, gathered)
     if inner == size:
-        return Exchanged(None, mesh.group("cp"), gathered)
+        return Exchanged(None, mesh.attention_group, gathered)
     all_ranks = axis_ranks(config, "cp")
     rings = [ranks[place::inner] for ranks in all_ranks for place in range(inner)]
     groups = [ranks[start : start + inner] for ranks in all_ranks for start in range(0, size, inner)]
