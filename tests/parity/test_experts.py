@@ -3,6 +3,8 @@
 import pytest
 from transformers import AutoModelForCausalLM
 
+from hf_parallel.config import ParallelConfig
+from hf_parallel.doctor import examine
 from tests import models
 from tests.adapters import lora
 from tests.distributed import RankFailure, run
@@ -139,6 +141,29 @@ def test_adapters(runs, spec, model):
     """Of experts and routers, beside those of attention."""
     script = Script(model=model, lora=lora(("o_proj",), target_parameters=ADAPTED))
     runs.check(script.with_accumulation(2), spec)
+
+
+def stored_here(spec: str) -> tuple[int, int]:
+    """Numbers that this rank stores: of experts, and of all parameters."""
+    from hf_parallel import parallelize
+    from hf_parallel.mesh import stored
+
+    model = parallelize(models.build("mixtral"), spec)
+    sizes = {name: stored(parameter).numel() for name, parameter in model.named_parameters()}
+    return sum(size for name, size in sizes.items() if ".experts." in name), sum(sizes.values())
+
+
+@pytest.mark.parametrize(
+    "spec", ["tp=2,dp_shard=2,ep=2", "dp_shard=4,ep=4", "dp_replicate=2,dp_shard=2,ep=2"], ids=spec_id
+)
+def test_what_a_rank_stores(spec):
+    """Of experts one part in ep x ep_shard, of everything what doctor says."""
+    whole = sum(p.numel() for name, p in models.build("mixtral").named_parameters() if ".experts." in name)
+    config = ParallelConfig.parse(spec)
+    said = examine(models.build("mixtral"), config).parameters_per_rank
+    for (experts, all_), expected in zip(run(stored_here, axes(spec)["world"], spec), said, strict=True):
+        assert experts == whole // (config.ep_size * config.ep_shard_size)
+        assert all_ == expected
 
 
 def test_resumes_on_any_layout(runs, tmp_path):

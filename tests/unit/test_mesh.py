@@ -85,3 +85,12 @@ def test_the_picture_in_the_docstring_is_right():
     config = resolved("pp=2,dp_shard=2,tp=2")
     assert [data_rank(config, rank) for rank in (0, 1, 4, 5)] == [0] * 4
     assert [data_rank(config, rank) for rank in (2, 3, 6, 7)] == [1] * 4
+
+
+def test_experts_see_the_ranks_in_another_way():
+    """The picture of sixteen ranks: ep is innermost, ep_shard is what is left of dp_shard, cp and tp."""
+    config = ParallelConfig.parse("pp=2,dp_shard=4,tp=2,ep=4")
+    assert config.ep_shard_size * config.ep_size == config.dp_shard_size * config.cp_size * config.tp_size
+    assert axis_ranks(config, "ep") == [list(range(first, first + 4)) for first in (0, 4, 8, 12)]
+    assert axis_ranks(config, "ep_shard") == [[n, n + 4] for n in (0, 1, 2, 3, 8, 9, 10, 11)]
+    assert axis_ranks(config, "dp_shard")[0] == [0, 2, 4, 6]
