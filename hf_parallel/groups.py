@@ -32,16 +32,17 @@ class Groups:
         self.device, self.rank = device, dist.get_rank()
         self._known: dict[tuple, dist.ProcessGroup | None] = {}
 
-    def along(self, partition: Partition, urgent: bool = False) -> dist.ProcessGroup | None:
+    def along(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
         """This rank's group of `partition`, None if it is in none. Collective over all ranks at the first time.
 
         Args:
             urgent: what is computed waits for its messages: on CUDA they go before what runs already.
+            apart: whose messages must not wait for others of the same ranks: a name, with a group of its own.
         """
         options = _high_priority(self.device) if urgent else None
-        key = (options is not None, *map(tuple, partition))
+        key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:
-            self._known[key] = self._make(partition, options)
+            self._known[key] = self._make(partition, options, bool(apart))
         return self._known[key]
 
     def on_host(self, partition: Partition, group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -55,9 +56,9 @@ class Groups:
         assert own is not None
         return own
 
-    def _make(self, partition: Partition, options: Any) -> dist.ProcessGroup | None:
+    def _make(self, partition: Partition, options: Any, apart: bool) -> dist.ProcessGroup | None:
         default = dist.distributed_c10d._get_default_group()
-        if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None:
+        if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None and not apart:
             return default
         if _is_split(default):
             return dist.split_group(split_ranks=partition, timeout=time_out(), pg_options=options)

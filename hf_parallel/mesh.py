@@ -147,7 +147,7 @@ class ParallelMesh:
     @functools.cached_property
     def attention_group(self) -> dist.ProcessGroup:
         """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
-        group = own_group(axis_ranks(self.config, "cp"), self.rank)
+        group = self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
         assert group is not None
         return group
 
