@@ -74,7 +74,7 @@ def _rows(patches: list[Patch]) -> list[str]:
 def _row(patch: Patch) -> str:
     notes = ["private"] * patch.is_private + ["copies"] * patch.copies
     notes += [f"since {patch.since}"] if patch.since else []
-    by = patch.make.__module__.removeprefix("hf_parallel.hooks.").replace(".", "/")
+    by = patch.room.removeprefix("hf_parallel.hooks.").replace(".", "/")
     return f"| `{patch.target}` | {patch.reason} | {by}.py | {', '.join(notes)} |".replace("  ", " ")
 
 

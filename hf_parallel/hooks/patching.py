@@ -48,11 +48,18 @@ class Patch:
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
     adds: bool = False  # instances have the attribute, the class does not yet
     copies: bool = False  # replace it in every module that has imported it by name, too
+    without_layout: bool = False  # in place where no layout is active, and only there
+    room: str = ""  # the module of the replacement
 
     @property
     def module(self) -> str:
         """The module of the target."""
         return self.target.partition(":")[0]
+
+    @property
+    def owner(self) -> str:
+        """The class or function that is changed; names of a module each for itself."""
+        return self.target.rpartition(".")[0] if "." in self.target.partition(":")[2] else self.target
 
     @property
     def library(self) -> str:
@@ -75,6 +82,58 @@ class Patch:
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
+
+
+#: What the rooms have declared, in the order of their import.
+DECLARED: list[Patch] = []
+
+
+def patch(target: str, why: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Call the decorated function where `target` is called, with the original before the arguments.
+
+    Args:
+        target: "package.module:Class.{one,another}": braces hold several.
+        why: what the original does that would be wrong under a layout.
+        options: the other fields of `Patch`.
+    """
+
+    def declare(function: Callable) -> Callable:
+        replace(target, why, room=function.__module__, **options)(around(function))
+        return function
+
+    return declare
+
+
+def replace(target: str, why: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Put what the decorated function makes of the original in its place: for classes, properties, values."""
+
+    def declare(make: Callable) -> Callable:
+        options.setdefault("room", make.__module__)
+        DECLARED.extend(Patch(one, make, why, **options) for one in _expanded(target))
+        return make
+
+    return declare
+
+
+def _expanded(target: str) -> list[str]:
+    before, brace, rest = target.partition("{")
+    choices, _, after = rest.partition("}")
+    return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [target]
+
+
+def around(function: Callable) -> Callable[[Any], Callable]:
+    """A maker of replacements that call `function(original, …)`, which take what it takes but for the first."""
+    signature = inspect.signature(function)
+    taken = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def make(original: Any) -> Callable:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        replacement.__signature__ = taken  # type: ignore[attr-defined]
+        return replacement
+
+    return make
 
 
 #: Why modules whose functions are not where they were known to be must not be used.
@@ -137,6 +196,7 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
             return
         if getattr(original, "_hf_parallel_maker", None) is patch.make:
             return  # imported from a module that is patched
+        vars(replacement).pop("__signature__", None)  # scripts are shown the original's
         replacement = functools.wraps(original)(replacement)
         replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
     replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
 from hf_parallel.hooks.trainer.record import record_of
@@ -194,20 +195,17 @@ def _undone(trainer: Any) -> Iterator[None]:
         restore()
 
 
-def log(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
+def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
     """What a script's loss collects it collects on the last stage: rank 0 shows it."""
-
-    def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
-        state = runtime.parallel_state(self.model)
-        if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
-            # compute_loss runs on the last stage alone: the others log with it later
-            record_of(self).step.logged.append(dict(logs))
-            return
-        if state is not None and state.pipeline is not None and is_own(self):
-            state.pipeline.tell(logs)
-        original(self, logs, *args, **kwargs)
-
-    return replacement
+    state = runtime.parallel_state(self.model)
+    if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
+        # compute_loss runs on the last stage alone: the others log with it later
+        record_of(self).step.logged.append(dict(logs))
+        return
+    if state is not None and state.pipeline is not None and is_own(self):
+        state.pipeline.tell(logs)
+    original(self, logs, *args, **kwargs)
 
 
 def _reads_item_count(function: Any) -> bool:

@@ -20,6 +20,9 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
+
+_signature = functools.cache(inspect.signature)
 
 
 @dataclass
@@ -119,25 +122,17 @@ COUNTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
 }
 
 
-def mean_of(name: str) -> Callable:
-    """Patch for one of these functions; outside of losses it is torch's own."""
-
-    def patch(original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            value = original(*args, **kwargs)
-            if not _forwards and _scope is None:
-                return value
-            given = signature.bind(*args, **kwargs).arguments
-            former = given.get("size_average") is not None or given.get("reduce") is not None
-            if former or given.get("reduction", "mean") != "mean":
-                return value
-            return _treated(value, COUNTS[name](given, value))
-
-        return replacement
-
-    return patch
+@patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
+def mean(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Each of these functions; outside of losses it is torch's own."""
+    value = original(*args, **kwargs)
+    if not _forwards and _scope is None:
+        return value
+    given = _signature(original).bind(*args, **kwargs).arguments
+    former = given.get("size_average") is not None or given.get("reduce") is not None
+    if former or given.get("reduction", "mean") != "mean":
+        return value
+    return _treated(value, COUNTS[original.__name__](given, value))
 
 
 def _treated(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
