@@ -109,8 +109,9 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     state.counts_tokens = True
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        forward = means.enter(_share(module, kwargs))
-        if kwargs.get("num_items_in_batch") is not None:
+        passed_on = kwargs.get("num_items_in_batch") is not None
+        forward = means.enter(_share(module, passed_on), passed_on)
+        if passed_on:
             forward.counted = state.reads_item_count
         elif forward.share is not None and state.sums_over_tokens and kwargs.get("labels") is not None:
             means.note(forward)
@@ -151,12 +152,11 @@ def _say_once(state: Any, message: str) -> None:
         report.say_here(state.mesh, message)
 
 
-def _share(module: nn.Module, kwargs: dict) -> float | None:
+def _share(module: nn.Module, passed_on: bool) -> float | None:
     """What the loss of this call will be multiplied by; None if its means stay those of this rank's rows."""
     scope = means.scope()
     if scope is None:
         return 1.0 if module.training and torch.is_grad_enabled() else None
-    passed_on = kwargs.get("num_items_in_batch") is not None
     return None if scope.weighs_itself and not passed_on else scope.share
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dis
+import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,7 +23,11 @@ from hf_parallel.hooks.trl import trainers as trl
 
 def prepare(trainer: Any) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
-    record_of(trainer).loss_plans.clear()
+    from transformers import Trainer
+
+    record, passes_on = record_of(trainer), type(trainer).compute_loss is Trainer.compute_loss
+    record.loss_plans.clear()
+    record.weighs = True if passes_on and trainer.compute_loss_func is None else None
     state = runtime.parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
@@ -42,24 +45,29 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     state = runtime.parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
-    weighs = _weighs_itself(self, kwargs.get("num_items_in_batch"))
-    call = functools.partial(_call, self, state, own, model, weighs=weighs, args=args, kwargs=kwargs)
+    call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
     targets = trl.targets_of_mean(self, inputs) if kwargs.get("num_items_in_batch") is None else None
     record = record_of(self)
     record.step.weighted = True
     if engine is None:
-        return _weighted(self, call(inputs), targets)
+        return _weighted(self, _settled(self, inputs, call), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and takes(plan, inputs, engine.config):
-        return _scheduled(self, engine, plan, inputs, call, counts=not weighs)
-    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+        return _scheduled(self, engine, plan, inputs, call, counts=not record.weighs)
+    made: list[Any] = []
+
+    def serve(batch: dict) -> dict:
+        result, made[:] = served(engine, dict(batch), lambda: call(dict(batch)))
+        return result
+
+    result = _settled(self, inputs, serve)
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
-        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not weighs)
+        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not record.weighs)
         if plan is not None:
             plan.logs = bool(result["logged"])
     return _weighted(self, result, targets)
@@ -89,11 +97,27 @@ def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, 
     return plan
 
 
-def _weighs_itself(trainer: Any, items: Any) -> bool:
-    """Does the script use the count of targets? A model that it calls without gives it a plain mean to weight."""
-    if items is None or not is_own(trainer):
-        return False
-    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
+def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict]) -> dict:
+    """What is computed of a batch once it is known whether the script weighs means by the count of targets itself.
+
+    It is seen while the loss is computed. A model that the script calls without the count gives it the mean over all
+    data ranks' targets then; where the script goes on to weigh that, the batch is computed once more, with plain means.
+    """
+    record = record_of(trainer)
+    if record.weighs is not None:
+        return computed(inputs)
+    kept, stream = copy.copy(inputs), runtime.mesh().fork_random_state()
+    with contextlib.ExitStack() as aside:
+        restore, _ = remembered(trainer), aside.enter_context(stream)
+        result = computed(inputs)
+        if not result["again"]:
+            aside.pop_all()  # random numbers go on from here
+    if result["weighs"] is not None:
+        record.weighs = result["weighs"]
+    if not result["again"]:
+        return result
+    restore()
+    return computed(kept)
 
 
 def _joining(trainer: Any, loss_of: Callable) -> Callable:
@@ -116,20 +140,22 @@ def _verdict(plan: Plan | None, schedule: str) -> str:
     return f"the script's loss {how} over micro-batches: {schedule} from now on"
 
 
-def _call(
-    self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, weighs: bool, args: tuple, kwargs: dict
-) -> dict:
+def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
     """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
-    step, former = record_of(self).step, self.args.average_tokens_across_devices
-    scope = means.Scope(step.share, weighs)
+    step, former, items = (
+        record_of(self).step,
+        self.args.average_tokens_across_devices,
+        kwargs.get("num_items_in_batch"),
+    )
+    scope = means.Scope(step.share, items is not None and bool(record_of(self).weighs))
     step.logged = []
     # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
     whole = former and means.knows_processes(self)
     self.args.average_tokens_across_devices = whole
-    items = kwargs.get("num_items_in_batch")
     if items is not None and former:
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
-        kwargs = {**kwargs, "num_items_in_batch": items}
+    if items is not None:
+        kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
     try:
         with runtime.absent(step.real_rows == 0), means.computing(scope):
             result = own(model, inputs, *args, **kwargs)
@@ -139,8 +165,16 @@ def _call(
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
-    known = weighs or scope.counted or targets is not None
-    return {"loss": loss, "outputs": outputs, "targets": targets, "known": known, "logged": step.logged}
+    weighs = scope.weighs_itself or scope.reads_count
+    return {
+        "loss": loss,
+        "outputs": outputs,
+        "targets": targets,
+        "known": weighs or scope.counted or targets is not None,
+        "logged": step.logged,
+        "weighs": None if items is None else weighs,
+        "again": scope.assumed and weighs,
+    }
 
 
 def _told_mean(engine: Any, logged: list[dict]) -> dict:
@@ -206,14 +240,3 @@ def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) ->
     if state is not None and state.pipeline is not None and is_own(self):
         state.pipeline.tell(logs)
     original(self, logs, *args, **kwargs)
-
-
-def _reads_item_count(function: Any) -> bool:
-    """Does a script's loss use `num_items_in_batch`, by name or among its other keywords? If not, it is a mean."""
-    code = means.code_of(function)
-    names = {"num_items_in_batch"}
-    if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
-        positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        names.add(code.co_varnames[positional])  # the name of **kwargs
-    reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
-    return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
