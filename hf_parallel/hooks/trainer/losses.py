@@ -23,11 +23,10 @@ from hf_parallel.hooks.trl import trainers as trl
 
 def prepare(trainer: Any) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
-    from transformers import Trainer
-
-    record, passes_on = record_of(trainer), type(trainer).compute_loss is Trainer.compute_loss
+    record = record_of(trainer)
     record.loss_plans.clear()
-    record.weighs = True if passes_on and trainer.compute_loss_func is None else None
+    seen = overrides(trainer) or trainer.compute_loss_func is not None
+    record.weighs = None if seen else trainer.label_smoother is not None  # Trainer itself passes the count on
     state = runtime.parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
@@ -35,10 +34,14 @@ def prepare(trainer: Any) -> None:
 
 def is_own(trainer: Any) -> bool:
     """Does the script compute the loss, rather than the model?"""
+    return overrides(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+
+
+def overrides(trainer: Any) -> bool:
+    """Has its class a `compute_loss` of its own?"""
     from transformers import Trainer
 
-    overrides = type(trainer).compute_loss is not Trainer.compute_loss
-    return overrides or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    return type(trainer).compute_loss is not Trainer.compute_loss
 
 
 def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
@@ -100,8 +103,9 @@ def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, 
 def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict]) -> dict:
     """What is computed of a batch once it is known whether the script weighs means by the count of targets itself.
 
-    It is seen while the loss is computed. A model that the script calls without the count gives it the mean over all
-    data ranks' targets then; where the script goes on to weigh that, the batch is computed once more, with plain means.
+    It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
+    targets of all data ranks then; where the script goes on to weigh that, the batch is computed once more, with plain
+    means.
     """
     record = record_of(trainer)
     if record.weighs is not None:
@@ -142,12 +146,9 @@ def _verdict(plan: Plan | None, schedule: str) -> str:
 
 def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
     """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
-    step, former, items = (
-        record_of(self).step,
-        self.args.average_tokens_across_devices,
-        kwargs.get("num_items_in_batch"),
-    )
-    scope = means.Scope(step.share, items is not None and bool(record_of(self).weighs))
+    record, former = record_of(self), self.args.average_tokens_across_devices
+    step, items = record.step, kwargs.get("num_items_in_batch")
+    scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
     # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
     whole = former and means.knows_processes(self)
