@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.abc
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 import sys
@@ -18,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from hf_parallel.config import SpecError
+from hf_parallel.hooks.after_import import AfterImport
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
@@ -163,7 +162,7 @@ def apply_when_imported(module: str, patches: Iterable[Patch]) -> tuple[Any, str
     if module in sys.modules:
         finder.apply()
     else:
-        sys.meta_path.insert(0, finder)
+        finder.wait()
     return finder, "cancel", _MISSING
 
 
@@ -259,29 +258,13 @@ def _set(owner: Any, name: str, value: Any, done: list[tuple[Any, str, Any]]) ->
     setattr(owner, name, value)
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
+class _WhenImported(AfterImport):
     """Puts patches in place as soon as the script has imported their module."""
 
     def __init__(self, module: str, patches: Iterable[Patch]) -> None:
-        self.module, self.patches = module, patches
+        super().__init__(module, self.apply)
+        self.patches = patches
         self.done: list[tuple[Any, str, Any]] = []
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Called by `import`; the finders behind this one do the work."""
-        if fullname != self.module or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                self.apply()
-
-            loader.exec_module = exec_module
-        return spec
 
     def apply(self) -> None:
         """The module is there."""
@@ -290,8 +273,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
     def cancel(self) -> None:
         """Undo, or wait no more."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.leave()
         undo(self.done)
 
 
