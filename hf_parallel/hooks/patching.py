@@ -57,7 +57,7 @@ class Patch:
 
     @property
     def owner(self) -> str:
-        """The class or function that is changed; names of a module each for itself."""
+        """What is changed: the class of a method, else the name itself."""
         return self.target.rpartition(".")[0] if "." in self.target.partition(":")[2] else self.target
 
     @property
