@@ -50,11 +50,12 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
-    targets = trl.targets_of_mean(self, inputs) if kwargs.get("num_items_in_batch") is None else None
+    items = kwargs.get("num_items_in_batch")
+    targets = trl.targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
     if engine is None:
-        return _weighted(self, _settled(self, inputs, call), targets)
+        return _weighted(self, _settled(self, inputs, call, items), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
@@ -66,7 +67,7 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
         result, made[:] = served(engine, dict(batch), lambda: call(dict(batch)))
         return result
 
-    result = _settled(self, inputs, serve)
+    result = _settled(self, inputs, serve, items)
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
@@ -100,7 +101,7 @@ def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, 
     return plan
 
 
-def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict]) -> dict:
+def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict], items: Any) -> dict:
     """What is computed of a batch once it is known whether the script weighs means by the count of targets itself.
 
     It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
@@ -108,19 +109,15 @@ def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict]) -> di
     means.
     """
     record = record_of(trainer)
-    if record.weighs is not None:
+    if record.weighs is not None or items is None:
         return computed(inputs)
-    kept, stream = copy.copy(inputs), runtime.mesh().fork_random_state()
-    with contextlib.ExitStack() as aside:
-        restore, _ = remembered(trainer), aside.enter_context(stream)
-        result = computed(inputs)
-        if not result["again"]:
-            aside.pop_all()  # random numbers go on from here
-    if result["weighs"] is not None:
-        record.weighs = result["weighs"]
+    kept, restore, stream = copy.copy(inputs), remembered(trainer), runtime.random_state()
+    result = computed(inputs)
+    record.weighs = result["weighs"]
     if not result["again"]:
         return result
     restore()
+    runtime.set_random_state(stream)
     return computed(kept)
 
 
@@ -173,7 +170,7 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
         "targets": targets,
         "known": weighs or scope.counted or targets is not None,
         "logged": step.logged,
-        "weighs": None if items is None else weighs,
+        "weighs": weighs,
         "again": scope.assumed and weighs,
     }
 
