@@ -18,12 +18,13 @@ COMMAND = "python -m tests.patch_list"
 TEXT = """# Patches
 
 Every place where another library is changed while a layout is active, and what the original does that would be wrong
-there. Nothing else is patched. `{command}` writes this page from `hf_parallel/hooks/patches.py`.
+there. Nothing else is patched. `{command}` writes this page from the `@patch(target, why)` beside
+each replacement.
 
 Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or
 takes other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with
 an underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
-replacement too.
+replacement too. Functions that change together (`{{grpo,rloo}}_trainer:pad`) share one replacement.
 
 {counts}
 
@@ -51,10 +52,11 @@ def _of(library: str, patches: list[Patch]) -> list[Patch]:
 
 
 def _counts(patches: list[Patch]) -> str:
-    rows = ["| library | targets | public | private |", "| --- | --- | --- | --- |"]
+    rows = ["| library | classes and functions | targets | public | private |", "| --- | --- | --- | --- | --- |"]
     for name, found in [*((name, _of(name, patches)) for name in _libraries(patches)), ("all", patches)]:
         private = sum(patch.is_private for patch in found)
-        rows.append(f"| {name} | {len(found)} | {len(found) - private} | {private} |")
+        owners = len({patch.owner for patch in found})
+        rows.append(f"| {name} | {owners} | {len(found)} | {len(found) - private} | {private} |")
     return "\n".join(rows)
 
 
@@ -74,7 +76,7 @@ def _rows(patches: list[Patch]) -> list[str]:
 def _row(patch: Patch) -> str:
     notes = ["private"] * patch.is_private + ["copies"] * patch.copies
     notes += [f"since {patch.since}"] if patch.since else []
-    by = patch.make.__module__.removeprefix("hf_parallel.hooks.").replace(".", "/")
+    by = patch.room.removeprefix("hf_parallel.hooks.").replace(".", "/")
     return f"| `{patch.target}` | {patch.reason} | {by}.py | {', '.join(notes)} |".replace("  ", " ")
 
 

@@ -1,7 +1,7 @@
 """The only room that knows the internals of Trainer, Accelerate and transformers' loader.
 
-`activate` makes this process part of a layout: it creates the process group and the mesh and puts the patches of
-`patches.py` in place. Without it nothing of those libraries changes.
+`activate` makes this process part of a layout: it creates the process group and the mesh and puts all that is declared
+with `@patch` in place. Without it nothing of those libraries changes.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.hooks.patching import Patch, apply, undo
+from hf_parallel.hooks.patching import Patch, apply, around, undo
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
@@ -70,49 +70,42 @@ def check_chosen() -> None:
 def _patches() -> list[Patch]:
     model = "transformers.modeling_utils:PreTrainedModel.from_pretrained"
     return [
-        Patch(model, _at_from_pretrained, "shows the model that a layout is chosen for"),
-        Patch("transformers.trainer:Trainer.__init__", _at_trainer, "shows a model built in code"),
-        Patch("accelerate.accelerator:Accelerator.prepare", _at_prepare, "shows a model of a loop"),
+        Patch(model, around(_at_from_pretrained), "shows the model that a layout is chosen for"),
+        Patch("transformers.trainer:Trainer.__init__", around(_at_trainer), "shows a model built in code"),
+        Patch("accelerate.accelerator:Accelerator.prepare", around(_at_prepare), "shows a model of a loop"),
     ]
 
 
-def _at_from_pretrained(original: Callable) -> Callable:
-    def replacement(cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any) -> Any:
-        source, config = pretrained_model_name_or_path, kwargs.get("config")
-        if config is None or isinstance(config, str):
-            from transformers import AutoConfig
+def _at_from_pretrained(
+    original: Callable, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    source, config = pretrained_model_name_or_path, kwargs.get("config")
+    if config is None or isinstance(config, str):
+        from transformers import AutoConfig
 
-            config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
-        asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-        choose(config, None if asked == "auto" else asked)
-        return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
-
-    return replacement
-
-
-def _at_trainer(original: Callable) -> Callable:
-    def replacement(self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-        global _arguments
-        _arguments = args or _arguments
-        if model is None:
-            raise SpecError(f"{_source} asks for auto, but Trainer(model_init=…) shows its model too late; tp=2 works")
-        choose(getattr(model, "config", model), _dtype_of(model))
-        from transformers import Trainer
-
-        Trainer.__init__(self, model, args, *rest, **kwargs)
-
-    return replacement
+        config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
+    asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
+    choose(config, None if asked == "auto" else asked)
+    return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
-def _at_prepare(original: Callable) -> Callable:
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
-        if not models:
-            return original(self, *args, **kwargs)
-        choose(models[0].config, _dtype_of(models[0]), self.mixed_precision)
-        return type(self).prepare(self, *args, **kwargs)
+def _at_trainer(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+    global _arguments
+    _arguments = args or _arguments
+    if model is None:
+        raise SpecError(f"{_source} asks for auto, but Trainer(model_init=…) shows its model too late; tp=2 works")
+    choose(getattr(model, "config", model), _dtype_of(model))
+    from transformers import Trainer
 
-    return replacement
+    Trainer.__init__(self, model, args, *rest, **kwargs)
+
+
+def _at_prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+    models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
+    if not models:
+        return original(self, *args, **kwargs)
+    choose(models[0].config, _dtype_of(models[0]), self.mixed_precision)
+    return type(self).prepare(self, *args, **kwargs)
 
 
 # ---- the choice --------------------------------------------------------------------------------------------------

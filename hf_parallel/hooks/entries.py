@@ -8,21 +8,16 @@ from typing import Any
 
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
 
 _ENDED = "decide alike on all ranks when to stop: control.should_training_stop of one rank stops that one alone"
 
 
-def attended(call: str) -> Callable:
+@patch("transformers.trainer:Trainer.{evaluate,predict}", "waits for ranks that will not come")
+def attended(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The others come too, and the first batches of the loader that follows are compared."""
-
-    def make(original: Callable) -> Callable:
-        def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-            begin(self.model, call)
-            return original(self, *args, **kwargs)
-
-        return replacement
-
-    return make
+    begin(self.model, f"trainer.{original.__name__}")
+    return original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-import importlib.abc
 import importlib.metadata
-import importlib.util
 import inspect
 import os
 import sys
@@ -18,6 +16,7 @@ from typing import Any
 from packaging.version import Version
 
 from hf_parallel.config import SpecError
+from hf_parallel.hooks.after_import import AfterImport
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
@@ -48,11 +47,18 @@ class Patch:
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
     adds: bool = False  # instances have the attribute, the class does not yet
     copies: bool = False  # replace it in every module that has imported it by name, too
+    without_layout: bool = False  # in place where no layout is active, and only there
+    room: str = ""  # the module of the replacement
 
     @property
     def module(self) -> str:
         """The module of the target."""
         return self.target.partition(":")[0]
+
+    @property
+    def owner(self) -> str:
+        """What is changed: the class of a method, else the name itself."""
+        return self.target.rpartition(".")[0] if "." in self.target.partition(":")[2] else self.target
 
     @property
     def library(self) -> str:
@@ -75,6 +81,58 @@ class Patch:
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
         return functools.reduce(getattr, parents, importlib.import_module(module)), name
+
+
+#: What the rooms have declared, in the order of their import.
+DECLARED: list[Patch] = []
+
+
+def patch(target: str, why: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Call the decorated function where `target` is called, with the original before the arguments.
+
+    Args:
+        target: "package.module:Class.{one,another}": braces hold several.
+        why: what the original does that would be wrong under a layout.
+        options: the other fields of `Patch`.
+    """
+
+    def declare(function: Callable) -> Callable:
+        replace(target, why, room=function.__module__, **options)(around(function))
+        return function
+
+    return declare
+
+
+def replace(target: str, why: str, **options: Any) -> Callable[[Callable], Callable]:
+    """Put what the decorated function makes of the original in its place: for classes, properties, values."""
+
+    def declare(make: Callable) -> Callable:
+        options.setdefault("room", make.__module__)
+        DECLARED.extend(Patch(one, make, why, **options) for one in _expanded(target))
+        return make
+
+    return declare
+
+
+def _expanded(target: str) -> list[str]:
+    before, brace, rest = target.partition("{")
+    choices, _, after = rest.partition("}")
+    return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [target]
+
+
+def around(function: Callable) -> Callable[[Any], Callable]:
+    """A maker of replacements that call `function(original, …)`, which take what it takes but for the first."""
+    signature = inspect.signature(function)
+    taken = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def make(original: Any) -> Callable:
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
+
+        replacement.__signature__ = taken  # type: ignore[attr-defined]
+        return replacement
+
+    return make
 
 
 #: Why modules whose functions are not where they were known to be must not be used.
@@ -104,7 +162,7 @@ def apply_when_imported(module: str, patches: Iterable[Patch]) -> tuple[Any, str
     if module in sys.modules:
         finder.apply()
     else:
-        sys.meta_path.insert(0, finder)
+        finder.wait()
     return finder, "cancel", _MISSING
 
 
@@ -137,6 +195,7 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
             return
         if getattr(original, "_hf_parallel_maker", None) is patch.make:
             return  # imported from a module that is patched
+        vars(replacement).pop("__signature__", None)  # scripts are shown the original's
         replacement = functools.wraps(original)(replacement)
         replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
     replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
@@ -199,29 +258,13 @@ def _set(owner: Any, name: str, value: Any, done: list[tuple[Any, str, Any]]) ->
     setattr(owner, name, value)
 
 
-class _WhenImported(importlib.abc.MetaPathFinder):
+class _WhenImported(AfterImport):
     """Puts patches in place as soon as the script has imported their module."""
 
     def __init__(self, module: str, patches: Iterable[Patch]) -> None:
-        self.module, self.patches = module, patches
+        super().__init__(module, self.apply)
+        self.patches = patches
         self.done: list[tuple[Any, str, Any]] = []
-
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
-        """Called by `import`; the finders behind this one do the work."""
-        if fullname != self.module or self not in sys.meta_path:
-            return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(fullname)
-        loader: Any = spec.loader if spec is not None else None
-        if loader is not None:
-            execute = loader.exec_module
-
-            def exec_module(module: Any) -> None:
-                execute(module)
-                self.apply()
-
-            loader.exec_module = exec_module
-        return spec
 
     def apply(self) -> None:
         """The module is there."""
@@ -230,8 +273,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
     def cancel(self) -> None:
         """Undo, or wait no more."""
-        if self in sys.meta_path:
-            sys.meta_path.remove(self)
+        self.leave()
         undo(self.done)
 
 

@@ -174,13 +174,22 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     of = of or mesh()
     if of.size(axis) == 1 or (_current is not None and _current.pretended):
         return
-    group, kind = of.group(axis), of.device
-    device = torch.get_device_module(kind)
-    state: list[Any] = [torch.get_rng_state(), device.get_rng_state() if kind.type != "cpu" else None]
+    group, state = of.group(axis), random_state(of)
     dist.broadcast_object_list(state, group=group, group_src=source % group.size())
+    set_random_state(state, of)
+
+
+def random_state(of: ParallelMesh | None = None) -> list[Any]:
+    """Of torch's generators, that of the host and that of the device."""
+    kind = (of or mesh()).device
+    return [torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None]
+
+
+def set_random_state(state: list[Any], of: ParallelMesh | None = None) -> None:
+    """Go on from there."""
     torch.set_rng_state(state[0])
     if state[1] is not None:
-        device.set_rng_state(state[1])
+        torch.get_device_module((of or mesh()).device).set_rng_state(state[1])
 
 
 def equalise_within_model(source: int = -1, of: ParallelMesh | None = None) -> None:

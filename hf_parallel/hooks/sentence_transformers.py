@@ -14,95 +14,85 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import gather_sequence
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
 
 
-def distributed_evaluation(original: Callable) -> Callable:
+@patch("sentence_transformers.base.trainer:distributed_evaluation", "splits by rank")
+@contextlib.contextmanager
+def distributed_evaluation(original: Callable, model: Any, enabled: bool = True) -> Iterator[bool]:
     """Every rank runs the evaluator: its rows are not shared out over ranks that hold parts of one model."""
-
-    @contextlib.contextmanager
-    def replacement(model: Any, enabled: bool = True) -> Iterator[bool]:
-        with original(model, enabled=enabled and runtime.parallel_state(model) is None) as runs:
-            yield runs
-
-    return replacement
+    with original(model, enabled=enabled and runtime.parallel_state(model) is None) as runs:
+        yield runs
 
 
-def keep_last_batch(original: Callable) -> Callable:
+@patch(
+    "sentence_transformers.base.training_args:BaseTrainingArguments.__post_init__",
+    "drops the last batch where ranks of one model read it together",
+)
+def keep_last_batch(original: Callable, self: Any) -> None:
     """With one data rank no other one waits for the last batch: it is dropped only if the script says so."""
-
-    def replacement(self: Any) -> None:
-        asked = self.dataloader_drop_last
-        original(self)
-        if runtime.mesh().data_size == 1:
-            self.dataloader_drop_last = asked
-
-    return replacement
+    asked = self.dataloader_drop_last
+    original(self)
+    if runtime.mesh().data_size == 1:
+        self.dataloader_drop_last = asked
 
 
-def prepare_loss(original: Callable) -> Callable:
+@patch("sentence_transformers.base.trainer:BaseTrainer.prepare_loss", "may hold own weights")
+def prepare_loss(original: Callable, self: Any, loss: Any, model: Any) -> Any:
     """What the loss and the model share is sharded; weights of the loss alone no data rank would average.
 
     Raises:
         SpecError: it has such weights.
     """
-
-    def replacement(self: Any, loss: Any, model: Any) -> Any:
-        prepared, mesh = original(self, loss, model), runtime.mesh()
-        alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        if alone and mesh.data_size > 1:
-            raise SpecError(
-                f"{type(prepared).__name__} trains {alone[0]}, which {mesh.data_size} data ranks would train apart; "
-                f"tp={mesh.config.world_size} works, and so does a layer in the model"
-            )
-        return prepared
-
-    return replacement
+    prepared, mesh = original(self, loss, model), runtime.mesh()
+    alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if alone and mesh.data_size > 1:
+        raise SpecError(
+            f"{type(prepared).__name__} trains {alone[0]}, which {mesh.data_size} data ranks would train apart; "
+            f"tp={mesh.config.world_size} works, and so does a layer in the model"
+        )
+    return prepared
 
 
-def save(original: Callable) -> Callable:
+@patch("sentence_transformers.base.trainer:BaseTrainer._save", "expects to run on one rank")
+def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
     """All ranks give their weights, one writes."""
-
-    def replacement(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with folders.current(runtime.mesh()) as saving, saving.noting():
-            if self.args.should_save:
-                original(self, output_dir, state_dict)
-            else:
-                self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
-
-    return replacement
+    with folders.current(runtime.mesh()) as saving, saving.noting():
+        if self.args.should_save:
+            original(self, output_dir, state_dict)
+        else:
+            self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
 
 
-def load_from_checkpoint(original: Callable) -> Callable:
+@patch(
+    "sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
+    "makes another model of the sharded one's class",
+)
+def load_from_checkpoint(original: Callable, self: Any, checkpoint_path: str) -> None:
     """A model of the script's class is loaded, and gives its weights: FSDP2's class of the model cannot be loaded."""
-
-    def replacement(self: Any, checkpoint_path: str) -> None:
-        kind = type(self.model)
-        self.model.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
-        try:
-            original(self, checkpoint_path)
-        finally:
-            self.model.__class__ = kind
-
-    return replacement
+    kind = type(self.model)
+    self.model.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    try:
+        original(self, checkpoint_path)
+    finally:
+        self.model.__class__ = kind
 
 
-def data_rank(original: Callable) -> Callable:
+@patch("sentence_transformers.util.distributed:get_rank", "finds its rows by process", copies=True)
+def data_rank(original: Callable) -> int:
     """Whose rows these are among those of all data ranks."""
-    return lambda: runtime.mesh().data_rank
+    return runtime.mesh().data_rank
 
 
-def all_gather(original: Callable) -> Callable:
+@patch("sentence_transformers.util.distributed:all_gather", "gathers over all processes")
+def all_gather(original: Callable, tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:
     """The rows of all data ranks; those of one model have the same."""
-
-    def replacement(tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:
-        mesh = runtime.mesh()
-        if mesh.data_group is None or mesh.data_size == 1:
-            return tensor
-        rows = gather_sequence(tensor.reshape(len(tensor), -1), mesh.data_group)
-        rows = rows.reshape(-1, *tensor.shape[1:])
-        if not with_grad:
-            rows = rows.detach()
-            rows[mesh.data_rank * len(tensor) :][: len(tensor)] = tensor
-        return rows
-
-    return replacement
+    mesh = runtime.mesh()
+    if mesh.data_group is None or mesh.data_size == 1:
+        return tensor
+    rows = gather_sequence(tensor.reshape(len(tensor), -1), mesh.data_group)
+    rows = rows.reshape(-1, *tensor.shape[1:])
+    if not with_grad:
+        rows = rows.detach()
+        rows[mesh.data_rank * len(tensor) :][: len(tensor)] = tensor
+    return rows

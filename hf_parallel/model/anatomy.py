@@ -7,7 +7,6 @@ every axis needs to know.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 
 from hf_parallel.model.families import BACKBONES, Backbone
+from hf_parallel.model.rehearsal import keywords_of_loss
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
@@ -261,12 +261,11 @@ def loss_sums_over_tokens(model: Any) -> bool:
 
 
 def reads_item_count(model: Any) -> bool:
-    """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not."""
-    try:
-        source = inspect.getsource(inspect.unwrap(type(model).forward))
-    except (OSError, TypeError):  # no source: the exact way for any loss is the safe one
-        return False
-    return re.search(r"self\.loss_function\((?:[^()]|\([^()]*\))*\*\*", source) is not None
+    """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not.
+
+    Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.
+    """
+    return "num_items_in_batch" in keywords_of_loss(model, num_items_in_batch=1)
 
 
 def flops_per_token(model: nn.Module) -> float:

@@ -87,6 +87,23 @@ PACKED = {
     "FalconAttention.query_key_value": "falcon_qkv",
     "FalconFlashAttention2.query_key_value": "falcon_qkv",
 }
+#: Attributes with the width of all heads, which elsewhere is the name of the width of an attention's input.
+HEAD_WIDTHS = {
+    "AutoformerAttention": "embed_dim",
+    "ClvpSelfAttention": "embed_dim",
+    "DabDetrAttention": "output_dim",
+    "GPTBigCodeAttention": "embed_dim",
+    "GroundingDinoBiMultiHeadAttention": "embed_dim",
+    "InformerProbSparseAttention": "embed_dim",
+    "InternVLVisionAttention": "embed_dim",
+    "JanusVisionAttention": "embed_dim",
+    "MMGroundingDinoBiMultiHeadAttention": "embed_dim",
+    "MvpAttention": "embed_dim",
+    "QianfanOCRVisionAttention": "embed_dim",
+    "SpeechT5Attention": "embed_dim",
+    "VitsAttention": "embed_dim",
+    "XGLMAttention": "embed_dim",
+}
 #: What works on all heads or columns at once in a way of its own, as read in the forward of these classes.
 UNSPLITTABLE = {
     "BigBirdAttention": "changes its class with the length of the rows",

@@ -104,7 +104,7 @@ def flag_first():
         assert "transformers.training_args" not in sys.modules
         from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
-        assert not any(isinstance(finder, flag._AfterImport) for finder in sys.meta_path)
+        assert flag._waiting not in sys.meta_path
         assert inspect.getsource(TrainingArguments).startswith("@dataclass")
         classes = [TrainingArguments, Seq2SeqTrainingArguments, derive(TrainingArguments), *trl_configs()]
         for cls in classes:

@@ -16,11 +16,13 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.axes.tensor.infer import linear_sizes
 from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.model.anatomy import attention_heads
+from hf_parallel.model.families import HEAD_WIDTHS
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
+#: Widths of all heads: `output.reshape(batch, length, self.inner_dim)`, `qkv.split((self.split_size, …))`.
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
-#: Widths of all heads: `output.reshape(batch, length, self.embed_dim)`, `qkv.split((self.embed_dim, …))`.
-_RESHAPES = re.compile(r"\b(?:(?:view|reshape)\([^()]*\bself\.(\w+)\)|split\(\(self\.(\w+))")
+#: Names of it in classes that nothing is declared of: those of scripts.
+_WIDTHS_OF_SCRIPTS = ("embed_dim", "hidden_size", "d_model", "output_dim")
 #: Inputs with one entry per head.
 PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
 
@@ -33,12 +35,12 @@ def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
     heads, kv_heads = counts
     size = mesh.size()
     local = {heads: heads // size, kv_heads: max(1, kv_heads // size)}
-    given = {name for names in _RESHAPES.findall(inspect.getsource(type(owner))) for name in names}
+    declared = _declared_widths(type(owner))
     split = {linear_sizes(module)[1] for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)}
     for key, value in list(vars(owner).items()):
         if _is_head_count(key, value) and value in local:
             setattr(owner, key, local[value])
-        elif isinstance(value, int) and (key in _WIDTHS or (key in given and value in split)):
+        elif isinstance(value, int) and (key in _WIDTHS or (key in declared and value in split)):
             setattr(owner, key, value // size)
     _use_local_config(owner, local)
     if set(PER_HEAD) & set(inspect.signature(type(owner).forward).parameters):
@@ -62,15 +64,18 @@ class LocalConfig:
         return getattr(self._config, name)
 
 
+def _declared_widths(kind: type) -> tuple[str, ...]:
+    if not kind.__module__.startswith("transformers."):
+        return _WIDTHS_OF_SCRIPTS
+    return tuple(HEAD_WIDTHS[base.__name__] for base in kind.__mro__ if base.__name__ in HEAD_WIDTHS)
+
+
 def _use_local_config(owner: Any, local: dict[int, int]) -> None:
-    source = inspect.getsource(type(owner).forward)
-    counts = {
-        key: local[getattr(owner.config, key)]
-        for key in _COUNTS_IN_CONFIG
-        if re.search(rf"self\.config\.{key}\b", source) and getattr(owner.config, key) in local
-    }
+    """Whatever an attention reads its number of heads for, it means its own."""
+    config = getattr(owner, "config", None)
+    counts = {key: local[value] for key in _COUNTS_IN_CONFIG if (value := getattr(config, key, None)) in local}
     if counts:
-        owner.config = LocalConfig(owner.config, **counts)
+        owner.config = LocalConfig(config, **counts)
 
 
 def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> Any:

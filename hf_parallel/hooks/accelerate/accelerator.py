@@ -27,6 +27,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import eight_bit
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.peft.settings import check_optimizer
 from hf_parallel.hooks.trainer import means
@@ -34,25 +35,22 @@ from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.parallelize import parallelize
 
 
-def prepare(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
+def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make models parallel and point optimizers that were made before at their new parameters."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _check_fp16(self.mixed_precision)
-        for model in (arg for arg in args if isinstance(arg, nn.Module)):
-            if runtime.parallel_state(model) is None:
-                make_parallel(model)
-            normalise_over_data_ranks(model)
-            _offer_no_sync(model)
-            _scale_in_pipeline(model, self.scaler)
-        for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
-            check_optimizer(optimizer)
-            eight_bit.check(optimizer)
-            follow_parameters(optimizer)
-            host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
-        return original(self, *args, **kwargs)
-
-    return replacement
+    _check_fp16(self.mixed_precision)
+    for model in (arg for arg in args if isinstance(arg, nn.Module)):
+        if runtime.parallel_state(model) is None:
+            make_parallel(model)
+        normalise_over_data_ranks(model)
+        _offer_no_sync(model)
+        _scale_in_pipeline(model, self.scaler)
+    for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
+        check_optimizer(optimizer)
+        eight_bit.check(optimizer)
+        follow_parameters(optimizer)
+        host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
+    return original(self, *args, **kwargs)
 
 
 #: Parameters from before a model became parallel -> (model, name); kept alive only by those who still hold them.
@@ -118,8 +116,9 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     state.counts_tokens = True
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        forward = means.enter(_share(module, kwargs))
-        if kwargs.get("num_items_in_batch") is not None:
+        passed_on = kwargs.get("num_items_in_batch") is not None
+        forward = means.enter(_share(module, passed_on), passed_on)
+        if passed_on:
             forward.counted = state.reads_item_count
         elif forward.share is not None and state.sums_over_tokens and kwargs.get("labels") is not None:
             means.note(forward)
@@ -160,50 +159,45 @@ def _say_once(state: Any, message: str) -> None:
         report.say_here(state.mesh, message)
 
 
-def _share(module: nn.Module, kwargs: dict) -> float | None:
+def _share(module: nn.Module, passed_on: bool) -> float | None:
     """What the loss of this call will be multiplied by; None if its means stay those of this rank's rows."""
     scope = means.scope()
     if scope is None:
         return 1.0 if module.training and torch.is_grad_enabled() else None
-    passed_on = kwargs.get("num_items_in_batch") is not None
     return None if scope.weighs_itself and not passed_on else scope.share
 
 
-def prepare_model(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.prepare_model", "would wrap in DDP")
+def prepare_model(
+    original: Callable, self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
+) -> Any:
     """Autocast only: placement and reduction belong to the parallel model, of which layers are compiled, not all."""
-
-    def replacement(self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        state = runtime.parallel_state(model)
-        if state is None:
-            return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        plugin, precision = self.state.dynamo_plugin, self.mixed_precision if self.native_amp else None
-        if plugin.backend.value != "NO":
-            check_compiled(state.config, "torch.compile")
-            views = [] if state.pipeline is None else state.pipeline.views
-            layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
-            compile_layers(layers, **plugin.to_kwargs())
-        with replacing(plugin, backend=type(plugin.backend)("NO")):
-            prepared = original(self, model, device_placement=False, evaluation_mode=True)
-        _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))
-        return prepared
-
-    return replacement
+    state = runtime.parallel_state(model)
+    if state is None:
+        return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+    plugin, precision = self.state.dynamo_plugin, self.mixed_precision if self.native_amp else None
+    if plugin.backend.value != "NO":
+        check_compiled(state.config, "torch.compile")
+        views = [] if state.pipeline is None else state.pipeline.views
+        layers = [layer for view in views for layer in view.layers] or transformer_blocks(model)
+        compile_layers(layers, **plugin.to_kwargs())
+    with replacing(plugin, backend=type(plugin.backend)("NO")):
+        prepared = original(self, model, device_placement=False, evaluation_mode=True)
+    _compute_in(model, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision or ""))
+    return prepared
 
 
-def convert_to_fp32(original: Callable) -> Callable:
+@patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads")
+def convert_to_fp32(original: Callable, tensor: Any) -> Any:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
-
-    def replacement(tensor: Any) -> Any:
-        if not isinstance(tensor, WholeWhenRead):
-            return original(tensor)
-        for key in tensor:  # type: ignore[attr-defined]
-            if tensor.is_whole(key):
-                tensor[key] = original(tensor[key])
-            else:
-                whole_when_read(tensor, key, torch.Tensor.float)
-        return tensor
-
-    return replacement
+    if not isinstance(tensor, WholeWhenRead):
+        return original(tensor)
+    for key in tensor:  # type: ignore[attr-defined]
+        if tensor.is_whole(key):
+            tensor[key] = original(tensor[key])
+        else:
+            whole_when_read(tensor, key, torch.Tensor.float)
+    return tensor
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -214,15 +208,12 @@ def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
             compute_in(part.root, dtype)
 
 
-def no_sync(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.no_sync", "knows DDP's and its own FSDP2")
+@contextlib.contextmanager
+def no_sync(original: Callable, self: Any, model: nn.Module) -> Iterator[None]:
     """Know that this is not the last micro-step."""
-
-    @contextlib.contextmanager
-    def replacement(self: Any, model: nn.Module) -> Iterator[None]:
-        with defer_reduction(model):
-            yield
-
-    return replacement
+    with defer_reduction(model):
+        yield
 
 
 @contextlib.contextmanager
@@ -242,40 +233,33 @@ def _offer_no_sync(model: nn.Module) -> None:
         vars(model)["no_sync"] = types.MethodType(defer_reduction, model)
 
 
-def check_trigger(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.check_trigger", "asks data ranks, not those of one model")
+def check_trigger(original: Callable, self: Any) -> bool:
     """Any rank may have set it, those that share a model with another one too: all of them stop, or none."""
-
-    def replacement(self: Any) -> bool:
-        if self.flag_tensor is None:
-            self.flag_tensor = torch.tensor(0, device=self.device)
-        dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
-        return original(self)
-
-    return replacement
+    if self.flag_tensor is None:
+        self.flag_tensor = torch.tensor(0, device=self.device)
+    dist.all_reduce(self.flag_tensor, dist.ReduceOp.MAX)
+    return original(self)
 
 
-def clip_grad_norm_(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.clip_grad_norm_", "norm of one stage or shard only")
+def clip_grad_norm_(
+    original: Callable, self: Any, parameters: Any, max_norm: float, norm_type: float = 2
+) -> torch.Tensor:
     """The norm over all stages and shards of the model."""
-
-    def replacement(self: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor:
-        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        states = [state for state in map(runtime.parallel_state, self._models) if state is not None]
-        if not states:
-            return original(self, parameters, max_norm, norm_type)
-        self.unscale_gradients()
-        copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
-        return clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
-
-    return replacement
+    parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    states = [state for state in map(runtime.parallel_state, self._models) if state is not None]
+    if not states:
+        return original(self, parameters, max_norm, norm_type)
+    self.unscale_gradients()
+    copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
+    return clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
 
 
-def get_state_dict(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.get_state_dict", "returns shards")
+def get_state_dict(original: Callable, self: Any, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
     """Whole tensors on rank 0, nothing elsewhere."""
-
-    def replacement(self: Any, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
-        if runtime.parallel_state(model) is None:
-            return original(self, model, unwrap)
-        assert_all_ranks("accelerator.get_state_dict")
-        return full_state_dict(model, runtime.mesh())
-
-    return replacement
+    if runtime.parallel_state(model) is None:
+        return original(self, model, unwrap)
+    assert_all_ranks("accelerator.get_state_dict")
+    return full_state_dict(model, runtime.mesh())

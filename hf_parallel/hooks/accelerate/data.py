@@ -19,21 +19,19 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate import orders
 from hf_parallel.hooks.accelerate.places import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import count
 
 
-def prepare_data_loader(original: Callable) -> Callable:
+@patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
+def prepare_data_loader(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
-
-    def replacement(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh = runtime.mesh()
-        if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
-            raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
-        prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
-        # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
-        return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
-
-    return replacement
+    mesh = runtime.mesh()
+    if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
+        raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
+    prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
+    # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
+    return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
 
 def _by_data_rank(prepared: Any, shared: bool) -> Any:
@@ -46,23 +44,20 @@ def _by_data_rank(prepared: Any, shared: bool) -> Any:
     return prepared
 
 
-def skip_first_batches(original: Callable) -> Callable:
+@patch("accelerate.data_loader:skip_first_batches", "forgets shares, the remainder, the order", copies=True)
+def skip_first_batches(original: Callable, dataloader: Any, num_batches: int = 0) -> Any:
     """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
-
     from transformers.trainer_utils import has_length
 
-    def replacement(dataloader: Any, num_batches: int = 0) -> Any:
-        rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
-        for name in ("_drop_last", "_non_blocking"):
-            if hasattr(dataloader, name):
-                setattr(rest, name, getattr(dataloader, name))
-        if place is None:
-            return _by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
-        _describe(_skipping_sampler(rest))
-        follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
-        return rest
-
-    return replacement
+    rest, place = original(dataloader, num_batches), getattr(dataloader, "_place", None)
+    for name in ("_drop_last", "_non_blocking"):
+        if hasattr(dataloader, name):
+            setattr(rest, name, getattr(dataloader, name))
+    if place is None:
+        return _by_data_rank(rest, False) if hasattr(dataloader, "slice_fn") else rest
+    _describe(_skipping_sampler(rest))
+    follow(rest, place, empty=has_length(dataloader) and num_batches >= len(dataloader))
+    return rest
 
 
 def _skipping_sampler(dataloader: Any) -> Any:
@@ -138,36 +133,34 @@ def refuse_cut_examples(dataloader: Any) -> None:
         )
 
 
-def length_grouped_sampler(original: Any) -> Callable:
+@patch("transformers.trainer:LengthGroupedSampler", "groups by process")
+def length_grouped_sampler(original: Callable, batch_size: int, *args: Any, **kwargs: Any) -> Any:
     """Rows of like length for each batch of all data ranks together."""
-
-    def replacement(batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
-
-    return replacement
+    return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
 
 
-def gather(original: Callable) -> Callable:
+@patch("accelerate.utils.operations:_gpu_gather", "gathers over all processes")
+def gather(original: Callable, tensor: Any) -> Any:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
-    from accelerate.state import GradientState
     from accelerate.utils.operations import recursively_apply
 
-    def gather_one(tensor: torch.Tensor) -> torch.Tensor:
-        mesh, state = runtime.mesh(), GradientState()
-        tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
-        if runtime.is_absent():
-            tensor = tensor[:0]
-        sizes = [tensor.shape[0]] * mesh.data_size
-        if is_ragged(state):
-            sizes = _sizes(tensor)
-        padded = tensor
-        if tensor.shape[0] < max(sizes):
-            padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
-        gathered = [torch.empty_like(padded) for _ in range(mesh.data_size)]
-        dist.all_gather(gathered, padded, group=mesh.data_group)
-        return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
+    return recursively_apply(_gathered, tensor, error_on_other_type=True)
 
-    return lambda tensor: recursively_apply(gather_one, tensor, error_on_other_type=True)
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    from accelerate.state import GradientState
+
+    mesh = runtime.mesh()
+    tensor = (tensor.clone()[None] if tensor.ndim == 0 else tensor).contiguous()
+    if runtime.is_absent():
+        tensor = tensor[:0]
+    sizes = _sizes(tensor) if is_ragged(GradientState()) else [tensor.shape[0]] * mesh.data_size
+    padded = tensor
+    if tensor.shape[0] < max(sizes):
+        padded = torch.cat([tensor, tensor.new_zeros(max(sizes) - tensor.shape[0], *tensor.shape[1:])])
+    gathered = [torch.empty_like(padded) for _ in range(mesh.data_size)]
+    dist.all_gather(gathered, padded, group=mesh.data_group)
+    return torch.cat([part[:size] for part, size in zip(gathered, sizes, strict=True)])
 
 
 def _sizes(tensor: torch.Tensor) -> list[int]:
@@ -178,45 +171,37 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
     return [int(size) for size in sizes]
 
 
-def gather_for_metrics(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.gather_for_metrics", "takes numbers per rank for rows")
+def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
     """A number per data rank is no row: none of them is a repeat to be dropped."""
-
-    def replacement(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
-            return self.gather(input_data)
-        return original(self, input_data, use_gather_object)
-
-    return replacement
+    if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
+        return self.gather(input_data)
+    return original(self, input_data, use_gather_object)
 
 
-def gather_object(original: Callable) -> Callable:
+@patch("accelerate.utils.operations:_gpu_gather_object", "gathers over all processes")
+def gather_object(original: Callable, object: Any) -> list:
     """The lists of all data ranks, joined in their order."""
-
-    def replacement(object: Any) -> list:
-        mesh = runtime.mesh()
-        gathered: list[Any] = [None] * mesh.data_size
-        dist.all_gather_object(gathered, object, group=mesh.data_group)
-        return [item for part in gathered for item in part]
-
-    return replacement
+    mesh = runtime.mesh()
+    gathered: list[Any] = [None] * mesh.data_size
+    dist.all_gather_object(gathered, object, group=mesh.data_group)
+    return [item for part in gathered for item in part]
 
 
-def reduce(original: Callable) -> Callable:
+@patch("accelerate.accelerator:reduce", "reduces over all processes")
+def reduce(original: Callable, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Sum, mean or maximum over data ranks."""
     from accelerate.utils.operations import recursively_apply
 
-    def replacement(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-        mesh = runtime.mesh()
+    mesh = runtime.mesh()
 
-        def reduce_one(value: torch.Tensor, reduction: str = reduction, scale: float = scale) -> torch.Tensor:
-            value = value.clone()
-            operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
-            dist.all_reduce(value, operation, group=mesh.data_group)
-            return value / mesh.data_size if reduction == "mean" else value
+    def reduce_one(value: torch.Tensor, reduction: str = reduction, scale: float = scale) -> torch.Tensor:
+        value = value.clone()
+        operation = dist.ReduceOp.MAX if reduction == "max" else dist.ReduceOp.SUM
+        dist.all_reduce(value, operation, group=mesh.data_group)
+        return value / mesh.data_size if reduction == "mean" else value
 
-        return recursively_apply(reduce_one, tensor, error_on_other_type=True)
-
-    return replacement
+    return recursively_apply(reduce_one, tensor, error_on_other_type=True)
 
 
 @contextlib.contextmanager

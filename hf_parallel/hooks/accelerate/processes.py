@@ -21,13 +21,16 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch, replace
 
 
+@replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
 def num_processes(original: Any) -> Any:
     """The number of data ranks."""
     return _instead_of("num_processes", lambda: runtime.mesh().data_size)
 
 
+@replace("accelerate.state:{PartialState,AcceleratorState}.process_index", "counts all processes", adds=True)
 def process_index(original: Any) -> Any:
     """The data rank."""
     return _instead_of("process_index", lambda: runtime.mesh().data_rank)
@@ -40,75 +43,76 @@ def _instead_of(name: str, answer: Callable[[], int]) -> property:
     return property(lambda state: answer(), keep)
 
 
+@replace("accelerate.state:PartialState.is_main_process", "is one of all, not one of each data rank 0")
 def is_main(original: Any) -> Any:
     """Rank 0 of all."""
     return property(lambda state: dist.get_rank() == 0)
 
 
+@replace(
+    "accelerate.{state:PartialState,accelerator:Accelerator}.is_last_process",
+    "is one of all, not one of each last data rank",
+)
 def is_last(original: Any) -> Any:
     """The last rank of all."""
     return property(lambda state: dist.get_rank() == dist.get_world_size() - 1)
 
 
+@replace("accelerate.state:PartialState.use_distributed", "one data rank may be several processes")
 def several(original: Any) -> Any:
     """There are other processes, also where they are of one data rank."""
     return property(lambda state: True)
 
 
-def on_process(original: Callable) -> Callable:
+@patch("accelerate.state:PartialState.on_process", "runs on all ranks of that index")
+def on_process(
+    original: Callable, self: Any, function: Callable | None = None, process_index: int | None = None
+) -> Any:
     """Once for each index: on the first of the ranks that have it."""
-
-    def replacement(self: Any, function: Callable | None = None, process_index: int | None = None) -> Any:
-        if function is None:
-            return functools.partial(self.on_process, process_index=process_index)
-        first = not any(runtime.mesh().index(axis) for axis in ("pp", "cp", "tp"))
-        return function if first and self.process_index == process_index else lambda *args, **kwargs: None
-
-    return replacement
+    if function is None:
+        return functools.partial(self.on_process, process_index=process_index)
+    first = not any(runtime.mesh().index(axis) for axis in ("pp", "cp", "tp"))
+    return function if first and self.process_index == process_index else lambda *args, **kwargs: None
 
 
-def one_of_all(each_node: str) -> Callable:
-    """`should_save` or `should_log`: rank 0 of all, or of each node where this setting is on."""
-    return lambda original: property(
-        lambda args: args.local_process_index == 0 if getattr(args, each_node) else dist.get_rank() == 0
-    )
+@replace("transformers.training_args:TrainingArguments.{should_save,should_log}", "goes by data rank")
+def one_of_all(original: Any) -> Any:
+    """Rank 0 of all, or of each node where `save_on_each_node` or `log_on_each_node` is on."""
+    setting = original.fget.__name__.removeprefix("should_") + "_on_each_node"
+    return property(lambda args: args.local_process_index == 0 if getattr(args, setting) else dist.get_rank() == 0)
 
 
-def is_world_process_zero(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.is_world_process_zero", "goes by data rank")
+def is_world_process_zero(original: Callable, self: Any) -> bool:
     """Rank 0 of all."""
-    return lambda self: dist.get_rank() == 0
+    return dist.get_rank() == 0
 
 
-def main_process_first(original: Callable) -> Callable:
+@patch("transformers.training_args:TrainingArguments.main_process_first", "one data rank may be several")
+@contextlib.contextmanager
+def main_process_first(original: Callable, self: Any, local: bool = True, desc: str = "work") -> Iterator[None]:
     """The others wait, also where all are of one data rank."""
-
-    @contextlib.contextmanager
-    def replacement(self: Any, local: bool = True, desc: str = "work") -> Iterator[None]:
-        state = self.distributed_state
-        first = state.is_local_main_process if local else state.is_main_process
-        if not first:
+    state = self.distributed_state
+    first = state.is_local_main_process if local else state.is_main_process
+    if not first:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if first:
             dist.barrier()
-        try:
-            yield
-        finally:
-            if first:
-                dist.barrier()
-
-    return replacement
 
 
+@replace("accelerate.accelerator:PROFILE_PATTERN_NAME", "one file for several ranks")
 def name_by_rank(original: str) -> str:
     """A file for each rank: `{suffix}` is filled in by the index."""
     return original.replace("{suffix}", str(dist.get_rank() if dist.is_initialized() else 0))
 
 
-def search(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.hyperparameter_search", "draws trials on process 0")
+def search(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse trials that process 0 draws for all, where several ranks are process 0."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mesh = runtime.mesh()
-        if mesh.config.world_size > mesh.data_size:
-            raise SpecError("hyperparameter_search: ranks of one model would draw other trials; a launch each works")
-        return original(self, *args, **kwargs)
-
-    return replacement
+    mesh = runtime.mesh()
+    if mesh.config.world_size > mesh.data_size:
+        raise SpecError("hyperparameter_search: ranks of one model would draw other trials; a launch each works")
+    return original(self, *args, **kwargs)

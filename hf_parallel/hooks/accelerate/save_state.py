@@ -20,6 +20,7 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate import places
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, data_ranks, inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_damages, rng_rank
@@ -27,26 +28,23 @@ from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_da
 # ---- saving ------------------------------------------------------------------------------------------------------
 
 
-def save_state(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.save_state", "writes shards over one another")
+def save_state(original: Callable, self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
     """All ranks write one folder, which gets its name when it is whole."""
-
-    def replacement(self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        _refuse(self)
-        assert_all_ranks("accelerator.save_state")
-        mesh, naming = runtime.mesh(), self.project_configuration
-        final = _next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
-        saving = folders.Checkpoint(mesh, final)
-        saving.begin()
-        with folders.going_on(saving):
-            _write(self, saving)
-        saving.commit()
-        if naming.automatic_checkpoint_naming and mesh.rank == 0 and naming.total_limit is not None:
-            for path in _numbered(os.path.dirname(final))[: -naming.total_limit]:
-                folders.remove(path)
-        naming.iteration += 1
-        return final
-
-    return replacement
+    _refuse(self)
+    assert_all_ranks("accelerator.save_state")
+    mesh, naming = runtime.mesh(), self.project_configuration
+    final = _next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
+    saving = folders.Checkpoint(mesh, final)
+    saving.begin()
+    with folders.going_on(saving):
+        _write(self, saving)
+    saving.commit()
+    if naming.automatic_checkpoint_naming and mesh.rank == 0 and naming.total_limit is not None:
+        for path in _numbered(os.path.dirname(final))[: -naming.total_limit]:
+            folders.remove(path)
+    naming.iteration += 1
+    return final
 
 
 def _refuse(accelerator: Any) -> None:
@@ -124,33 +122,31 @@ def _model_of(accelerator: Any, optimizer: Any) -> Any:
 # ---- loading -----------------------------------------------------------------------------------------------------
 
 
-def load_state(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.load_state", "reads whole weights")
+def load_state(
+    original: Callable, self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any
+) -> None:
     """Each rank reads its slices, from a folder that is checked first."""
-
-    def replacement(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        assert_all_ranks("accelerator.load_state")
-        folder = _folder_to_load(self, input_dir)
-        refuse_damages(folder, all_damages(folder))
-        _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))
-        places.load(self._dataloaders, folder)
-
-    return replacement
+    assert_all_ranks("accelerator.load_state")
+    folder = _folder_to_load(self, input_dir)
+    refuse_damages(folder, all_damages(folder))
+    _load(self, folder, load_kwargs, rng_rank(layout_of(folder)))
+    places.load(self._dataloaders, folder)
 
 
-def load_state_without_layout(original: Callable) -> Callable:
+@patch("accelerate.accelerator:Accelerator.load_state", "knows optimizer.bin only", without_layout=True)
+def load_state_without_layout(
+    original: Callable, self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any
+) -> None:
     """In one process or under DDP: what a layout has saved, beside what accelerate has."""
-
-    def replacement(self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        folder = _asked_or_newest(self, input_dir)
-        layout = layout_of(folder)
-        if not layout:
-            return original(self, folder, load_kwargs, **kwargs)
-        refuse_damages(folder, folders.damages(folder))
-        ranks = layout["data_ranks"]
-        _load(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
-        places.load_alone(folder)
-
-    return replacement
+    folder = _asked_or_newest(self, input_dir)
+    layout = layout_of(folder)
+    if not layout:
+        return original(self, folder, load_kwargs, **kwargs)
+    refuse_damages(folder, folders.damages(folder))
+    ranks = layout["data_ranks"]
+    _load(self, folder, load_kwargs, ranks.index(self.process_index % (max(ranks) + 1)))
+    places.load_alone(folder)
 
 
 def _folder_to_load(accelerator: Any, asked: str | None) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
 from hf_parallel.local import local
 
 
@@ -34,10 +35,7 @@ class MeshGradScaler(ShardedGradScaler):
         return found
 
 
-def get_grad_scaler(original: Callable) -> Callable:
+@patch("accelerate.accelerator:get_grad_scaler", "ranks would skip steps apart")
+def get_grad_scaler(original: Callable, distributed_type: Any = None, **kwargs: Any) -> MeshGradScaler:
     """The scaler of the whole mesh, with the settings the script gave."""
-
-    def replacement(distributed_type: Any = None, **kwargs: Any) -> MeshGradScaler:
-        return MeshGradScaler(runtime.mesh().device.type, **kwargs)
-
-    return replacement
+    return MeshGradScaler(runtime.mesh().device.type, **kwargs)

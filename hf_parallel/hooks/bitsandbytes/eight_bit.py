@@ -13,25 +13,23 @@ import torch
 
 from hf_parallel.axes.data.local_step import on_local_parts
 from hf_parallel.config import SpecError
+from hf_parallel.hooks.patching import patch
 
 
-def step(original: Callable) -> Callable:
+@patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", "kernels take no DTensor")
+def step(original: Callable, self: Any, closure: Callable | None = None) -> Any:
     """A step on the local parts of all parameters."""
-
-    def replacement(self: Any, closure: Callable | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if not self.initialized:
-            check(self)
-            self.check_overrides()  # looks for the parameters themselves
-        with torch.no_grad(), on_local_parts(self) as held:
-            _step_without_values(self, held.former)
-            original(self)
-        return loss
-
-    return replacement
+    loss = None
+    if closure is not None:
+        with torch.enable_grad():
+            loss = closure()
+    if not self.initialized:
+        check(self)
+        self.check_overrides()  # looks for the parameters themselves
+    with torch.no_grad(), on_local_parts(self) as held:
+        _step_without_values(self, held.former)
+        original(self)
+    return loss
 
 
 def check(optimizer: Any) -> None:

@@ -25,6 +25,7 @@ from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
 from hf_parallel.mesh import placed_as
 from hf_parallel.model.packed import StoredOrder
 from hf_parallel.resolve import Plan
@@ -130,15 +131,12 @@ def mark(model: Any, config: Any) -> None:
     model.save_pretrained = _refuse_saving
 
 
-def prepare_for_training(original: Callable) -> Callable:
+@patch("peft.utils.other:prepare_model_for_kbit_training", "casts shards", copies=True)
+def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
-
-    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.parallel_state(model) is not None:
-            _cast_to_fp32(model)
-        return original(model, *args, **kwargs)
-
-    return replacement
+    if runtime.parallel_state(model) is not None:
+        _cast_to_fp32(model)
+    return original(model, *args, **kwargs)
 
 
 def _cast_to_fp32(model: Any) -> None:

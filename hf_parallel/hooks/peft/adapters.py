@@ -28,6 +28,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft import settings as peft_settings
 from hf_parallel.hooks.peft.placing import place
 from hf_parallel.local import holding, local
@@ -39,111 +40,93 @@ _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 # ---- putting adapters in -----------------------------------------------------------------------------------------
 
 
-def inject_adapter(original: Callable) -> Callable:
+@patch("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "sees one stage, and draws random numbers for it only")
+def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
-
-    def replacement(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
-        if state is None and runtime.current() is None:
-            original(self, model, adapter_name, *args, **kwargs)
-            return
-        peft_settings.check(self, model, config, kwargs.get("low_cpu_mem_usage", False))
-        if state is None:
-            make_parallel(model)
-            state = runtime.parallel_state(model)
-        assert state is not None
-        for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
-            runtime.equalise_random_state(axis, 0, state.mesh)
-        for module in sharded_modules(state.root):
-            module.reshard()  # what was gathered for a pass would hide what is stored
-        finish_casts(model)
-        with whole(model, state):
-            peft_settings.check_copies(model, config.modules_to_save or (), state.mesh)
-            original(self, model, adapter_name, *args, **kwargs)
-        if not hasattr(model, "_hf_parallel_unplaced"):
-            model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
-
-    return replacement
+    config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
+    if state is None and runtime.current() is None:
+        original(self, model, adapter_name, *args, **kwargs)
+        return
+    peft_settings.check(self, model, config, kwargs.get("low_cpu_mem_usage", False))
+    if state is None:
+        make_parallel(model)
+        state = runtime.parallel_state(model)
+    assert state is not None
+    for axis in ("dp_replicate", "dp_shard", "cp", "pp", "tp"):
+        runtime.equalise_random_state(axis, 0, state.mesh)
+    for module in sharded_modules(state.root):
+        module.reshard()  # what was gathered for a pass would hide what is stored
+    finish_casts(model)
+    with whole(model, state):
+        peft_settings.check_copies(model, config.modules_to_save or (), state.mesh)
+        original(self, model, adapter_name, *args, **kwargs)
+    if not hasattr(model, "_hf_parallel_unplaced"):
+        model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
 
 
-def cast_adapter_dtype(original: Callable) -> Callable:
+@patch("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "leaves adapters whole on every rank")
+def cast_adapter_dtype(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Split the adapters when peft is done with them."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        state = runtime.parallel_state(self.model)
-        if state is not None:
-            place(self.model, state)
-
-    return replacement
+    original(self, *args, **kwargs)
+    state = runtime.parallel_state(self.model)
+    if state is not None:
+        place(self.model, state)
 
 
-def in_out_features(original: Callable) -> Callable:
+@patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", "reads sizes off shards")
+def in_out_features(original: Callable, self: Any, module: Any) -> Any:
     """Full-size adapters: what peft reads off a shard is that shard's size."""
-
-    def replacement(self: Any, module: Any) -> Any:
-        is_linear = isinstance(module, nn.Linear) and hasattr(module, "in_features")
-        return (module.in_features, module.out_features) if is_linear else original(self, module)
-
-    return replacement
+    is_linear = isinstance(module, nn.Linear) and hasattr(module, "in_features")
+    return (module.in_features, module.out_features) if is_linear else original(self, module)
 
 
-def first_magnitudes(original: Callable) -> Callable:
+@patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
+def first_magnitudes(original: Callable, self: Any, *, base_layer: Any, **kwargs: Any) -> None:
     """DoRA starts from the norms of the base's rows: of whole ones."""
-
-    def replacement(self: Any, *, base_layer: Any, **kwargs: Any) -> None:
-        weight = base_layer.weight
-        if not isinstance(weight, DTensor):
-            original(self, base_layer=base_layer, **kwargs)
-            return
-        order = getattr(base_layer, "stored_orders", {}).get("weight")
-        value = weight.full_tensor().detach()
-        value = value if order is None else order.to_own(value)
-        with holding(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
-            original(self, base_layer=base_layer, **kwargs)
-
-    return replacement
+    weight = base_layer.weight
+    if not isinstance(weight, DTensor):
+        original(self, base_layer=base_layer, **kwargs)
+        return
+    order = getattr(base_layer, "stored_orders", {}).get("weight")
+    value = weight.full_tensor().detach()
+    value = value if order is None else order.to_own(value)
+    with holding(base_layer, {"weight": nn.Parameter(value, requires_grad=False)}):
+        original(self, base_layer=base_layer, **kwargs)
 
 
-def start_from_base(original: Callable) -> Callable:
+@patch("peft.tuners.lora.layer:LoraLayer.{pissa,olora}_init", "factorises shards")
+def start_from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
     """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
-
-    def replacement(self: Any, adapter_name: str, *args: Any) -> None:
-        base, adapter = self.get_base_layer(), adapter_name
-        weight = base.weight
-        if weight.is_meta:  # of another stage
-            return
-        if not isinstance(weight, DTensor):
-            original(self, adapter, *args)
-            return
-        order, dtype = getattr(base, "stored_orders", {}).get("weight"), weight.dtype
-        whole_weight = weight.full_tensor().detach()
-        whole_weight = (whole_weight if order is None else order.to_own(whole_weight)).float()
-        with holding(base, {"weight": nn.Parameter(whole_weight.clone(), requires_grad=False)}):
-            original(self, adapter, *args)
-        down, up = self.lora_A[adapter].weight.detach(), self.lora_B[adapter].weight.detach()
-        for group in weight.device_mesh.get_all_groups():  # devices may factorise in ways of their own
-            for tensor in (down, up):
-                dist.broadcast(tensor, group=group, group_src=0)
-        taken = self.scaling[adapter] * (up @ down)
-        turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
-        rest = whole_weight - (taken.t() if turned else taken)
-        with torch.no_grad():
-            local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
-
-    return replacement
+    base, adapter = self.get_base_layer(), adapter_name
+    weight = base.weight
+    if weight.is_meta:  # of another stage
+        return
+    if not isinstance(weight, DTensor):
+        original(self, adapter, *args)
+        return
+    order, dtype = getattr(base, "stored_orders", {}).get("weight"), weight.dtype
+    whole_weight = weight.full_tensor().detach()
+    whole_weight = (whole_weight if order is None else order.to_own(whole_weight)).float()
+    with holding(base, {"weight": nn.Parameter(whole_weight.clone(), requires_grad=False)}):
+        original(self, adapter, *args)
+    down, up = self.lora_A[adapter].weight.detach(), self.lora_B[adapter].weight.detach()
+    for group in weight.device_mesh.get_all_groups():  # devices may factorise in ways of their own
+        for tensor in (down, up):
+            dist.broadcast(tensor, group=group, group_src=0)
+    taken = self.scaling[adapter] * (up @ down)
+    turned = self.fan_in_fan_out and original.__name__ == "pissa_init"  # OLoRA takes the weight as it lies
+    rest = whole_weight - (taken.t() if turned else taken)
+    with torch.no_grad():
+        local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
 
 
-def add_adapter(original: Callable) -> Callable:
+@patch("peft.peft_model:PeftModel.add_adapter", "prompt learning changes the rows that stages expect")
+def add_adapter(original: Callable, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
     """Prompt learning adds no layers, so nothing else would notice it."""
-
-    def replacement(self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
-        within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
-        if peft_config.is_prompt_learning and within_layout:
-            raise SpecError(f"peft_type={peft_config.peft_type.value} is not part of this version; LoRA works")
-        original(self, adapter_name, peft_config, *args, **kwargs)
-
-    return replacement
+    within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
+    if peft_config.is_prompt_learning and within_layout:
+        raise SpecError(f"peft_type={peft_config.peft_type.value} is not part of this version; LoRA works")
+    original(self, adapter_name, peft_config, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -156,28 +139,22 @@ def whole(model: Any, state: ParallelState) -> Iterator[None]:
         yield
 
 
-def count(original: Callable) -> Callable:
+@patch("peft.peft_model:PeftModel.get_nb_trainable_parameters", "counts those of one stage")
+def count(original: Callable, self: Any) -> tuple[int, int]:
     """`print_trainable_parameters` of the whole model."""
-
-    def replacement(self: Any) -> tuple[int, int]:
-        state = runtime.parallel_state(self)
-        if state is None or state.pipeline is None:
-            return original(self)
-        with state.pipeline.remote_modules.counted(self.get_base_model()):
-            return original(self)
-
-    return replacement
+    state = runtime.parallel_state(self)
+    if state is None or state.pipeline is None:
+        return original(self)
+    with state.pipeline.remote_modules.counted(self.get_base_model()):
+        return original(self)
 
 
-def copy_module(original: Callable) -> Callable:
+@patch("peft.utils.other:ModulesToSaveWrapper.update", "copies process groups and shards")
+def copy_module(original: Callable, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> None:
     """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
-
-    def replacement(self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> None:
-        if adapter_name not in self.modules_to_save and tied_module is None:
-            self.modules_to_save[adapter_name] = lora.copied(self.original_module)
-        original(self, adapter_name, tied_module=tied_module, **kwargs)
-
-    return replacement
+    if adapter_name not in self.modules_to_save and tied_module is None:
+        self.modules_to_save[adapter_name] = lora.copied(self.original_module)
+    original(self, adapter_name, tied_module=tied_module, **kwargs)
 
 
 def _refuse_unplaced(model: Any, args: Any) -> None:
@@ -190,28 +167,25 @@ def _refuse_unplaced(model: Any, args: Any) -> None:
 # ---- saving and loading -------------------------------------------------------------------------------------------
 
 
-def save_pretrained(original: Callable) -> Callable:
+@patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
+def save_pretrained(original: Callable, self: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
     """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
-
-    def replacement(self: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
-        state = runtime.parallel_state(self)
-        if state is None:
-            original(self, save_directory, *args, **kwargs)
-            return
-        base = self.get_base_model()
-        if kwargs.get("state_dict") is not None:  # gathered by the script: whole on rank 0, else empty
-            if state.mesh.rank == 0:
-                with whole(base, state):
-                    original(self, save_directory, *args, **kwargs)
-            return
-        assert_all_ranks("save_pretrained")
-        kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
-        with current(state.mesh) as saving:  # at its end all ranks wait
-            if state.mesh.rank == 0:
-                with saving.noting(), whole(base, state):
-                    original(self, save_directory, *args, **kwargs)
-
-    return replacement
+    state = runtime.parallel_state(self)
+    if state is None:
+        original(self, save_directory, *args, **kwargs)
+        return
+    base = self.get_base_model()
+    if kwargs.get("state_dict") is not None:  # gathered by the script: whole on rank 0, else empty
+        if state.mesh.rank == 0:
+            with whole(base, state):
+                original(self, save_directory, *args, **kwargs)
+        return
+    assert_all_ranks("save_pretrained")
+    kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
+    with current(state.mesh) as saving:  # at its end all ranks wait
+        if state.mesh.rank == 0:
+            with saving.noting(), whole(base, state):
+                original(self, save_directory, *args, **kwargs)
 
 
 def _is_saved(model: Any, base: Any, state: ParallelState) -> Callable[[str], bool]:
@@ -224,24 +198,21 @@ def _is_saved(model: Any, base: Any, state: ParallelState) -> Callable[[str], bo
     return lambda name: any(part in name for part in parts) or name.startswith(ends_of)
 
 
-def reshard_for_load(original: Callable) -> Callable:
+@patch("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "cuts in another order")
+def reshard_for_load(original: Callable, model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This rank's part of every tensor of an adapter's file, in the order in which it is stored."""
-
-    def replacement(model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if runtime.parallel_state(model) is None:
-            return original(model, state_dict)
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for key, tensor in state_dict.items():
-            own = parameters.get(key)
-            if own is None:
-                continue
-            part = read(tensor, local_part(own, stored_order(model, key)))
-            with torch.no_grad():
-                local(own).copy_(part)
-            state_dict[key] = own.detach()
-        return state_dict
-
-    return replacement
+    if runtime.parallel_state(model) is None:
+        return original(model, state_dict)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for key, tensor in state_dict.items():
+        own = parameters.get(key)
+        if own is None:
+            continue
+        part = read(tensor, local_part(own, stored_order(model, key)))
+        with torch.no_grad():
+            local(own).copy_(part)
+        state_dict[key] = own.detach()
+    return state_dict
 
 
 def load_adapter_weights(model: Any, directory: str) -> None:

@@ -21,28 +21,28 @@ from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
 from hf_parallel.model.packed import StoredOrder
 from hf_parallel.parallelize import ParallelState
 
 
-def delta_weight(original: Callable) -> Callable:
+@patch("peft.tuners.lora.layer:{Linear,Embedding,ParamWrapper}.get_delta_weight", "adds whole to local weights")
+def delta_weight(
+    original: Callable, self: Any, *names: str, **named: str
+) -> torch.Tensor:  # kinds of layers call it differently
     """This rank's part of s B A. Weights that are stored in another order have adapters in the same one."""
-
-    def replacement(self: Any, *names: str, **named: str) -> torch.Tensor:  # kinds of layers call it differently
-        (adapter,) = (*names, *named.values())
-        weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
-        if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
-            return original(self, adapter)
-        with _whole(self, adapter):
-            delta = original(self, adapter).detach()
-        if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
-            return delta
-        part = read(delta, local_part(weight, _order_of_experts(self))).contiguous()
-        return DTensor.from_local(
-            part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-        )
-
-    return replacement
+    (adapter,) = (*names, *named.values())
+    weight = self.get_param() if hasattr(self, "get_param") else self.get_base_layer().weight
+    if not isinstance(weight, DTensor):  # also in a forward that adds it to a gathered weight
+        return original(self, adapter)
+    with _whole(self, adapter):
+        delta = original(self, adapter).detach()
+    if isinstance(delta, DTensor):  # a wrapper of a weight asks as a linear does
+        return delta
+    part = read(delta, local_part(weight, _order_of_experts(self))).contiguous()
+    return DTensor.from_local(
+        part, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
 
 
 def _order_of_experts(wrapper: Any) -> StoredOrder | None:
@@ -51,25 +51,22 @@ def _order_of_experts(wrapper: Any) -> StoredOrder | None:
     return getattr(base, "stored_orders", {}).get(wrapper.parameter_name) if isinstance(base, SplitExperts) else None
 
 
-def merge_layer(original: Callable) -> Callable:
+@patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
+def merge_layer(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """DoRA in and out of one layer: with its whole weight, of which each rank keeps its part."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        base = self.get_base_layer()
-        weight = base.weight
-        if not (self.lora_variant and isinstance(weight, DTensor)):
-            original(self, *args, **kwargs)
-            return
-        with contextlib.ExitStack() as stack:
-            for adapter in self.lora_A:
-                stack.enter_context(_whole(self, adapter))
-            stack.enter_context(_gathered(base, "weight"))
-            original(self, *args, **kwargs)
-            changed = base.weight.detach()
-        with torch.no_grad():
-            local(weight).copy_(read(changed, local_part(weight)))
-
-    return replacement
+    base = self.get_base_layer()
+    weight = base.weight
+    if not (self.lora_variant and isinstance(weight, DTensor)):
+        original(self, *args, **kwargs)
+        return
+    with contextlib.ExitStack() as stack:
+        for adapter in self.lora_A:
+            stack.enter_context(_whole(self, adapter))
+        stack.enter_context(_gathered(base, "weight"))
+        original(self, *args, **kwargs)
+        changed = base.weight.detach()
+    with torch.no_grad():
+        local(weight).copy_(read(changed, local_part(weight)))
 
 
 @contextlib.contextmanager
@@ -91,45 +88,39 @@ def _gathered(module: Any, name: str) -> contextlib.AbstractContextManager:
     return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
 
 
-def merge(original: Callable) -> Callable:
+@patch("peft.tuners.tuners_utils:BaseTuner.{merge,unmerge}_adapter", "changes gathered weights")
+def merge(original: Callable, self: Any, *args: Any, safe_merge: bool = False, **kwargs: Any) -> None:
     """`merge_adapter` and `unmerge_adapter`: the stored parts are changed, not gathered weights."""
-
-    def replacement(self: Any, *args: Any, safe_merge: bool = False, **kwargs: Any) -> None:
-        state = runtime.parallel_state(self.model)
-        if state is not None:
-            _check(self.model, True, safe_merge or bool(args[1:]))
-            _reshard(state)
-        elif safe_merge:
-            kwargs["safe_merge"] = True
-        original(self, *args, **kwargs)
-
-    return replacement
-
-
-def unload(original: Callable) -> Callable:
-    """`merge_and_unload` and `unload`: layers communicate by themselves again, and FSDP2 forgets the adapters."""
-
-    def replacement(
-        self: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, **kw: Any
-    ) -> Any:
-        state = runtime.parallel_state(self.model)
-        if state is None:
-            return original(self, merge=merge, progressbar=progressbar, safe_merge=safe_merge, **kw)
-        _check(self.model, merge, safe_merge)
+    state = runtime.parallel_state(self.model)
+    if state is not None:
+        _check(self.model, True, safe_merge or bool(args[1:]))
         _reshard(state)
-        wrappers = [module for module in self.model.modules() if _wrapped(module) is not None]
-        names = {id(module): name for name, module in self.model.named_modules()}
-        result = original(self, merge=merge, progressbar=progressbar, **kw)
-        for wrapper in wrappers:
-            if isinstance(_wrapped(wrapper), TensorParallelLayer):
-                _wrapped(wrapper).adapted = False
-        if state.pipeline is not None:
-            _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
-        if state.mesh.config.sharing_size > 1:
-            remove_late_parameters(state.root)
-        return result
+    elif safe_merge:
+        kwargs["safe_merge"] = True
+    original(self, *args, **kwargs)
 
-    return replacement
+
+@patch("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "leaves split layers without a way out")
+def unload(
+    original: Callable, self: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, **kw: Any
+) -> Any:
+    """`merge_and_unload` and `unload`: layers communicate by themselves again, and FSDP2 forgets the adapters."""
+    state = runtime.parallel_state(self.model)
+    if state is None:
+        return original(self, merge=merge, progressbar=progressbar, safe_merge=safe_merge, **kw)
+    _check(self.model, merge, safe_merge)
+    _reshard(state)
+    wrappers = [module for module in self.model.modules() if _wrapped(module) is not None]
+    names = {id(module): name for name, module in self.model.named_modules()}
+    result = original(self, merge=merge, progressbar=progressbar, **kw)
+    for wrapper in wrappers:
+        if isinstance(_wrapped(wrapper), TensorParallelLayer):
+            _wrapped(wrapper).adapted = False
+    if state.pipeline is not None:
+        _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
+    if state.mesh.config.sharing_size > 1:
+        remove_late_parameters(state.root)
+    return result
 
 
 def _wrapped(module: Any) -> Any:

@@ -12,7 +12,7 @@ from hf_parallel.adapters import lora
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import refuse_unpatched
+from hf_parallel.hooks.patching import patch, refuse_unpatched
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import has_tied_embedding
 
@@ -94,15 +94,12 @@ def _refuse(name: str, value: Any) -> None:
     raise SpecError(f"LoraConfig({name}={value!r}) is not part of this version of hf_parallel; {works} works")
 
 
-def refuse_deleting(original: Callable) -> Callable:
+@patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
+def refuse_deleting(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """FSDP2 keeps the parameters that it has taken in."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.parallel_state(self.model) is None:
-            return original(self, *args, **kwargs)
-        raise NotImplementedError(
-            "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
-            "delete it in one process"
-        )
-
-    return replacement
+    if runtime.parallel_state(self.model) is None:
+        return original(self, *args, **kwargs)
+    raise NotImplementedError(
+        "hf_parallel: delete_adapter on a parallel model is not part of this version; save the adapters, then "
+        "delete it in one process"
+    )

@@ -25,54 +25,46 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 
 
-def save_model(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.save_model", "before 5.23 saves adapters on rank 0 alone")
+def save_model(original: Callable, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
-
-    def replacement(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        assert_all_ranks("trainer.save_model")
-        wait_for_save(self)
-        self._save(self.args.output_dir if output_dir is None else output_dir)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    return replacement
+    assert_all_ranks("trainer.save_model")
+    wait_for_save(self)
+    self._save(self.args.output_dir if output_dir is None else output_dir)
+    if self.args.push_to_hub and not _internal_call:
+        self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-def save(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._save", "a plain module's shards are not a checkpoint")
+def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
     """A transformers model saves itself, streamed; another module's weights are gathered first."""
-
-    def replacement(self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        if state_dict is None and not hasattr(self.model, "base_model_prefix"):
-            state_dict = folders.full_state_dict(self.model, runtime.mesh())
-        with folders.current(runtime.mesh()) as saving, saving.noting():
-            original(self, output_dir, state_dict)
-
-    return replacement
+    if state_dict is None and not hasattr(self.model, "base_model_prefix"):
+        state_dict = folders.full_state_dict(self.model, runtime.mesh())
+    with folders.current(runtime.mesh()) as saving, saving.noting():
+        original(self, output_dir, state_dict)
 
 
-def save_checkpoint(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
+def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
-
-    def replacement(self: Any, model: Any, trial: Any) -> None:
+    wait_for_save(self)
+    if self.hp_search_backend is None and trial is None:
+        self.store_flos()
+    run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
+    final = os.path.join(run, f"checkpoint-{self.state.global_step}")
+    saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
+    saving.begin()
+    with folders.going_on(saving):
+        _write(self, saving, run)
+    record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
+    if not mesh.config.async_save:
         wait_for_save(self)
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        run, mesh = self._get_output_dir(trial=trial), runtime.mesh()
-        final = os.path.join(run, f"checkpoint-{self.state.global_step}")
-        saving = folders.Checkpoint(mesh, final, in_background=mesh.config.async_save)
-        saving.begin()
-        with folders.going_on(saving):
-            _write(self, saving, run)
-        record_of(self).unfinished_save = UnfinishedSave(self, saving, run)
-        if not mesh.config.async_save:
-            wait_for_save(self)
-
-    return replacement
 
 
 class UnfinishedSave:
@@ -123,14 +115,11 @@ def wait_for_save(trainer: Any) -> None:
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
 
 
-def finalize_training(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._finalize_training", "counts saves that go on")
+def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The best model is loaded, and checkpoints are counted, when all of them are there."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        wait_for_save(self)
-        return original(self, *args, **kwargs)
-
-    return replacement
+    wait_for_save(self)
+    return original(self, *args, **kwargs)
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:
@@ -150,9 +139,9 @@ def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
     trainer.save_model(saving.folder, _internal_call=True)
     _note_best(trainer, run)
     if not trainer.args.save_only_model:
-        trainer._save_optimizer_and_scheduler(saving.folder)
+        save_optimizer(trainer, saving.folder)
         with saving.noting():
-            trainer._save_rng_state(saving.folder)
+            save_rng_state(saving.folder)
     if trainer.args.should_save:
         with saving.noting():
             _write_layout(trainer, saving.folder)
@@ -213,20 +202,16 @@ def axis_sizes() -> dict[str, int]:
     return runtime.mesh().config.sizes
 
 
-def save_optimizer(original: Callable) -> Callable:
+def save_optimizer(trainer: Any, output_dir: str) -> None:
     """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
-
-    def replacement(self: Any, output_dir: str) -> None:
-        mesh = runtime.mesh()
-        with folders.current(mesh) as saving:
-            folders.save_optimizer(self.model, inner_optimizer(self.optimizer), mesh, output_dir)
-            if self.args.should_save:
-                with saving.noting(), warnings.catch_warnings():
-                    warnings.simplefilter("ignore", UserWarning)
-                    folders.write_refusal(os.path.join(output_dir, "optimizer.pt"))
-                    torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
-
-    return replacement
+    mesh = runtime.mesh()
+    with folders.current(mesh) as saving:
+        folders.save_optimizer(trainer.model, inner_optimizer(trainer.optimizer), mesh, output_dir)
+        if trainer.args.should_save:
+            with saving.noting(), warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)
+                folders.write_refusal(os.path.join(output_dir, "optimizer.pt"))
+                torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
 
 def inner_optimizer(optimizer: Any) -> Any:
@@ -241,25 +226,21 @@ def _write_state(state: dict[str, Any], path: str) -> None:
         os.fsync(file.fileno())  # rank 0 can do so only for files that this machine's system has written
 
 
-def save_rng_state(original: Callable) -> Callable:
+def save_rng_state(output_dir: str) -> None:
     """One file per process: stages of one model use their random numbers unequally. One process reads rank 0's."""
-
-    def replacement(self: Any, output_dir: str) -> None:
-        os.makedirs(output_dir, exist_ok=True)
-        state: dict[str, Any] = {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "cpu": torch.random.get_rng_state(),
-        }
-        if torch.cuda.is_available():
-            state["cuda"] = torch.cuda.random.get_rng_state()
-        stream = RandomStream.latest
-        if stream is not None:
-            state["data"] = plain(stream.state)
-        _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
-        if dist.get_rank() == 0:
-            if stream is not None:  # in one process data draws from the generators that all draw from
-                state["cpu"], state["numpy"], state["python"] = stream.state
-            _write_state(state, os.path.join(output_dir, "rng_state.pth"))
-
-    return replacement
+    os.makedirs(output_dir, exist_ok=True)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "cpu": torch.random.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.random.get_rng_state()
+    stream = RandomStream.latest
+    if stream is not None:
+        state["data"] = plain(stream.state)
+    _write_state(state, os.path.join(output_dir, f"rng_state_{dist.get_rank()}.pth"))
+    if dist.get_rank() == 0:
+        if stream is not None:  # in one process data draws from the generators that all draw from
+            state["cpu"], state["numpy"], state["python"] = stream.state
+        _write_state(state, os.path.join(output_dir, "rng_state.pth"))

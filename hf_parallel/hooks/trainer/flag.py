@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.abc
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from hf_parallel.hooks.after_import import AfterImport
 
 NAME = "parallel"
 SOURCE = "TrainingArguments(parallel=…)"
@@ -40,8 +39,8 @@ def install_on_import() -> None:
     """Install now if `transformers.training_args` is imported, else right after its import. Imports nothing itself."""
     if hasattr(sys.modules.get(_MODULE), "TrainingArguments"):
         install()
-    elif not _undo and not any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _AfterImport())
+    elif not _undo and _waiting not in sys.meta_path:
+        _waiting.wait()
 
 
 def install() -> None:
@@ -58,9 +57,12 @@ def install() -> None:
     _set(TrainingArguments, "__post_init__", _activating(TrainingArguments.__post_init__))
 
 
+_waiting = AfterImport(_MODULE, install)
+
+
 def uninstall() -> None:
     """Take everything back, for classes derived in between too (their `__init__` goes on accepting the keyword)."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
+    _waiting.leave()
     if not _undo:
         return
     from transformers.training_args import TrainingArguments
@@ -168,40 +170,3 @@ def _accelerator_wanted() -> bool:
         return False
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return device is not None and device.type != "mps"
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Waits for `transformers.training_args`, lets the other finders find it and installs once it has run."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if fullname != _MODULE:
-            return None
-        for finder in [f for f in sys.meta_path if f is not self and hasattr(f, "find_spec")]:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None and spec.loader is not None:
-                spec.loader = _ThenInstall(spec.loader)
-                return spec
-        return None
-
-
-class _ThenInstall(importlib.abc.Loader):
-    """The real loader, followed by `install()`."""
-
-    def __init__(self, loader: Any):
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:  # get_source, get_resource_reader, …
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        module.__loader__ = self.loader
-        if module.__spec__ is not None:
-            module.__spec__.loader = self.loader
-        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _AfterImport)]
-        install()

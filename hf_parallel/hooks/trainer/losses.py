@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import dis
+import copy
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ from hf_parallel.axes.experts.load import load_of
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
 from hf_parallel.hooks.trainer.record import record_of
@@ -24,7 +24,10 @@ from hf_parallel.hooks.trl import trainers as trl
 
 def prepare(trainer: Any) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
-    record_of(trainer).loss_plans.clear()
+    record = record_of(trainer)
+    record.loss_plans.clear()
+    seen = overrides(trainer) or trainer.compute_loss_func is not None
+    record.weighs = None if seen else trainer.label_smoother is not None  # Trainer itself passes the count on
     state = runtime.parallel_state(trainer.model)
     if state is not None and state.pipeline is not None and is_own(trainer):
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
@@ -32,34 +35,44 @@ def prepare(trainer: Any) -> None:
 
 def is_own(trainer: Any) -> bool:
     """Does the script compute the loss, rather than the model?"""
+    return overrides(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+
+
+def overrides(trainer: Any) -> bool:
+    """Has its class a `compute_loss` of its own?"""
     from transformers import Trainer
 
-    overrides = type(trainer).compute_loss is not Trainer.compute_loss
-    return overrides or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+    return type(trainer).compute_loss is not Trainer.compute_loss
 
 
 def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     state = runtime.parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
-    weighs = _weighs_itself(self, kwargs.get("num_items_in_batch"))
-    call = functools.partial(_call, self, state, own, model, weighs=weighs, args=args, kwargs=kwargs)
+    call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
-    targets = trl.targets_of_mean(self, inputs) if kwargs.get("num_items_in_batch") is None else None
+    items = kwargs.get("num_items_in_batch")
+    targets = trl.targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
     if engine is None:
-        return _weighted(self, call(inputs), targets)
+        return _weighted(self, _settled(self, inputs, call, items), targets)
     # Data ranks may differ in rows of the last batch: there, all go the same way.
     trains = torch.is_grad_enabled() and record.step.real_rows is None
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and takes(plan, inputs, engine.config):
-        return _scheduled(self, engine, plan, inputs, call, counts=not weighs)
-    result, made = served(engine, dict(inputs), lambda: call(dict(inputs)))
+        return _scheduled(self, engine, plan, inputs, call, counts=not record.weighs)
+    made: list[Any] = []
+
+    def serve(batch: dict) -> dict:
+        result, made[:] = served(engine, dict(batch), lambda: call(dict(batch)))
+        return result
+
+    result = _settled(self, inputs, serve, items)
     for logs in result["logged"]:
         self.log(logs)
     if trains and tuple(inputs) not in record.loss_plans:
-        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not weighs)
+        plan = record.loss_plans[tuple(inputs)] = _found(self, engine, inputs, made, call, counts=not record.weighs)
         if plan is not None:
             plan.logs = bool(result["logged"])
     return _weighted(self, result, targets)
@@ -89,11 +102,24 @@ def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, 
     return plan
 
 
-def _weighs_itself(trainer: Any, items: Any) -> bool:
-    """Does the script use the count of targets? A model that it calls without gives it a plain mean to weight."""
-    if items is None or not is_own(trainer):
-        return False
-    return _reads_item_count(trainer.compute_loss_func or type(trainer).compute_loss)
+def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict], items: Any) -> dict:
+    """What is computed of a batch once it is known whether the script weighs means by the count of targets itself.
+
+    It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
+    targets of all data ranks then; where the script goes on to weigh that, the batch is computed once more, with plain
+    means.
+    """
+    record = record_of(trainer)
+    if record.weighs is not None or items is None:
+        return computed(inputs)
+    kept, restore, stream = copy.copy(inputs), remembered(trainer), runtime.random_state()
+    result = computed(inputs)
+    record.weighs = result["weighs"]
+    if not result["again"]:
+        return result
+    restore()
+    runtime.set_random_state(stream)
+    return computed(kept)
 
 
 def _joining(trainer: Any, loss_of: Callable) -> Callable:
@@ -116,20 +142,19 @@ def _verdict(plan: Plan | None, schedule: str) -> str:
     return f"the script's loss {how} over micro-batches: {schedule} from now on"
 
 
-def _call(
-    self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, weighs: bool, args: tuple, kwargs: dict
-) -> dict:
+def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
     """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
-    step, former = record_of(self).step, self.args.average_tokens_across_devices
-    scope = means.Scope(step.share, weighs)
+    record, former = record_of(self), self.args.average_tokens_across_devices
+    step, items = record.step, kwargs.get("num_items_in_batch")
+    scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
     # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
     whole = former and means.knows_processes(self)
     self.args.average_tokens_across_devices = whole
-    items = kwargs.get("num_items_in_batch")
     if items is not None and former:
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
-        kwargs = {**kwargs, "num_items_in_batch": items}
+    if items is not None:
+        kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
     try:
         with runtime.absent(step.real_rows == 0), means.computing(scope):
             result = own(model, inputs, *args, **kwargs)
@@ -139,8 +164,16 @@ def _call(
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
-    known = weighs or scope.counted or targets is not None
-    return {"loss": loss, "outputs": outputs, "targets": targets, "known": known, "logged": step.logged}
+    weighs = scope.weighs_itself or scope.reads_count
+    return {
+        "loss": loss,
+        "outputs": outputs,
+        "targets": targets,
+        "known": weighs or scope.counted or targets is not None,
+        "logged": step.logged,
+        "weighs": weighs,
+        "again": scope.assumed and weighs,
+    }
 
 
 def _told_mean(engine: Any, logged: list[dict]) -> dict:
@@ -195,35 +228,21 @@ def _undone(trainer: Any) -> Iterator[None]:
         restore()
 
 
-def log(original: Callable) -> Callable:
-    """What a script's loss collects it collects on the last stage: rank 0 shows it."""
-
-    def replacement(self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
-        state = runtime.parallel_state(self.model)
-        if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
-            # compute_loss runs on the last stage alone: the others log with it later
-            record_of(self).step.logged.append(dict(logs))
-            return
-        if state is not None and state.pipeline is not None and is_own(self):
-            state.pipeline.tell(logs)
-        load = None if state is None else load_of(self.model)
-        if load is not None and logs.keys() >= _OF_TRAINING:
-            logs.update({key: round(value, 4) for key, value in load.read().items()})
-        original(self, logs, *args, **kwargs)
-
-    return replacement
-
-
 #: What Trainer logs of its steps, on all ranks.
 _OF_TRAINING = {"loss", "learning_rate"}
 
 
-def _reads_item_count(function: Any) -> bool:
-    """Does a script's loss use `num_items_in_batch`, by name or among its other keywords? If not, it is a mean."""
-    code = means.code_of(function)
-    names = {"num_items_in_batch"}
-    if code.co_flags & inspect.CO_VARKEYWORDS and "num_items_in_batch" not in code.co_varnames[: code.co_argcount]:
-        positional = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
-        names.add(code.co_varnames[positional])  # the name of **kwargs
-    reads = (step for step in dis.get_instructions(code) if step.opname.startswith("LOAD"))
-    return any(names & set(step.argval if isinstance(step.argval, tuple) else (step.argval,)) for step in reads)
+@patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
+def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
+    """What a script's loss collects it collects on the last stage: rank 0 shows it."""
+    state = runtime.parallel_state(self.model)
+    if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:
+        # compute_loss runs on the last stage alone: the others log with it later
+        record_of(self).step.logged.append(dict(logs))
+        return
+    if state is not None and state.pipeline is not None and is_own(self):
+        state.pipeline.tell(logs)
+    load = None if state is None else load_of(self.model)
+    if load is not None and logs.keys() >= _OF_TRAINING:
+        logs.update({key: round(value, 4) for key, value in load.read().items()})
+    original(self, logs, *args, **kwargs)

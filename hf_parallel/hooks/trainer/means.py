@@ -18,8 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_map
 
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch
+
+_signature = functools.cache(inspect.signature)
 
 
 @dataclass
@@ -30,12 +34,16 @@ class Scope:
         share: what the loss is multiplied by when it is known; means over targets are divided by it.
         weighs_itself: the script divides by the count of targets, so that models return it their plain means.
         counted: were means over targets weighted, or a count filled in?
+        assumed: for a model that the script gave no count?
+        reads_count: has the script computed with the count of targets?
         taken: the last mean outside of what is weighted, and over how many targets it runs.
     """
 
     share: float = 1.0
     weighs_itself: bool = False
     counted: bool = False
+    assumed: bool = False
+    reads_count: bool = False
     taken: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
@@ -44,11 +52,13 @@ class Forward:
     """A call of a parallel model. `share` is None where its means are left as they are.
 
     Attributes:
+        passed_on: has the script given it the count of targets?
         counted: is its loss known to be that of all data ranks' targets?
         filled: by what is done here, rather than by the script.
     """
 
     share: float | None
+    passed_on: bool = False
     counted: bool = False
     filled: bool = False
 
@@ -73,9 +83,9 @@ def computing(new: Scope) -> Iterator[Scope]:
         _scope = former
 
 
-def enter(share: float | None) -> Forward:
+def enter(share: float | None, passed_on: bool) -> Forward:
     """A model's forward begins."""
-    _forwards.append(Forward(share))
+    _forwards.append(Forward(share, passed_on))
     return _forwards[-1]
 
 
@@ -89,6 +99,33 @@ def note(forward: Forward) -> None:
     forward.counted = forward.filled = True
     if _scope is not None:
         _scope.counted = True
+        _scope.assumed |= not forward.passed_on
+
+
+class Count(torch.Tensor):
+    """The count of targets that a script is given: its scope knows when something is computed with it."""
+
+    scope: Scope
+
+    @classmethod
+    def within(cls, scope: Scope, items: Any) -> Count:
+        """The same number."""
+        count = torch.as_tensor(items).as_subclass(cls)
+        count.scope = scope
+        return count
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(_read, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def _read(value: Any) -> Any:
+    if not isinstance(value, Count):
+        return value
+    value.scope.reads_count = True
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.as_subclass(torch.Tensor)
 
 
 def _number(number: float, value: torch.Tensor) -> torch.Tensor:
@@ -119,25 +156,17 @@ COUNTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
 }
 
 
-def mean_of(name: str) -> Callable:
-    """Patch for one of these functions; outside of losses it is torch's own."""
-
-    def patch(original: Callable) -> Callable:
-        signature = inspect.signature(original)
-
-        def replacement(*args: Any, **kwargs: Any) -> Any:
-            value = original(*args, **kwargs)
-            if not _forwards and _scope is None:
-                return value
-            given = signature.bind(*args, **kwargs).arguments
-            former = given.get("size_average") is not None or given.get("reduce") is not None
-            if former or given.get("reduction", "mean") != "mean":
-                return value
-            return _treated(value, COUNTS[name](given, value))
-
-        return replacement
-
-    return patch
+@patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
+def mean(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Each of these functions; outside of losses it is torch's own."""
+    value = original(*args, **kwargs)
+    if not _forwards and _scope is None:
+        return value
+    given = _signature(original).bind(*args, **kwargs).arguments
+    former = given.get("size_average") is not None or given.get("reduce") is not None
+    if former or given.get("reduction", "mean") != "mean":
+        return value
+    return _treated(value, COUNTS[original.__name__](given, value))
 
 
 def _treated(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

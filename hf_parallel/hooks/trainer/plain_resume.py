@@ -12,25 +12,23 @@ from typing import Any
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, restarts
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.checkpoints import inner_optimizer
 from hf_parallel.hooks.trainer.resuming import damages, facts_of, layout_of, load_schedule, refuse_damages, run_of
 
 
-def train(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.train", "reads what is damaged", without_layout=True)
+def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
     """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
-
-    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        chosen = resume_from_checkpoint
-        if chosen is True:
-            chosen = next(iter(folders.candidates(self.args.output_dir)), True)
-        if restarts.under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
-            with restarts.own_folder(self) as run, _last_one(self, run, chosen) as chosen:
-                return original(self, chosen, *args, **kwargs)
-        if chosen and chosen is not True and folders.has_manifest(chosen):
-            refuse_damages(chosen, damages(chosen, 0, 1))
-        return original(self, chosen, *args, **kwargs)
-
-    return replacement
+    chosen = resume_from_checkpoint
+    if chosen is True:
+        chosen = next(iter(folders.candidates(self.args.output_dir)), True)
+    if restarts.under_torchrun() and os.environ.get("WORLD_SIZE") == "1":  # the last of several, it may be
+        with restarts.own_folder(self) as run, _last_one(self, run, chosen) as chosen:
+            return original(self, chosen, *args, **kwargs)
+    if chosen and chosen is not True and folders.has_manifest(chosen):
+        refuse_damages(chosen, damages(chosen, 0, 1))
+    return original(self, chosen, *args, **kwargs)
 
 
 @contextlib.contextmanager
@@ -51,30 +49,24 @@ def _last_one(trainer: Any, run: restarts.Run, chosen: Any) -> Iterator[Any]:
         trainer.remove_callback(signature)
 
 
-def load_from_checkpoint(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._load_from_checkpoint", "converts no names of the Hub", without_layout=True)
+def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
     """In one process or under DDP: a layout's weights have the Hub's names, which plain Trainer does not convert.
 
     It would go on with the experts of the start, as those of a checkpoint are one by one and a model's side by side.
     """
-
-    def replacement(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        target = self.model if model is None else model
-        engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if engine or hasattr(target, "peft_config") or not layout_of(resume_from_checkpoint):
-            return original(self, resume_from_checkpoint, model)
-        folders.load_weights(target, resume_from_checkpoint)
-
-    return replacement
+    target = self.model if model is None else model
+    engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
+    if engine or hasattr(target, "peft_config") or not layout_of(resume_from_checkpoint):
+        return original(self, resume_from_checkpoint, model)
+    folders.load_weights(target, resume_from_checkpoint)
 
 
-def load_optimizer(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "knows optimizer.pt only", without_layout=True)
+def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> None:
     """In one process or under DDP: checkpoints of a layout, beside those of plain Trainer."""
-
-    def replacement(self: Any, checkpoint: str | None) -> None:
-        engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
-            return original(self, checkpoint)
-        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint)
-        load_schedule(self, checkpoint)
-
-    return replacement
+    engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
+    if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):
+        return original(self, checkpoint)
+    folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint)
+    load_schedule(self, checkpoint)

@@ -43,6 +43,7 @@ class TrainerRecord:
         step: the step in progress; outside of steps one without repeated rows.
         rows_per_example: as the last full batch told, such as two in a batch of [chosen; rejected].
         loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
+        weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         run: the name of the run that the output folder belongs to.
@@ -52,6 +53,7 @@ class TrainerRecord:
     step: StepRecord = field(default_factory=StepRecord)
     rows_per_example: int = 1
     loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
+    weighs: bool | None = None
     told_unknown: bool = False
     drawn_steps: set[int] = field(default_factory=set)
     run: str | None = None

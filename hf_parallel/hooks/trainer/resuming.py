@@ -19,6 +19,7 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import entries, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import stopping
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
@@ -28,22 +29,19 @@ from hf_parallel.hooks.trainer.record import record_of
 GRACE_S = 20.0
 
 
-def train(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.train", "waits for ranks that will not come; resumes from what is damaged")
+def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
-
-    def replacement(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.args, "enable_jit_checkpoint", False):
-            raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
-        with entries.trains(self), restarts.own_folder(self) as run:
-            chosen = _chosen(self, resume_from_checkpoint, run)
-            if chosen is not None and run.restarted:
-                restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
-            if chosen is not None:
-                _compare(self, chosen)
-            with stopping.steps_together(self), unfinished_save_is_awaited(self):
-                return original(self, chosen, *args, **kwargs)
-
-    return replacement
+    if getattr(self.args, "enable_jit_checkpoint", False):
+        raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
+    with entries.trains(self), restarts.own_folder(self) as run:
+        chosen = _chosen(self, resume_from_checkpoint, run)
+        if chosen is not None and run.restarted:
+            restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
+        if chosen is not None:
+            _compare(self, chosen)
+        with stopping.steps_together(self), unfinished_save_is_awaited(self):
+            return original(self, chosen, *args, **kwargs)
 
 
 def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
@@ -160,55 +158,47 @@ def layout_of(folder: str) -> dict[str, Any]:
         return json.load(file)
 
 
-def init_training_state(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._init_training_state", "repeats rows of a stream that ended")
+def init_training_state(
+    original: Callable,
+    self: Any,
+    max_steps: int,
+    num_update_steps_per_epoch: int,
+    num_train_epochs: int,
+    resume_from_checkpoint: Any,
+    trial: Any,
+) -> tuple[int, int]:
     """Where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
 
     `state.epoch` is the number of ended passes, plus batches of this pass over all that `max_steps` would take.
     """
+    from transformers.trainer_utils import has_length
 
-    def replacement(
-        self: Any,
-        max_steps: int,
-        num_update_steps_per_epoch: int,
-        num_train_epochs: int,
-        resume_from_checkpoint: Any,
-        trial: Any,
-    ) -> tuple[int, int]:
-        from transformers.trainer_utils import has_length
-
-        counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
-        found = original(self, *counts, resume_from_checkpoint, trial)
-        if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
-            return num_train_epochs, 0
-        if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
-            return found
-        with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:
-            saved = json.load(file)
-        now = self.args.gradient_accumulation_steps
-        then = layout_of(resume_from_checkpoint).get("accumulation", now)
-        batches = round(saved["epoch"] * saved["max_steps"] * then)
-        passes, rest = divmod(batches, saved["max_steps"] * then)
-        return passes, math.ceil(rest * now / then)
-
-    return replacement
+    counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
+    found = original(self, *counts, resume_from_checkpoint, trial)
+    if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
+        return num_train_epochs, 0
+    if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):
+        return found
+    with open(os.path.join(resume_from_checkpoint, "trainer_state.json"), encoding="utf-8") as file:
+        saved = json.load(file)
+    now = self.args.gradient_accumulation_steps
+    then = layout_of(resume_from_checkpoint).get("accumulation", now)
+    batches = round(saved["epoch"] * saved["max_steps"] * then)
+    passes, rest = divmod(batches, saved["max_steps"] * then)
+    return passes, math.ceil(rest * now / then)
 
 
-def load_from_checkpoint(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._load_from_checkpoint", "reads whole weights")
+def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
     """Each rank reads its slices of the weights."""
-
-    def replacement(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
-        _load(self.model if model is None else model, resume_from_checkpoint)
-
-    return replacement
+    _load(self.model if model is None else model, resume_from_checkpoint)
 
 
-def load_best_model(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._load_best_model", "reads whole weights")
+def load_best_model(original: Callable, self: Any) -> None:
     """Each rank reads its slices of the best checkpoint."""
-
-    def replacement(self: Any) -> None:
-        _load(self.model, self.state.best_model_checkpoint)
-
-    return replacement
+    _load(self.model, self.state.best_model_checkpoint)
 
 
 def _load(model: Any, folder: str) -> None:
@@ -218,16 +208,13 @@ def _load(model: Any, folder: str) -> None:
         folders.load_weights(model, folder)
 
 
-def load_optimizer(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "optimizer state is sharded")
+def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> None:
     """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
-
-    def replacement(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or not folders.has_optimizer(checkpoint):
-            return
-        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
-        load_schedule(self, checkpoint)
-
-    return replacement
+    if checkpoint is None or not folders.has_optimizer(checkpoint):
+        return
+    folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
+    load_schedule(self, checkpoint)
 
 
 def load_schedule(trainer: Any, checkpoint: str) -> None:
@@ -259,26 +246,23 @@ def _plain_groups(trainer: Any) -> list[list[list[str]]]:
     return [[[n for n in kept if n in decays], [n for n in kept if n not in decays]], [kept], [order]]
 
 
-def load_rng_state(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._load_rng_state", "looks for a file per data rank")
+def load_rng_state(original: Callable, self: Any, checkpoint: str | None) -> None:
     """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
+    path = None if checkpoint is None else _rng_file(checkpoint)
+    if path is None:
+        return
+    from transformers.trainer_pt_utils import safe_globals
 
-    def replacement(self: Any, checkpoint: str | None) -> None:
-        path = None if checkpoint is None else _rng_file(checkpoint)
-        if path is None:
-            return
-        from transformers.trainer_pt_utils import safe_globals
-
-        with safe_globals():
-            state = torch.load(path, weights_only=True)
-        random.setstate(state["python"])
-        np.random.set_state(state["numpy"])
-        torch.random.set_rng_state(state["cpu"])
-        if torch.cuda.is_available() and "cuda" in state:
-            cuda = state["cuda"]  # plain Trainer under DDP: of all devices that a process sees
-            torch.cuda.random.set_rng_state(cuda[torch.cuda.current_device()] if isinstance(cuda, list) else cuda)
-        go_on(state.get("data"))
-
-    return replacement
+    with safe_globals():
+        state = torch.load(path, weights_only=True)
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.random.set_rng_state(state["cpu"])
+    if torch.cuda.is_available() and "cuda" in state:
+        cuda = state["cuda"]  # plain Trainer under DDP: of all devices that a process sees
+        torch.cuda.random.set_rng_state(cuda[torch.cuda.current_device()] if isinstance(cuda, list) else cuda)
+    go_on(state.get("data"))
 
 
 def _rng_file(checkpoint: str) -> str | None:

@@ -13,6 +13,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import evaluation, losses, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
@@ -21,45 +22,37 @@ from hf_parallel.hooks.trl import trainers as trl
 # ---- set-up ------------------------------------------------------------------------------------------------------
 
 
-def init(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.__init__", "models made in code become parallel; settings are checked")
+def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
     """Make a model that was built in code parallel, and refuse settings that cannot hold, before anything trains."""
+    if args is None:
+        from transformers import TrainingArguments
 
-    def replacement(self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
-        if args is None:
-            from transformers import TrainingArguments
-
-            args = TrainingArguments(output_dir="tmp_trainer")
-        check_arguments(args)
-        trl.check(self, args, kwargs.get("eval_dataset"))
-        if model is not None:
-            bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
-            _make_ready(model, bound.arguments.get("optimizers"))
-        with replacing(
-            args, save_only_model=True
-        ):  # Trainer refuses sharded models that checkpoint, our save does not
-            original(self, model, args, *rest, **kwargs)
-        self.is_distributed_loading_by_transformers = True
-        self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
-        # On the object, so that a subclass's own methods are wrapped as well.
-        self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
-        self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
-        self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
-        losses.prepare(self)
-
-    return replacement
+        args = TrainingArguments(output_dir="tmp_trainer")
+    check_arguments(args)
+    trl.check(self, args, kwargs.get("eval_dataset"))
+    if model is not None:
+        bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
+        _make_ready(model, bound.arguments.get("optimizers"))
+    with replacing(args, save_only_model=True):  # Trainer refuses sharded models that checkpoint, our save does not
+        original(self, model, args, *rest, **kwargs)
+    self.is_distributed_loading_by_transformers = True
+    self._mixed_mesh_grads = False  # one path for all norms: Accelerator.clip_grad_norm_
+    # On the object, so that a subclass's own methods are wrapped as well.
+    self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
+    self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
+    self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
+    losses.prepare(self)
 
 
-def call_model_init(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.call_model_init", "models from model_init become parallel")
+def call_model_init(original: Callable, self: Any, trial: Any = None) -> Any:
     """A model from `model_init` becomes parallel before it is used."""
-
-    def replacement(self: Any, trial: Any = None) -> Any:
-        model = original(self, trial)
-        _make_ready(model, None)
-        self.model = model
-        losses.prepare(self)
-        return model
-
-    return replacement
+    model = original(self, trial)
+    _make_ready(model, None)
+    self.model = model
+    losses.prepare(self)
+    return model
 
 
 def _make_ready(model: Any, optimizers: Any) -> None:
@@ -77,39 +70,30 @@ def _make_ready(model: Any, optimizers: Any) -> None:
 # ---- training ----------------------------------------------------------------------------------------------------
 
 
-def get_batch_samples(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.get_batch_samples", "repeats rows to fill a ragged last batch")
+def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
-
-    def replacement(self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
-        samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
-        report.at_first_batch(self, samples[0])
-        return samples
-
-    return replacement
+    samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
+    report.at_first_batch(self, samples[0])
+    return samples
 
 
-def num_items_in_batch(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
+def num_items_in_batch(original: Callable, self: Any, batch_samples: list, device: Any) -> Any:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
-
-    def replacement(self: Any, batch_samples: list, device: Any) -> Any:
-        items = original(self, batch_samples, device)
-        if items is not None and self.args.average_tokens_across_devices:
-            return items / runtime.mesh().data_size
-        return items
-
-    return replacement
+    items = original(self, batch_samples, device)
+    if items is not None and self.args.average_tokens_across_devices:
+        return items / runtime.mesh().data_size
+    return items
 
 
-def training_step(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.training_step", "does not know which rows are repeated")
+def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """Remember how many rows of this batch are real while its loss is computed."""
-
-    def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-        inputs, step = ragged.opened(inputs)
-        runtime.compare_batches(model, inputs, "training")
-        with record_of(self).during(step), _recorded(self):
-            return original(self, model, inputs, *args, **kwargs)
-
-    return replacement
+    inputs, step = ragged.opened(inputs)
+    runtime.compare_batches(model, inputs, "training")
+    with record_of(self).during(step), _recorded(self):
+        return original(self, model, inputs, *args, **kwargs)
 
 
 def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
@@ -125,23 +109,21 @@ def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
     return state.pipeline.recorded(path)
 
 
-def floating_point_ops(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer.floating_point_ops", "counts the local part of the model")
+def floating_point_ops(original: Callable, self: Any, inputs: dict) -> float:
     """Trainer adds up what all ranks count: each gives its share, whatever part of the model it holds."""
-
-    def replacement(self: Any, inputs: dict) -> float:
-        state, name = runtime.parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
-        if state is None or name not in inputs:
-            return original(self, inputs)
-        return state.flops_per_token * inputs[name].numel()
-
-    return replacement
+    state, name = runtime.parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
+    if state is None or name not in inputs:
+        return original(self, inputs)
+    return state.flops_per_token * inputs[name].numel()
 
 
-def defer_reduction(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._defer_fsdp_gradient_reduction", "reads its own config", since="5.23")
+def defer_reduction(original: Callable, self: Any) -> Any:
     """`no_sync` of the parallel model."""
-    return lambda self: deferred(self.model)
+    return deferred(self.model)
 
 
-def nothing(original: Callable) -> Callable:
+@patch("transformers.trainer:Trainer._sync_replicated_trainable_parameters", "would average over stages", since="5.19")
+def nothing(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Leave out: all parameters are equal where they must be."""
-    return lambda self, *args, **kwargs: None

@@ -14,6 +14,7 @@ from hf_parallel.axes.pipeline.stand_ins import stand_ins
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes import four_bit
+from hf_parallel.hooks.patching import patch
 from hf_parallel.parallelize import parallelize
 from hf_parallel.resolve import check_kernels
 
@@ -28,63 +29,54 @@ class Requested:
         return self
 
 
-def from_pretrained(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "asks for the layout")
+def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
     """Ask for the layout, and make random numbers equal again afterwards."""
-
-    def replacement(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
-            raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
-        if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
-            check_kernels(runtime.mesh().config)
-        placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
-        quantization = kwargs.pop("quantization_config", None)
-        if quantization is not None:
-            four_bit.check(quantization)
-        result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
-        if quantization is not None:
-            four_bit.mark(result[0] if isinstance(result, tuple) else result, quantization)
-        if placed:
-            state: Any = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
-            state.notes.append("device_map=auto: the layout is what places the model")
-        runtime.equalise_within_model()
-        return result
-
-    return replacement
+    if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
+        raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+    if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
+        check_kernels(runtime.mesh().config)
+    placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
+    quantization = kwargs.pop("quantization_config", None)
+    if quantization is not None:
+        four_bit.check(quantization)
+    result = original(cls, *args, distributed_config=Requested(quantization), **kwargs)
+    if quantization is not None:
+        four_bit.mark(result[0] if isinstance(result, tuple) else result, quantization)
+    if placed:
+        state: Any = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+        state.notes.append("device_map=auto: the layout is what places the model")
+    runtime.equalise_within_model()
+    return result
 
 
-def prepare(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")
+def prepare(original: Callable, cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: Any) -> Any:
     """Where to load: this rank's device."""
-
-    def replacement(cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: Any) -> Any:
-        if not isinstance(distributed_config, Requested):
-            return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
-        if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
-            raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
-        if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
-            raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
-        return distributed_config, runtime.mesh().device, None
-
-    return replacement
+    if not isinstance(distributed_config, Requested):
+        return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
+    if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
+        raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
+    if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
+        raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
+    return distributed_config, runtime.mesh().device, None
 
 
-def distribute(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:PreTrainedModel.maybe_distribute_model", "cuts the meta model")
+def distribute(original: Callable, cls: type, model: Any, distributed_config: Any, *mesh: Any, **meshes: Any) -> Any:
     """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
-
-    def replacement(cls: type, model: Any, distributed_config: Any, *mesh: Any, **meshes: Any) -> Any:
-        if not isinstance(distributed_config, Requested):
-            return original(cls, model, distributed_config, *mesh, **meshes)
-        del model.config.distributed_config
-        if getattr(model.config, "quantization_config", None) is not None:
-            raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
-        before = set(model.state_dict())
-        quantization = distributed_config.quantization
-        pack = four_bit.Pack(quantization) if quantization is not None else None
-        parallelize(model, mesh=runtime.mesh(), pack=pack)
-        local = set(model.state_dict())
-        _ignore_foreign(model, before - local, local)
-        return model
-
-    return replacement
+    if not isinstance(distributed_config, Requested):
+        return original(cls, model, distributed_config, *mesh, **meshes)
+    del model.config.distributed_config
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
+    before = set(model.state_dict())
+    quantization = distributed_config.quantization
+    pack = four_bit.Pack(quantization) if quantization is not None else None
+    parallelize(model, mesh=runtime.mesh(), pack=pack)
+    local = set(model.state_dict())
+    _ignore_foreign(model, before - local, local)
+    return model
 
 
 def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:

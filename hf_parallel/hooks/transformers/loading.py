@@ -21,97 +21,91 @@ from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes.four_bit import is_packed, read_packed
+from hf_parallel.hooks.patching import patch
 from hf_parallel.local import local
 from hf_parallel.model.packed import stored_order
 
 
-def open_by_reading(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
+def open_by_reading(
+    original: Callable, file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None
+) -> Any:
     """Read ranges into memory of their own: a mapped file keeps every page that was touched.
 
     Without a mapping safetensors reads whole tensors, whatever slice is asked for; so it opens only what has dtypes
     that `RangeFile` does not know.
     """
-
-    def replacement(file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None) -> Any:
-        try:
-            return RangeFile(os.fspath(file))
-        except KeyError:
-            return original(file, framework=framework, device=device, backend="pread")
-
-    return replacement
+    try:
+        return RangeFile(os.fspath(file))
+    except KeyError:
+        return original(file, framework=framework, device=device, backend="pread")
 
 
-def materialize(original: Callable) -> Callable:
+@patch("transformers.core_model_loading:spawn_materialize", "converts slices, which mixes up joined tensors")
+def materialize(
+    original: Callable, thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
-
-    def replacement(
-        thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
-        return lambda: lazy_tensor(tensor, wanted, device)
-
-    return replacement
+    wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
+    return lambda: lazy_tensor(tensor, wanted, device)
 
 
-def set_parameter(original: Callable) -> Callable:
+@patch("transformers.core_model_loading:set_param_for_module", "judges sizes by local shapes")
+def set_parameter(
+    original: Callable,
+    model: Any,
+    target_name: str,
+    param_value: torch.Tensor,
+    loading_info: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
-
-    def replacement(
-        model: Any, target_name: str, param_value: torch.Tensor, loading_info: Any, *args: Any, **kwargs: Any
-    ) -> None:
-        name, value, info = target_name, param_value, loading_info
-        owner, _, leaf = name.rpartition(".")
-        module: Any = model.get_submodule(owner)
-        own = getattr(module, leaf, None)
-        if not isinstance(own, torch.Tensor):
-            value = value.whole() if isinstance(value, LazyTensor) else value
-        elif (module.packing.source if is_packed(module, leaf) else own).shape != value.shape:
-            info.missing_keys.discard(name)
-            info.mismatched_keys.add((name, value.shape, own.shape))
-            return
-        elif is_packed(module, leaf):
-            value = read_packed(module, value, own)
-        else:
-            value = values(value, local_part(own, stored_order(model, name)))
-        original(model, name, value, info, *args, **kwargs)
-
-    return replacement
+    name, value, info = target_name, param_value, loading_info
+    owner, _, leaf = name.rpartition(".")
+    module: Any = model.get_submodule(owner)
+    own = getattr(module, leaf, None)
+    if not isinstance(own, torch.Tensor):
+        value = value.whole() if isinstance(value, LazyTensor) else value
+    elif (module.packing.source if is_packed(module, leaf) else own).shape != value.shape:
+        info.missing_keys.discard(name)
+        info.mismatched_keys.add((name, value.shape, own.shape))
+        return
+    elif is_packed(module, leaf):
+        value = read_packed(module, value, own)
+    else:
+        value = values(value, local_part(own, stored_order(model, name)))
+    original(model, name, value, info, *args, **kwargs)
 
 
-def initialize_missing(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:PreTrainedModel._initialize_missing_keys", "stages would draw alike")
+def initialize_missing(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
     """Stages draw new weights one after the other, so that each draws what one process would."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> None:
-        mesh, state = runtime.mesh(), runtime.parallel_state(self)
-        if state is not None and state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
-            # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
-            self._initialize_weights(self.get_input_embeddings())
-        for stage in range(mesh.size("pp")):
-            if stage == mesh.index("pp"):
-                original(self, *args, **kwargs)
-            runtime.equalise_random_state("pp", stage)
-
-    return replacement
+    mesh, state = runtime.mesh(), runtime.parallel_state(self)
+    if state is not None and state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
+        # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
+        self._initialize_weights(self.get_input_embeddings())
+    for stage in range(mesh.size("pp")):
+        if stage == mesh.index("pp"):
+            original(self, *args, **kwargs)
+        runtime.equalise_random_state("pp", stage)
 
 
-def initialize(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "new heads equal on all ranks")
+def initialize(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
     """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
-
-    def replacement(self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        new: dict[str, Any] = {
-            name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
-        }
-        for name, shard in new.items():
-            whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
-            module._parameters[name] = nn.Parameter(whole)
-        original(self, module, *args, **kwargs)
-        for name, shard in new.items():
-            part = local_part(shard, stored_order(module, name))
-            with torch.no_grad():
-                local(shard).copy_(read(module.get_parameter(name).detach(), part))
-            module._parameters[name] = shard
-
-    return replacement
+    new: dict[str, Any] = {
+        name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
+    }
+    for name, shard in new.items():
+        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
+        module._parameters[name] = nn.Parameter(whole)
+    original(self, module, *args, **kwargs)
+    for name, shard in new.items():
+        part = local_part(shard, stored_order(module, name))
+        with torch.no_grad():
+            local(shard).copy_(read(module.get_parameter(name).detach(), part))
+        module._parameters[name] = shard
 
 
 def _is_new_part(module: nn.Module, parameter: Any) -> bool:
@@ -121,23 +115,20 @@ def _is_new_part(module: nn.Module, parameter: Any) -> bool:
     return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
 
 
-def report(original: Callable) -> Callable:
+@patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
+def report(original: Callable, *args: Any, **kwargs: Any) -> None:
     """One report, and one error if sizes do not match, for all stages of a pipeline."""
-
-    def replacement(*args: Any, **kwargs: Any) -> None:
-        model, info = kwargs["model"], kwargs["loading_info"]
-        own = {**vars(info), "untied": _untied(model)}
-        stages: list[Any] = [own]
-        if runtime.mesh().size("pp") > 1:
-            stages = [None] * runtime.mesh().size("pp")
-            dist.all_gather_object(stages, own, group=runtime.mesh().group("pp"))
-            for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
-                for stage in stages:
-                    getattr(info, field).update(stage[field])
-        _check_tied(model, stages)
-        original(*args, **kwargs)
-
-    return replacement
+    model, info = kwargs["model"], kwargs["loading_info"]
+    own = {**vars(info), "untied": _untied(model)}
+    stages: list[Any] = [own]
+    if runtime.mesh().size("pp") > 1:
+        stages = [None] * runtime.mesh().size("pp")
+        dist.all_gather_object(stages, own, group=runtime.mesh().group("pp"))
+        for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
+            for stage in stages:
+                getattr(info, field).update(stage[field])
+    _check_tied(model, stages)
+    original(*args, **kwargs)
 
 
 def _untied(model: Any) -> list[tuple[str, str]]:

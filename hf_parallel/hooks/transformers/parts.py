@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
 from hf_parallel.config import SHARDS, ParallelConfig
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
 from hf_parallel.mesh import EXPERT_AXES, stored
 from hf_parallel.whole import full_tensor, order_of
@@ -59,41 +60,35 @@ def _writes(name: str) -> bool:
     return name == "__setitem__" or in_place or (name.endswith("_") and not name.endswith("__"))
 
 
-def get_rows(original: Callable) -> Callable:
+@patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
+def get_rows(original: Callable, self: Any, index: Any) -> Any:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
-
-    def replacement(self: Any, index: Any) -> Any:
-        if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
-            return original(self, index)
-        rows = full_tensor(self)[index]
-        return _rows(rows, (self, index, rows))
-
-    return replacement
+    if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
+        return original(self, index)
+    rows = full_tensor(self)[index]
+    return _rows(rows, (self, index, rows))
 
 
-def set_rows(original: Callable) -> Callable:
+@patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
+def set_rows(original: Callable, self: Any, index: Any, value: Any) -> None:
     """`weight.data[-1] = mean` reaches the weight."""
-
-    def replacement(self: Any, index: Any, value: Any) -> None:
-        if not _is_cut(self):
-            original(self, index, value)
-        else:
-            _write(self, index, value)
-
-    return replacement
+    if not _is_cut(self):
+        original(self, index, value)
+    else:
+        _write(self, index, value)
 
 
-def draw(original: Callable) -> Callable:
+@patch(
+    "torch.distributed.tensor:DTensor.{normal,uniform,bernoulli,exponential,log_normal,cauchy,geometric,random}_",
+    "each rank draws for its part alone",
+)
+def draw(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Every rank draws the whole tensor and keeps its part: the same numbers as in one process."""
-
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_cut(self):
-            return original(self, *args, **kwargs)
-        whole = torch.empty(self.shape, dtype=self.dtype, device=stored(self).device)
-        _keep(self, original(whole, *args, **kwargs))
-        return self
-
-    return replacement
+    if not _is_cut(self):
+        return original(self, *args, **kwargs)
+    whole = torch.empty(self.shape, dtype=self.dtype, device=stored(self).device)
+    _keep(self, original(whole, *args, **kwargs))
+    return self
 
 
 def _is_cut(tensor: DTensor) -> bool:
@@ -115,15 +110,12 @@ def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
 # ---- pickling -----------------------------------------------------------------------------------------------------
 
 
-def save(original: Callable) -> Callable:
+@patch("torch:save", "pickles a part of the weights without a word")
+def save(original: Callable, obj: Any, *args: Any, **kwargs: Any) -> Any:
     """One line where a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
-
-    def replacement(obj: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
-            _tell()
-        return original(obj, *args, **kwargs)
-
-    return replacement
+    if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
+        _tell()
+    return original(obj, *args, **kwargs)
 
 
 @functools.cache

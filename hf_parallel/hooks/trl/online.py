@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trainer.record import record_of
 
@@ -82,47 +83,41 @@ def _has_no_length(dataset: Any) -> bool:
 # ---- which rows, which random numbers -----------------------------------------------------------------------------
 
 
-def set_seed(original: Callable) -> Callable:
+@patch("trl.trainer.{grpo,rloo}_trainer:set_seed", "a seed per process")
+def set_seed(original: Callable, seed: int, device_specific: bool = False, **kwargs: Any) -> None:
     """A seed per data rank, so that the ranks of one model draw the same tokens."""
-
-    def replacement(seed: int, device_specific: bool = False, **kwargs: Any) -> None:
-        original(seed + (runtime.mesh().data_rank if device_specific else 0), **kwargs)
-
-    return replacement
+    original(seed + (runtime.mesh().data_rank if device_specific else 0), **kwargs)
 
 
-def pad(original: Callable) -> Callable:
+@patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
+def pad(
+    original: Callable, tensors: list, padding_value: Any = 0, padding_side: str = "right", **kwargs: Any
+) -> torch.Tensor:
     """To the longest row of the global batch: models with absolute positions count padding too."""
-
-    def replacement(tensors: list, padding_value: Any = 0, padding_side: str = "right", **kwargs: Any) -> torch.Tensor:
-        padded, mesh = original(tensors, padding_value, padding_side, **kwargs), runtime.mesh()
-        longest = torch.tensor(padded.shape[1], device=mesh.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=mesh.data_group)
-        missing = int(longest) - padded.shape[1]
-        sides = (missing, 0) if padding_side == "left" else (0, missing)
-        return torch.nn.functional.pad(padded, sides, value=padding_value)
-
-    return replacement
+    padded, mesh = original(tensors, padding_value, padding_side, **kwargs), runtime.mesh()
+    longest = torch.tensor(padded.shape[1], device=mesh.device)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=mesh.data_group)
+    missing = int(longest) - padded.shape[1]
+    sides = (missing, 0) if padding_side == "left" else (0, missing)
+    return torch.nn.functional.pad(padded, sides, value=padding_value)
 
 
-def shuffle_sequence_dict(original: Callable) -> Callable:
+@patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
+def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
     """Left to `split_tensor_dict`, which knows the number of parts."""
-    return lambda seq_dict: original(seq_dict) if runtime.mesh().data_size == 1 else seq_dict
+    return original(seq_dict) if runtime.mesh().data_size == 1 else seq_dict
 
 
-def split_tensor_dict(original: Callable) -> Callable:
+@patch("trl.trainer.utils:split_tensor_dict", "splits by process", copies=True)
+def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
-
-    def replacement(tensor_dict: dict, num_chunks: int) -> list[dict]:
-        mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-        if mesh.data_size > 1 and parts > 1:
-            order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
-            dist.broadcast(order, group=mesh.data_group, group_src=0)
-            own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
-            batch = {key: _rows_of_all(value, own) for key, value in batch.items()}
-        return original(batch, parts)
-
-    return replacement
+    mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
+    if mesh.data_size > 1 and parts > 1:
+        order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
+        dist.broadcast(order, group=mesh.data_group, group_src=0)
+        own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
+        batch = {key: _rows_of_all(value, own) for key, value in batch.items()}
+    return original(batch, parts)
 
 
 def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
@@ -138,51 +133,45 @@ def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
 # ---- generation and rewards -----------------------------------------------------------------------------------------
 
 
-def generate_and_score(original: Callable) -> Callable:
+@patch(
+    "trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._generate_and_score_completions",
+    "takes rows by process, repeated ones too",
+)
+def generate_and_score(original: Callable, self: Any, inputs: list[dict]) -> dict:
     """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
-
-    def replacement(self: Any, inputs: list[dict]) -> dict:
-        runtime.equalise_within_model(0)
-        step = record_of(self).step
-        step.generated = _real_rows(self, len(inputs))
-        if step.generated is None:
-            return original(self, inputs)
-        scores = functools.partial(_real_scores, step.generated, self._get_per_token_logps_and_entropies)
-        with replacing(self, _get_per_token_logps_and_entropies=scores):
-            return _without_repeats(self, step.generated, original(self, inputs))
-
-    return replacement
+    runtime.equalise_within_model(0)
+    step = record_of(self).step
+    step.generated = _real_rows(self, len(inputs))
+    if step.generated is None:
+        return original(self, inputs)
+    scores = functools.partial(_real_scores, step.generated, self._get_per_token_logps_and_entropies)
+    with replacing(self, _get_per_token_logps_and_entropies=scores):
+        return _without_repeats(self, step.generated, original(self, inputs))
 
 
-def generate(original: Callable) -> Callable:
+@patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._generate", "counts repeated rows")
+def generate(original: Callable, self: Any, prompts: list) -> Any:
     """Lengths are told of the rows that are not repeated to fill a ragged last batch."""
-
-    def replacement(self: Any, prompts: list) -> Any:
-        generated = record_of(self).step.generated
-        if generated is None:
-            return original(self, prompts)
-        gather, real = self.accelerator.gather, sum(generated)
-        with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
-            return original(self, prompts)
-
-    return replacement
+    generated = record_of(self).step.generated
+    if generated is None:
+        return original(self, prompts)
+    gather, real = self.accelerator.gather, sum(generated)
+    with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
+        return original(self, prompts)
 
 
-def calculate_rewards(original: Callable) -> Callable:
+@patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._calculate_rewards", "asks on every process")
+def calculate_rewards(original: Callable, self: Any, *args: Any) -> torch.Tensor:
     """What a reward function says may differ from call to call: one rank's word counts for its whole model.
 
     Repeated rows have none, which TRL leaves out of its means.
     """
-
-    def replacement(self: Any, *args: Any) -> torch.Tensor:
-        rewards, mesh, generated = original(self, *args), runtime.mesh(), record_of(self).step.generated
-        if mesh.size("tp") > 1:
-            dist.broadcast(rewards, group=mesh.group("tp"), group_src=0)
-        if generated is not None:
-            rewards[sum(generated) :] = torch.nan
-        return rewards
-
-    return replacement
+    rewards, mesh, generated = original(self, *args), runtime.mesh(), record_of(self).step.generated
+    if mesh.size("tp") > 1:
+        dist.broadcast(rewards, group=mesh.group("tp"), group_src=0)
+    if generated is not None:
+        rewards[sum(generated) :] = torch.nan
+    return rewards
 
 
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
@@ -236,25 +225,22 @@ def _correct_logs(trainer: Any, real: int, rows: int, tokens_too_many: float) ->
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-def compute_loss(original: Callable) -> Callable:
+@patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._compute_loss", "mean of means")
+def compute_loss(original: Callable, self: Any, model: Any, inputs: dict) -> torch.Tensor:
     """Weighted such that the average over data ranks is the loss of the global batch.
 
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
     """
-
-    def replacement(self: Any, model: Any, inputs: dict) -> torch.Tensor:
-        loss, kind = original(self, model, inputs), getattr(self, "loss_type", "")
-        if runtime.mesh().data_size == 1:
-            return loss
-        tokens = int(inputs["completion_mask"].sum())
-        if self.model.training:
-            return loss * share(tokens) if kind == "bnpo" else loss
-        rows, generated = len(inputs["prompt_ids"]), record_of(self).step.generated
-        real = rows if generated is None else generated[runtime.mesh().data_rank]
-        held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
-        return _mean_over_data_ranks(loss.detach(), held, counted)
-
-    return replacement
+    loss, kind = original(self, model, inputs), getattr(self, "loss_type", "")
+    if runtime.mesh().data_size == 1:
+        return loss
+    tokens = int(inputs["completion_mask"].sum())
+    if self.model.training:
+        return loss * share(tokens) if kind == "bnpo" else loss
+    rows, generated = len(inputs["prompt_ids"]), record_of(self).step.generated
+    real = rows if generated is None else generated[runtime.mesh().data_rank]
+    held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
+    return _mean_over_data_ranks(loss.detach(), held, counted)
 
 
 def _mean_over_data_ranks(mean: torch.Tensor, held: int, counted: int) -> torch.Tensor:

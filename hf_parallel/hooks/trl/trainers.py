@@ -21,7 +21,7 @@ from hf_parallel.axes.tensor.vocab_parallel import first_row
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.patching import refuse_unpatched
+from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.trl import online
@@ -84,28 +84,24 @@ def is_known(trainer: Any) -> bool:
     return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
 
 
-def reference_log_probs(original: Callable) -> Callable:
+@patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
+def reference_log_probs(original: Callable, self: Any, *args: Any) -> Any:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
-
-    def replacement(self: Any, *args: Any) -> Any:  # before TRL 1.9 without the model
-        state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
-        if state is None or state.pipeline is None:
-            return original(self, *args)
-        with torch.no_grad():
-            return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
-
-    return replacement
+    state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
+    if state is None or state.pipeline is None:
+        return original(self, *args)
+    with torch.no_grad():
+        return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
 
 
-def get_peft_model(original: Callable) -> Callable:
+@patch("trl.trainer.{kto,grpo,rloo}_trainer:get_peft_model", "casts shards")
+@patch("trl.trainer.{sft,reward}_trainer:get_peft_model", "casts shards", since="0.26")
+@patch("trl.trainer.dpo_trainer:get_peft_model", "casts shards", since="0.29")
+def get_peft_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
     """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
-
-    def replacement(model: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
-            model._hf_parallel_adapter_dtype = torch.bfloat16
-        return original(model, *args, **kwargs)
-
-    return replacement
+    if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
+        model._hf_parallel_adapter_dtype = torch.bfloat16
+    return original(model, *args, **kwargs)
 
 
 # ---- the head ------------------------------------------------------------------------------------------------------
@@ -115,11 +111,13 @@ class NoTensor:
     """Nothing is one. TRL gathers a head that is a DTensor; what it looks for is hidden from it."""
 
 
+@replace("trl.trainer.utils:DTensor", "gathers a split head", since="1.9")
 def no_tensor(original: Any) -> type:
     """For the name DTensor in TRL's module."""
     return NoTensor
 
 
+@replace("trl.trainer.utils:_ChunkedLogProbFunction", "multiplies by a whole head", since="1.8")
 def chunked_log_probs(original: Any) -> type:
     """TRL's product of hidden states and head; over a head that is cut over tp, each rank takes its rows."""
 
@@ -162,23 +160,23 @@ def _all_have_rows(weight: DTensor) -> bool:
 # ---- batches without padding ---------------------------------------------------------------------------------------
 
 
-def torch_call(original: Callable) -> Callable:
+@patch(
+    "trl.trainer.sft_trainer:DataCollatorForLanguageModeling.torch_call",
+    "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
+)
+def torch_call(original: Callable, self: Any, examples: list[dict]) -> dict:
     """Examples joined to one row cannot be told apart: say whose a token is, or, for a pipeline, keep them in rows."""
-
-    def replacement(self: Any, examples: list[dict]) -> dict:
-        batch = original(self, examples)
-        if not self.padding_free:
-            return batch
-        lengths = torch.tensor([len(example["input_ids"]) for example in examples])
-        if runtime.mesh().size("pp") > 1:
-            return _in_rows(batch, lengths.tolist(), self.pad_token_id)
-        if runtime.mesh().data_size > 1:
-            whose = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-            padding = batch["input_ids"].shape[1] - len(whose)
-            batch[JOINED] = torch.cat([whose, whose[-1:].expand(padding)])[None]
+    batch = original(self, examples)
+    if not self.padding_free:
         return batch
-
-    return replacement
+    lengths = torch.tensor([len(example["input_ids"]) for example in examples])
+    if runtime.mesh().size("pp") > 1:
+        return _in_rows(batch, lengths.tolist(), self.pad_token_id)
+    if runtime.mesh().data_size > 1:
+        whose = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        padding = batch["input_ids"].shape[1] - len(whose)
+        batch[JOINED] = torch.cat([whose, whose[-1:].expand(padding)])[None]
+    return batch
 
 
 def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
@@ -198,71 +196,61 @@ def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
 # ---- KTO ---------------------------------------------------------------------------------------------------------
 
 
-def prepare_dataset(original: Callable) -> Callable:
+@patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process")
+def prepare_dataset(
+    original: Callable, self: Any, dataset: Any, processing_class: Any, args: Any, dataset_name: str
+) -> Any:
     """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
-
-    def replacement(self: Any, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        former = args.per_device_train_batch_size
-        args.per_device_train_batch_size = former * runtime.mesh().data_size
-        try:
-            return original(self, dataset, processing_class, args, dataset_name)
-        finally:
-            args.per_device_train_batch_size = former
-
-    return replacement
+    former = args.per_device_train_batch_size
+    args.per_device_train_batch_size = former * runtime.mesh().data_size
+    try:
+        return original(self, dataset, processing_class, args, dataset_name)
+    finally:
+        args.per_device_train_batch_size = former
 
 
-def kl_logps(original: Callable) -> Callable:
+@patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
+def kl_logps(original: Callable, self: Any, model: Any, batch: dict) -> Any:
     """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
-
-    def replacement(self: Any, model: Any, batch: dict) -> Any:
-        result, rows = original(self, model, batch), record_of(self).step.real_rows
-        if result is None or rows is None:
-            return result
-        totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
-        dist.all_reduce(totals, group=runtime.mesh().data_group)
-        return result * (rows * totals[1] / totals[0])
-
-    return replacement
+    result, rows = original(self, model, batch), record_of(self).step.real_rows
+    if result is None or rows is None:
+        return result
+    totals = torch.tensor([float(rows), float(rows > 0)], device=result.device)
+    dist.all_reduce(totals, group=runtime.mesh().data_group)
+    return result * (rows * totals[1] / totals[0])
 
 
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
-def reward_metrics(original: Callable) -> Callable:
+@patch("trl.trainer.reward_trainer:RewardTrainer.compute_loss", "mean of means")
+def reward_metrics(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
+    rows, gather = record_of(self).step.real_rows, self.accelerator.gather_for_metrics
+    if not rows:
+        return original(self, model, inputs, *args, **kwargs)
 
-    def replacement(self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
-        rows, gather = record_of(self).step.real_rows, self.accelerator.gather_for_metrics
-        if not rows:
-            return original(self, model, inputs, *args, **kwargs)
+    def by_rows(value: torch.Tensor) -> torch.Tensor:
+        mean = value.ndim == 0 and value.is_floating_point()
+        return gather(value.expand(rows) if mean else value)
 
-        def by_rows(value: torch.Tensor) -> torch.Tensor:
-            mean = value.ndim == 0 and value.is_floating_point()
-            return gather(value.expand(rows) if mean else value)
-
-        with replacing(self.accelerator, gather_for_metrics=by_rows):
-            return original(self, model, inputs, *args, **kwargs)
-
-    return replacement
+    with replacing(self.accelerator, gather_for_metrics=by_rows):
+        return original(self, model, inputs, *args, **kwargs)
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
 
 
-def hash_module(original: Callable) -> Callable:
+@patch("trl.trainer.utils:hash_module", "cannot read shards", since="0.29", copies=True)
+def hash_module(original: Callable, module: Any) -> str:
     """One hash of all ranks' parts, for the name of the cache file."""
-
-    def replacement(module: Any) -> str:
-        if runtime.parallel_state(module) is None:
-            return original(module)
-        digest = hashlib.sha256()
-        for name, tensor in sorted(module.state_dict().items()):
-            part = stored(tensor)
-            digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
-            digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        parts: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(parts, digest.hexdigest())
-        return hashlib.sha256(" ".join(parts).encode()).hexdigest()
-
-    return replacement
+    if runtime.parallel_state(module) is None:
+        return original(module)
+    digest = hashlib.sha256()
+    for name, tensor in sorted(module.state_dict().items()):
+        part = stored(tensor)
+        digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+        digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, digest.hexdigest())
+    return hashlib.sha256(" ".join(parts).encode()).hexdigest()

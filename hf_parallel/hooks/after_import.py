@@ -1,0 +1,47 @@
+"""Do something as soon as a script has imported a module. Imports nothing but Python's own."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Waits among the finders for `module`, lets the others find it, and calls `then` once it has run."""
+
+    def __init__(self, module: str, then: Callable[[], None]) -> None:
+        self.module, self.then = module, then
+
+    def wait(self) -> None:
+        """Ask before all other finders."""
+        sys.meta_path.insert(0, self)
+
+    def leave(self) -> None:
+        """Wait no more."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+        """Called by `import`."""
+        if fullname != self.module or self not in sys.meta_path:
+            return None
+        self.leave()
+        spec = importlib.util.find_spec(fullname)
+        loader: Any = spec.loader if spec is not None else None
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                loader.exec_module = execute
+                try:
+                    execute(module)
+                except BaseException:
+                    self.wait()  # the script may try again
+                    raise
+                self.then()
+
+            loader.exec_module = exec_module
+        return spec
