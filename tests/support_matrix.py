@@ -109,7 +109,7 @@ COMPARED = {
     "model": TRAINER,
     "pipeline schedule": TRAINER,
     "feature": f"{TRAINER}; of DoRA, QLoRA, two models, Accelerate loop and library: losses, gradients or weights",
-    "unchanged script": "what the script logs, gradient norm, what it saves; of TRL its metrics and sets of gradients",
+    "unchanged script": "what the script logs and saves, gradient norm; of TRL its metrics and sets of gradients",
 }
 
 

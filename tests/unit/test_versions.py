@@ -141,13 +141,12 @@ def test_what_older_trainers_do_otherwise():
     module = types.ModuleType("trl.old_trainer")
     pairs = type("DPOTrainer", (), {"concatenated_forward": None, "__module__": "trl.old_trainer"})
     packed = type("SFTTrainer", (), {"__module__": "trl.old_trainer"})
-    packed.model = types.SimpleNamespace(is_loaded_in_4bit=True)
     with pytest.MonkeyPatch.context() as patches:
         patches.setitem(sys.modules, "trl.old_trainer", module)
         with pytest.raises(SpecError, match="DPOTrainer: in TRL before 0.29 .* trl 0.29 or newer works"):
             trl_trainers.check(pairs(), None, None)
         with pytest.raises(SpecError, match="SFTTrainer: on a base in 4 bits .* trl 0.26 or newer works"):
-            trl_trainers.check(packed(), None, None)
+            trl_trainers.check(packed(), None, None, types.SimpleNamespace(is_loaded_in_4bit=True))
 
 
 def test_torch(versions, monkeypatch):

@@ -30,7 +30,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
-    trl.check(self, args, kwargs.get("eval_dataset"))
+    trl.check(self, args, kwargs.get("eval_dataset"), model)
     if model is not None:
         bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
         _make_ready(model, bound.arguments.get("optimizers"))

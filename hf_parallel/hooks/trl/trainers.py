@@ -39,12 +39,12 @@ def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
+def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is not None:
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
-        _refuse_old(kind, trainer)
+        _refuse_old(kind, model)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
@@ -56,12 +56,12 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     )
 
 
-def _refuse_old(kind: type, trainer: Any) -> None:
+def _refuse_old(kind: type, model: Any) -> None:
     """What older versions do otherwise: pairs in tensors of their own, adapters on 4 bits cast by TRL itself."""
     if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
         refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
     makes_adapters = hasattr(sys.modules[kind.__module__], "get_peft_model")
-    if getattr(trainer.model, "is_loaded_in_4bit", False) and not makes_adapters:
+    if getattr(model, "is_loaded_in_4bit", False) and not makes_adapters:
         refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
 
 
