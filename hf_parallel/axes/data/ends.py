@@ -12,11 +12,14 @@ One weight that both share is needed at both ends, and stays with the root.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.utils._pytree import tree_leaves
 
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 
@@ -35,7 +38,7 @@ def shard_ends(model: Any, blocks: list[nn.Module], keeps: bool, **settings: Any
         unit.set_unshard_in_backward(False)
     if head is not None and backbone is not None and _alone(model, head) and head not in set(backbone.modules()):
         unit = fully_shard(head, reshard_after_forward=False, **settings)
-        _gather_early(unit, backbone, blocks)
+        _gather_early(model, unit, backbone, blocks)
 
 
 def _head(model: Any) -> nn.Module | None:
@@ -50,8 +53,11 @@ def _alone(model: nn.Module, end: nn.Module) -> bool:
     return bool(own) and sum(id(parameter) in own for parameter in every) == len(own)
 
 
-def _gather_early(head: Any, backbone: nn.Module, blocks: list[nn.Module]) -> None:
-    """Whole when the backbone is done: a loss in pieces reads the head's weight and does not call the head."""
+def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list[nn.Module]) -> None:
+    """Whole when the backbone is done, and in the backward, though a forward pass in between has freed it.
+
+    A loss in pieces reads the head's weight and does not call the head.
+    """
     units = [block for block in blocks if isinstance(block, FSDPModule)]
     if units:
         units[-1].set_modules_to_forward_prefetch([head])
@@ -60,4 +66,11 @@ def _gather_early(head: Any, backbone: nn.Module, blocks: list[nn.Module]) -> No
         if fully_shard.state(head)._is_root is False:  # type: ignore[attr-defined]  # else the backbone runs alone
             head.unshard()
 
+    def gather_in_backward(module: nn.Module, args: Any, output: Any) -> None:
+        held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
+        for tensor in tree_leaves(held) if torch.is_grad_enabled() else ():
+            if torch.is_tensor(tensor) and tensor.requires_grad:
+                tensor.register_hook(gather)
+
     backbone.register_forward_hook(gather)
+    model.register_forward_hook(gather_in_backward)
