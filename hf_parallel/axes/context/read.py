@@ -119,8 +119,8 @@ def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[str, str | None
 
 
 def _refuse_dense(config: ParallelConfig, asked: str, what: str, heads: int) -> NoReturn:
-    fits = heads % config.cp_size == 0
-    works = "context_parallel=ulysses" if fits else f"{what.partition('=')[0]} switched off"
+    fits = max(size for size in range(1, config.cp_size + 1) if heads % size == 0)
+    works = "context_parallel=ulysses" if fits == config.cp_size else f"cp_size={fits}"
     refuse(asked, f"{what} needs all keys of a head on one rank", works)
 
 
