@@ -107,7 +107,7 @@ class Data(Axis[None, DataPart]):
             building.pack(model)
         for root, layers in building.roots:
             shard_data_parallel(model, root, layers, mesh)
-        move_rest(model, mesh.device)
+        move_rest(model, mesh)
         if mesh.config.sharing_size == 1:
             lower_once_per_step(building.roots, mesh.device)
         if building.pipeline is not None:

@@ -65,10 +65,11 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         _leave_inference_mode(model)
 
 
-def move_rest(model: nn.Module, device: torch.device) -> None:
-    """`fully_shard` moves what is in its units; a stage has buffers beside them."""
+def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
+    """`fully_shard` moves what is in its units; a stage has buffers beside them. Under offload=cpu parameters stay."""
+    device, rests = mesh.device, bool(resting(mesh))
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (module._buffers,) if rests else (module._parameters, module._buffers):
             for tensor in (tensor for tensor in tensors.values() if tensor is not None):
                 if tensor.device != device and not tensor.is_meta:
                     tensor.data = tensor.data.to(device)
