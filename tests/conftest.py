@@ -14,7 +14,7 @@ RESULTS = Path(__file__).parent / "results" / "support.json"
 EVERY = {
     "test_dry_run.py": 2,
     "test_elastic.py": 3,
-    "test_experts.py": 13,
+    "test_experts.py": 40,
     "test_families.py": 4,
     "test_idioms.py": 3,
     "test_killed_saves.py": 2,
