@@ -131,9 +131,10 @@ def _shared_out(config: ParallelConfig) -> tuple[int, int, int]:
 
 
 def _works(count: int, config: ParallelConfig) -> int:
-    """The next smaller number of ranks that divides so many experts."""
-    inner = config.cp_size * config.tp_size
-    return max(n for n in range(1, config.ep_size) if count % n == 0 and (n == 1 or n % inner == 0))
+    """The next smaller number of ranks that divides so many experts, and the ranks there are."""
+    inner, ranks = config.cp_size * config.tp_size, math.prod(_shared_out(config))
+    fits = (n for n in range(inner, config.ep_size) if n % inner == 0 and count % n == 0 and ranks % n == 0)
+    return max(fits, default=1)
 
 
 EXPERTS = ExpertKeys.axis = Experts()
