@@ -153,7 +153,6 @@ LONG = {"seq": 131072, "global_batch": 8, "gpus": 64, "gpu": "h100-80gb"}  # 8 r
 def test_ranked_are_only_layouts_that_run():
     found = searched(**LONG, top=50)
     assert not any(choice.not_built for choice in found.choices)
-    assert any("this version does not run" in line for line in found.beyond), found.beyond
 
 
 def test_others_are_ranked_on_request_and_marked():
