@@ -144,6 +144,7 @@ class SequenceCut:
         keep_attention(module.modules())
         with self._running(layout), _own_random_numbers(module, self.group):
             output = forward(**self._cut(batch, layout, names))
+        self._join_router_logits(output, layout)
         return output if self._parts else self._joined(output, layout)
 
     def _is_generation(self, batch: Batch) -> bool:
@@ -219,6 +220,14 @@ class SequenceCut:
         for key, value in list(output.items()):
             output[key] = whole(value)
         return output
+
+    def _join_router_logits(self, output: Any, layout: Layout) -> None:
+        """Those [rows * length, experts] of all tokens: what balances experts is no sum over tokens."""
+        logits = getattr(output, "router_logits", None)
+        if logits:
+            by_row = (layer.unflatten(0, (len(layout.rows), -1)) for layer in logits)
+            whole = (join(layer, layout, self.group).flatten(0, 1) for layer in by_row)
+            output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
 
     def _whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut
