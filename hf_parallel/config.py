@@ -150,7 +150,7 @@ class ParallelConfig(
 
     def size_along(self, name: str) -> int:
         """Number of ranks along such a dim."""
-        return math.prod(self.sizes[axis] for axis in self.axes_along(name))
+        return math.prod(getattr(self, f"{axis}_size") for axis in self.axes_along(name))
 
     @property
     def sharing_size(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -112,9 +113,12 @@ def build_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
 
 
 def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
-    """What to call process groups: their axis; `data` that of all data ranks; both ends of a pipeline are pp too."""
-    known = {"data": mesh.data_group, "pp": tied}
-    names = {group.group_name: name for name, group in known.items() if group is not None}
+    """What to call process groups: their axis, also of a part of it, as cp's rings and groups of Ulysses; `data` that
+    of all data ranks; both ends of a pipeline are pp too."""
+    known, ranks_of = {"data": mesh.data_group, "pp": tied}, dist.get_process_group_ranks
+    cp = set(ranks_of(mesh.group("cp")))
+    names = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
+    names |= {group.group_name: name for name, group in known.items() if group is not None}
     names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
     axes = [*(EXPERT_AXES if mesh.config.ep_size > 1 else ()), *mesh.config.sizes]  # of the same ranks the latter
     names |= {mesh.group(axis).group_name: axis for axis in axes}

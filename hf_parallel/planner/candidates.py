@@ -193,7 +193,7 @@ def to_layout(config: ParallelConfig) -> Layout:
         sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
         dp_replicate=config.dp_replicate_size if sharded else 1,
         schedule=config.pipeline_schedule,
-        context="ulysses" if config.context_parallel == "ulysses" else "ring",
+        context="ring" if config.context_parallel == "auto" else config.context_parallel,
         split=config.pipeline_split,
         reduces_each=config.reduces_each_micro_batch,
         hierarchical_shard=config.hierarchical_shard or 1,

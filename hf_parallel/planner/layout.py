@@ -97,7 +97,7 @@ class Layout:
     sequence_parallel: bool = False
     dp_replicate: int = 1
     schedule: str = "1f1b"
-    context: str = "ring"  # how cp shares attention: "ring" or "ulysses"
+    context: str = "ring"  # how cp shares attention: "ring", "ulysses", "allgather" or "hybrid:U"
     split: tuple[int, ...] | None = None  # layers per stage; default: even, or by cost where that is impossible
     reduces_each: bool = False  # gradients in every micro-batch of a step, not once after them
     hierarchical_shard: int = 1  # ranks of a group within which ZeRO-3's backward gathers; 1: all shards
@@ -114,6 +114,12 @@ class Layout:
     def shards(self) -> int:
         """Over how many ranks ZeRO spreads its states: the data ranks of one replica, and cp with them."""
         return self.dp // self.dp_replicate * self.cp
+
+    @property
+    def heads_over(self) -> int:
+        """Over how many of the cp ranks the heads are in attention; rings have the others."""
+        kind, _, inner = self.context.partition(":")
+        return int(inner) if kind == "hybrid" else self.cp if kind == "ulysses" else 1
 
     @property
     def expert_split(self) -> int:

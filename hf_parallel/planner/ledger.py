@@ -195,19 +195,22 @@ class _Sends:
         """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
 
         Ulysses exchanges 4 N h / P numbers where all heads are alike, and again where a layer is recomputed, which is
-        given what its ring gave.
+        given what its ring gave. In a hybrid a ring has the keys of a part of the heads. What is gathered at once is
+        waited for.
         """
+        ring, heads = self.links["cp"], self.links["heads"]
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
         keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
         queries = sum(a.heads * (a.qk_width + a.v_width) for a in block.attentions)
-        back, group = 1 + (self.job.recompute == "full"), self.links["cp"]
-        if self.layout.context == "ring":
-            yield Transfer("cp", "all_gather", rows * keys, 1, group, "keys, values", FORWARD, ATTENTION)
-            yield Transfer("cp", "all_gather", rows * keys, 2, group, "keys, values", BACKWARD, ATTENTION)
-        else:
-            payload = rows * (queries + keys) / self.layout.cp
-            yield Transfer("cp", "all_to_all", payload, 1, group, "queries, keys, values, outputs")
-            yield Transfer("cp", "all_to_all", payload, back, group, "queries, keys, values, outputs", BACKWARD)
+        back, payload = 1 + (self.job.recompute == "full"), rows * (queries + keys) / self.layout.cp
+        yield Transfer("cp", "all_to_all", payload, 1, heads, "queries, keys, values, outputs")
+        yield Transfer("cp", "all_to_all", payload, back, heads, "queries, keys, values, outputs", BACKWARD)
+        part, what, at_once = rows * keys / heads.size, "keys, values", self.layout.context == "allgather"
+        behind = EXPOSED if at_once else ATTENTION
+        yield Transfer("cp", "all_gather", part, 1, ring, what, FORWARD, behind)
+        yield Transfer("cp", "all_gather", part, 1 if at_once else 2, ring, what, BACKWARD, behind)
+        if at_once:
+            yield Transfer("cp", "reduce_scatter", part, 1, ring, "gradients of keys, values", BACKWARD)
 
     def experts(self, block: Block) -> Iterator[Transfer]:
         """Tokens to their experts and back."""

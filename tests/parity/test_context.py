@@ -70,7 +70,7 @@ def test_what_blocks_cannot_do():
     """Scores with a soft cap, on Ulysses; odd numbers of heads, layers and tokens, in a ring."""
     check(
         ("gemma2", "packed", "cp=2", True, {}),
-        ("llama", "padded", "cp=2", True, {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}),
+        ("llama", "padded", "cp=2", True, {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48}),
     )
 
 

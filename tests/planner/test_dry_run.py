@@ -181,3 +181,10 @@ def test_process_is_as_before():
             return torch.distributed.is_initialized(), is_fake_tensor(torch.empty(1))
 
     assert run_alone(after) == (False, True)
+
+
+def test_a_hybrid_of_cp_is_named():
+    """Rings and groups of Ulysses are parts of cp's ranks, and no groups of their own to who reads the traffic."""
+    traffic = run_alone(planned, "llama", "cp=4,context_parallel=hybrid:2", 0)["traffic"]
+    assert set(traffic) == {"cp", "dp_shard"}
+    assert {"all_to_all", "send"} <= set(traffic["cp"])

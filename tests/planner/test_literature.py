@@ -165,6 +165,25 @@ def test_ulysses_sends_less_and_less_where_a_ring_sends_ever_more():
     assert exchange[0] > exchange[2]
 
 
+def test_a_hybrid_exchanges_in_its_groups_and_rings_a_part_of_the_heads():
+    """Of 8 ranks 4 share heads: Ulysses sends 3/4 of its part, a ring of two the keys of a quarter of the heads once.
+    Rings go over the slower links, as neighbours share heads."""
+    found = transfers(GPT_7B, Layout(cp=8, context="hybrid:4"), Job(8192, 1, 1), "cp")
+    exchange, ring = sorted(found, key=lambda t: t.kind, reverse=True)
+    keys = 2 * 2 * 8192 * 4096
+    assert exchange.bytes == pytest.approx(2 * 32 * 2 * keys / 8 * 3 / 4)
+    assert ring.bytes == pytest.approx(3 * 32 * keys / 4 / 2)
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_keys_gathered_at_once_are_as_many_as_in_a_ring(ranks):
+    """Llama 3 (2024), section 3.3.2: an all-gather of keys and values; backward again, and their gradients reduced."""
+    kinds = ("ring", "allgather")
+    ring, gathered = (transfers(LLAMA_8B, Layout(cp=ranks, context=k), Job(8192, 1, 1), "cp") for k in kinds)
+    assert {t.kind for t in gathered} == {"all_gather", "reduce_scatter"}
+    assert in_bytes(ring, "cp") == pytest.approx(in_bytes(gathered, "cp"))
+
+
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_experts_exchange_tokens_twice_each_way(ranks):
     """GShard (Lepikhin et al., 2020, section 3.2), DeepSpeed-MoE (Rajbhandari et al., 2022): dispatch, combine in

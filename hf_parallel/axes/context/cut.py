@@ -65,6 +65,9 @@ class SequenceCut:
 
     def attach(self, model: Any, backbone: Any) -> None:
         """Stand behind the forward of model and backbone. Before a pipeline does, whose stages each call both."""
+        names = list(inspect.signature(backbone.forward).parameters)
+        hook = functools.partial(self._whole_router_logits, names)
+        backbone.register_forward_hook(hook, with_kwargs=True)
         backbone.forward = self._around(backbone, self._backbone)
         for module in backbone.children():
             if "pooler" in type(module).__name__.lower():
@@ -219,6 +222,18 @@ class SequenceCut:
         for key, value in list(output.items()):
             output[key] = whole(value)
         return output
+
+    def _whole_router_logits(self, names: list[str], module: Any, args: tuple, kwargs: Batch, output: Any) -> None:
+        """Those [rows * length, experts] of all tokens: what balances experts is no sum over tokens.
+
+        A hook of the backbone, after that of tp, whose ranks have parts of a cp rank's tokens.
+        """
+        logits, batch = getattr(output, "router_logits", None), {**dict(zip(names, args, strict=False)), **kwargs}
+        if logits and not self._is_generation(batch):
+            layout = self._layout(batch)
+            by_row = (layer.unflatten(0, (len(layout.rows), -1)) for layer in logits)
+            whole = (join(layer, layout, self.group).flatten(0, 1) for layer in by_row)
+            output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
 
     def _whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut

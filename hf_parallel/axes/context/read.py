@@ -72,8 +72,6 @@ def _obstacle(model: Any, config: Any) -> str | None:
     kinds = [kind for kind in getattr(config, "layer_types", None) or () if any(x in kind for x in _OTHER_LAYERS)]
     if kinds:
         return f"{name} has layers of {kinds[0]}"
-    if getattr(config, "output_router_logits", False):
-        return "output_router_logits=True balances experts over whole sequences"
     growing = [kind for kind in _rotations(config) if kind in _GROWING]
     return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None
 

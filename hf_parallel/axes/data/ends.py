@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.model.anatomy import backbone_of, input_embedding
@@ -66,11 +67,16 @@ def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list
         if fully_shard.state(head)._is_root is False:  # type: ignore[attr-defined]  # else the backbone runs alone
             head.unshard()
 
+    def gather_unless_done(*_: Any) -> None:
+        groups = fully_shard.state(head)._fsdp_param_groups  # type: ignore[attr-defined]
+        if all(group._training_state != TrainingState.POST_BACKWARD for group in groups):
+            gather()  # gradients of outputs that come after the head's, as of router logits, must leave it freed
+
     def gather_in_backward(module: nn.Module, args: Any, output: Any) -> None:
         held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
         for tensor in tree_leaves(held) if torch.is_grad_enabled() else ():
             if torch.is_tensor(tensor) and tensor.requires_grad:
-                tensor.register_hook(gather)
+                tensor.register_hook(gather_unless_done)
 
     backbone.register_forward_hook(gather)
     model.register_forward_hook(gather_in_backward)

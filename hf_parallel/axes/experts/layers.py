@@ -29,8 +29,8 @@ class Sharing:
     def __init__(self, mesh: ParallelMesh, switch: SequenceParallelFlag | None) -> None:
         self.group, self._switch = mesh.group("ep"), switch
         self.tp_group = mesh.group("tp") if mesh.size("tp") > 1 else None
-        # Losses are averaged over data ranks, and FSDP2 averages over the ranks with the same experts alone.
-        self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.data_size
+        # Gradients are averaged over data and cp ranks, and FSDP2 averages over the ranks with the same experts alone.
+        self.gradient_factor = mesh.size("ep_shard") * mesh.size("dp_replicate") / mesh.config.sharing_size
 
     @property
     def alike(self) -> dist.ProcessGroup | None:

@@ -1,0 +1,72 @@
+"""Mixtures of experts over cp ranks, whose tokens travel to experts on other ranks, and what balances them."""
+
+import pytest
+
+from tests.context import all_steps, differences
+from tests.distributed import run, run_alone
+from tests.training import Script, axes, none, spec_id
+
+MODELS = ("mixtral", "qwen3_moe")
+
+
+def check(spec: str, *cases: tuple[str, str, bool]) -> None:
+    """Two steps of each (model, kind of batch, the model's own loss?), in one set of processes."""
+    made = [(model, kind, spec, own, {}) for model, kind, own in cases]
+    alone = run_alone(all_steps, made, False)
+    none(differences(made, run(all_steps, axes(spec)["world"], made, True), alone))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "cp=2,ep=2",
+        "cp=2,tp=2,ep=4",
+        "cp=2",
+        "cp=2,tp=2",
+        "cp=2,pp=2,ep=2",
+        "cp=2,tp=2,ep=4,sequence_parallel=false",
+        "cp=4,ep=4,context_parallel=ring",
+        "dp_replicate=2,cp=2,ep=2",
+    ],
+    ids=spec_id,
+)
+def test_odd_rows(spec):
+    """Padded rows and packs of 33 tokens; a loss of the script's own."""
+    check(spec, ("mixtral", "padded", True), ("qwen3_moe", "packed", True), ("qwen3_moe", "plain", False))
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "cp=2,dp_shard=2,ep=4",
+        "cp=2,dp_shard=2,ep=2",
+        "cp=2,tp=2,ep=4",
+        "dp_replicate=2,cp=2,ep=2",
+        "cp=2,dp_shard=2,tp=2,ep=4",
+        "cp=2,dp_shard=2,pp=2,ep=4",
+    ],
+    ids=spec_id,
+)
+def test_a_trainer_script(runs, model, spec):
+    """Data ranks bring unlike numbers of rows of unlike length; gradients are clipped by a norm of each expert once."""
+    script = Script(model=model, uneven_lengths=True, arguments=(("max_grad_norm", 0.1),))
+    runs.check(script.with_accumulation(2), spec)
+
+
+@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2,pp=2,ep=4"], ids=spec_id)
+def test_a_scripts_own_loss_in_a_pipeline(runs, spec):
+    """Tokens of all data ranks meet at experts, so each rank makes as many passes, whatever its rows."""
+    runs.check(Script(model="mixtral", overrides=True), spec)
+
+
+@pytest.mark.parametrize("spec", ["cp=2,ep=2", "cp=2", "cp=2,tp=2,ep=4", "dp_shard=2", "cp=4"], ids=spec_id)
+def test_balance(spec):
+    """The auxiliary loss of whole rows, without their padding; every parameter has its gradient."""
+    check(spec, ("mixtral_balanced", "padded", True), ("mixtral_balanced", "packed", True))
+
+
+@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=2,dp_shard=2,ep=4"], ids=spec_id)
+def test_balance_over_all_rows(runs, spec):
+    """Over the rows of all data ranks, each in parts on cp ranks, in each micro-batch."""
+    runs.check(Script(model="mixtral_balanced", uneven_lengths=True).with_accumulation(2), spec)
