@@ -111,6 +111,22 @@ def test_masks_that_it_does_not_know():
         create_causal_mask(**given, and_mask_function=lambda b, h, q, k: q - k < 3)
 
 
+def test_boundaries_without_positions():
+    """A collator may give `cu_seq_lens_q` alone, which `sdpa` does not read."""
+    flash.register()
+    model = models.build("llama").eval()
+    model.set_attn_implementation(flash.NAME)
+    tokens = batch("plain")["input_ids"][:1]
+    ends = torch.tensor([0, 13, 33], dtype=torch.int32)
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20}
+    changed = tokens.clone()
+    changed[:, :13] = changed[:, :13].flip(1)
+    with torch.no_grad():
+        gap = (model(tokens, **given).logits - model(changed, **given).logits).abs().amax(-1)[0]
+    assert gap[13:].max() == 0
+    assert gap[:13].max() > 0.1
+
+
 def test_generation():
     """With a cache and padding, as by `sdpa`."""
     flash.register()
@@ -184,7 +200,9 @@ def test_what_auto_takes_on_a_gpu(name, changes, words, monkeypatch):
 
 def test_what_auto_takes_here(monkeypatch):
     """Its own kernel, and why; on a GPU whose kernel fails its trial or where weights are wide, too."""
-    assert plan("llama", "dp_shard=1").notes[:1] == ("attention=sdpa: on a cpu `sdpa` is torch's flash attention already",)
+    assert plan("llama", "dp_shard=1").notes[:1] == (
+        "attention=sdpa: no CUDA device here; packs and windows are faster by attention=torch_flash",
+    )
     facts = read_attention(models.build("llama"), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0))
     assert "weights are in float32" in chosen(ParallelConfig(), there).why

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 #: Flash attention by torch's own kernels, as the spec spells it.
 TORCH_FLASH = "torch_flash"
+#: And transformers' registries, as it looks for a package behind every name with "flash" in it.
+REGISTERED = "hf_parallel_documents"
 
 
 @dataclass(frozen=True)
@@ -55,12 +57,10 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         if part is None or part.own:
             return
         if part.name == TORCH_FLASH:
-            from hf_parallel.axes.attention.flash import NAME, register
+            from hf_parallel.axes.attention.flash import register
 
             register()
-            model.set_attn_implementation(NAME)
-        else:
-            model.set_attn_implementation(part.name)
+        model.set_attn_implementation(REGISTERED if part.name == TORCH_FLASH else part.name)
 
 
 ATTENTION = AttentionKeys.axis = Attention()

@@ -1,10 +1,10 @@
 """The kernel of a model: the one that the spec names, if it can run, or the one that suits.
 
-    attention=       runs on             windows   caps   sinks   packs, padding
-    eager            anything            yes       yes    yes     by a matrix of scores
-    sdpa             anything            yes       no     no      by a matrix of who sees whom
-    torch_flash      anything            yes       no     yes     document by document
-    flash_attention_2, _3, _4            as the package can; transformers says what it lacks
+attention=       runs on             windows   caps   sinks   packs, padding
+eager            anything            yes       yes    yes     by a matrix of scores
+sdpa             anything            yes       no     no      by a matrix of who sees whom
+torch_flash      anything            yes       no     yes     document by document
+flash_attention_2, _3, _4            as the package can; transformers says what it lacks
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def torch_flash_lacks(facts: AttentionFacts) -> str | None:
 
 def chosen(config: ParallelConfig, facts: AttentionFacts | None) -> Kernel | None:
     """What `auto` takes; None where there is nothing to choose."""
-    if facts is None or config.cp_size > 1:  # cp has kernels of its own
+    if facts is None or not facts.head_size or config.cp_size > 1:  # cp has kernels of its own
         return None
     why = why_not_torch_flash(facts)
     if why is not None:
@@ -116,7 +116,7 @@ def why_not_torch_flash(facts: AttentionFacts) -> str | None:
     if facts.own == "eager" and not facts.sinks:
         return "the script's own choice"
     if facts.device != "cuda":
-        return f"on a {facts.device} `sdpa` is torch's flash attention already" if facts.own == "sdpa" else "no GPU"
+        return "no CUDA device here; packs and windows are faster by attention=torch_flash"
     if not facts.text:
         return "it reads more than tokens, and may show some of them later ones"
     return _not_on_cuda(facts)

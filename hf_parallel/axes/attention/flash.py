@@ -1,8 +1,8 @@
 """`torch_flash`: flash attention by torch's own kernels, in transformers' two registries.
 
-Instead of a matrix a mask is the documents of the batch. They are read off the function by which transformers says who
-sees whom: a document begins where a token does not see the one before it. What each layer says of itself does the rest:
-causal or not, its window, its sinks.
+Instead of a matrix a mask is the documents of the batch. They are read off the function by which transformers says
+who sees whom: a document begins where a token does not see the one before it. What each layer says of itself does
+the rest: causal or not, its window, its sinks.
 
     rows of one document each, no window, no sinks    scaled-dot-product attention, which is flash attention there
     CUDA, 16 bits                                     one call of the variable-length kernel (`varlen.py`)
@@ -21,14 +21,13 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hf_parallel.axes.attention.axis import REGISTERED as NAME
 from hf_parallel.axes.attention.varlen import Pack, attend, fits, pack
 from hf_parallel.axes.context.attention import limits, one_process
 from hf_parallel.axes.context.documents import Row, find, numbered, plain
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.ring import Ring, RingAttention
 
-#: The name in the registries; transformers looks for a package behind every name with "flash" in it.
-NAME = "hf_parallel_documents"
 _ONE = Shape(1, 1)
 
 
@@ -104,25 +103,28 @@ def mask(
     if causal and mask_function is not None and not kwargs.get("allow_is_causal_skip", True):
         numbers = _numbers(mask_function, batch_size, q_length, kwargs["device"])
         if attention_mask is not None:
-            numbers = numbers.masked_fill(~attention_mask.bool(), -1)
+            numbers = numbers.masked_fill(~attention_mask.bool().cpu(), -1)
         return Documents.of(numbered(numbers))
     shape = batch_size, q_length
     return Documents.of(plain(*shape) if attention_mask is None else find(shape, attention_mask, None))
 
 
 def _numbers(function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device) -> torch.Tensor:
-    """The document of each token [rows, length]: a new one begins where a token does not see the one before."""
+    """The document of each token [rows, length], on the host: a new one where a token does not see the one before."""
     row = torch.arange(rows, device=device)[:, None]
     later = torch.arange(1, length, device=device)[None]
     head = torch.zeros_like(row)
-    sees_before = function(row, head, later, later - 1).expand(rows, length - 1)
-    if bool(function(row, head, later - 1, later).any()):
+    pairs = function(row, head, later, later - 1), function(row, head, later - 1, later)
+    sees_before, sees_later = torch.stack([seen.expand(rows, length - 1) for seen in pairs]).cpu()
+    if bool(sees_later.any()):
         _refuse("tokens that see later ones, such as those of an image,")
     return F.pad((~sees_before).cumsum(-1), (1, 0))
 
 
 def _refuse(what: str) -> None:
-    raise NotImplementedError(f"hf_parallel: attention=torch_flash: {what} no flash kernel knows; attention=sdpa works")
+    raise NotImplementedError(
+        f"hf_parallel: attention=torch_flash: {what} no flash kernel knows; attention=sdpa works"
+    )
 
 
 # ---- the attention -----------------------------------------------------------------------------------------------

@@ -69,7 +69,7 @@ def attend(
     window: tuple[int, int],
     packed: Pack,
 ) -> torch.Tensor:
-    """[b, h, n, d] queries, [b, h / g, n, d] keys and values -> [b, h, n, d]; `window`: tokens before, after, -1 all."""
+    """[b, h, n, d], [b, h / g, n, d] twice -> [b, h, n, d]; `window`: tokens seen before and after, -1: all."""
     b, h, n, d = q.shape
     flat = [t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)]
     if packed.tokens is not None:
@@ -170,7 +170,7 @@ def _trial(device: torch.device, dtype: torch.dtype, width: int, lengths: tuple[
     seen = (number[:, None] == number) & (distance >= 0) & (distance < 7)
     ends = torch.tensor([0, 5, 25, 33], dtype=torch.int32, device=device)
     inputs = [t.clone().requires_grad_() for t in drawn]
-    ours = attend(*inputs, None, (6, 0), Pack(ends, 20, None))
+    ours = attend(inputs[0], inputs[1], inputs[2], inputs[3], None, (6, 0), Pack(ends, 20, None))
     expected_inputs = [t.float().requires_grad_() for t in drawn]
     q, k, v, sinks = expected_inputs
     expected = one_process(q, k, v, seen[None, None], 0.0, None, None, sinks, True)
