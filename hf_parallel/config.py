@@ -14,7 +14,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.axes.attention import AttentionKeys
+from hf_parallel.axes.attention.axis import AttentionKeys
 from hf_parallel.axes.axis import Axis, MeshAxis
 from hf_parallel.axes.compile import CompileKeys
 from hf_parallel.axes.compression import CompressionKeys

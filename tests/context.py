@@ -21,6 +21,12 @@ def batch(kind: str, step: int = 0, length: int = LENGTH) -> dict[str, torch.Ten
         mask = torch.ones_like(tokens)
         mask[0, :6], mask[1, 20:] = 0, 0
         return {"input_ids": tokens, "labels": labels.masked_fill(mask == 0, -100), "attention_mask": mask}
+    if kind == "ends":  # as padded, and nothing is read off a token of padding, of which kernels make different things
+        mask = torch.ones_like(tokens)
+        mask[0, :6], mask[1, 20:] = 0, 0
+        labels = labels.masked_fill(mask == 0, -100)
+        labels[0, 6] = -100
+        return {"input_ids": tokens, "labels": labels, "attention_mask": mask}
     if kind == "packed":
         packs = (DOCUMENTS, (20, 13))
         positions = torch.stack([torch.cat([torch.arange(n) for n in pack]) for pack in packs])

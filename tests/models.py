@@ -30,6 +30,7 @@ from transformers import (
     GPTBigCodeConfig,
     GPTJConfig,
     GPTNeoXConfig,
+    GptOssConfig,
     LlamaConfig,
     LlavaConfig,
     MambaConfig,
@@ -138,6 +139,14 @@ def gemma3(**changes: Any) -> Gemma3TextConfig:
     own = {"head_dim": 16, "query_pre_attn_scalar": 16}
     window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
     return Gemma3TextConfig(**{**DECODER, **own, **window, **changes})
+
+
+def gpt_oss(**changes: Any) -> GptOssConfig:
+    """gpt-oss: a further score per head, a window in every other layer, experts with biases."""
+    own = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 48}
+    window = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    rotation = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    return GptOssConfig(**{**DECODER, **own, **window, **rotation, "tie_word_embeddings": False, **changes})
 
 
 def qwen2(**changes: Any) -> Qwen2Config:
@@ -380,6 +389,7 @@ CONFIGS = {
     "odd": odd,
     "gemma2": gemma2,
     "gemma3": gemma3,
+    "gpt_oss": gpt_oss,
     "qwen2": qwen2,
     "phi3": phi3,
     "gpt2": gpt2,

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import __version__
+from hf_parallel.axes.attention.axis import REGISTERED, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
 from hf_parallel.hooks import runtime
@@ -70,11 +71,17 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
         "parameters_per_rank": per_rank,
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "tokens_per_step": tokens * mesh.data_size,
-        "attention": getattr(model.config, "_attn_implementation", None) if hasattr(model, "config") else None,
+        "attention": _attention(model),
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
         "notes": [*(state.notes if state else ()), *_inexact(trainer, mesh.data_size)],
         "versions": {"hf-parallel": __version__, **_versions()},
     }
+
+
+def _attention(model: Any) -> str | None:
+    """The kernel as a spec spells it."""
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    return TORCH_FLASH if name == REGISTERED else name
 
 
 def _versions() -> dict[str, str]:

@@ -85,7 +85,7 @@ def attention(
                 f"hf_parallel: {type(module).__name__} makes its mask in a way of its own, which cannot be cut along "
                 "the sequence; cp_size=1 works"
             )
-        out = _one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
+        out = one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
     layout = attention_mask.layout
     width = value.shape[-1]
@@ -146,7 +146,7 @@ def _visible(layout: Layout, low: float, high: float, device: torch.device) -> t
     return seen.to(device)
 
 
-def _one_process(
+def one_process(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,

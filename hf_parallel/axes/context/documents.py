@@ -65,8 +65,12 @@ def find(
         numbers = (torch.searchsorted(boundaries.to(place.dtype), place, right=True) - 1)[None]
     else:
         return plain(rows, length)
-    numbers = numbers.cpu()  # the one thing about a batch that the host has to know
-    return [_row(number) for number in numbers.expand(rows, length)]
+    return numbered(numbers.expand(rows, length))
+
+
+def numbered(numbers: torch.Tensor) -> list[Row]:
+    """The rows whose tokens belong to these documents [rows, length], less those of a negative number."""
+    return [_row(number) for number in numbers.cpu()]  # the one thing about a batch that the host has to know
 
 
 def _row(numbers: torch.Tensor) -> Row:

@@ -1,0 +1,66 @@
+"""Which attention kernel the layers call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from hf_parallel.axes.axis import Axis, Keys, key
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.attention.choose import AttentionFacts, Kernel
+    from hf_parallel.axes.axis import Building
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.model.anatomy import Anatomy
+
+AUTO = "auto"
+#: Flash attention by torch's own kernels, as the spec spells it.
+TORCH_FLASH = "torch_flash"
+#: And transformers' registries, as it looks for a package behind every name with "flash" in it.
+REGISTERED = "hf_parallel_documents"
+
+
+@dataclass(frozen=True)
+class AttentionKeys(Keys):
+    attention: str = key(
+        AUTO,
+        "`eager`, `sdpa`, `torch_flash` (torch's own flash kernels, packs of documents too), `flash_attention_2` to "
+        "`_4`, …; `auto`: `torch_flash` where it gains on a GPU, else the model's own",
+    )
+
+
+class Attention(Axis["AttentionFacts", "Kernel | None"]):
+    """The kernel that the spec names, or the one that device, dtype and model suggest."""
+
+    name = "attention"
+
+    def is_on(self, config: ParallelConfig) -> bool:
+        return True  # `auto` looks at every model
+
+    def read(self, model: Any, config: ParallelConfig) -> AttentionFacts | None:
+        """What its attentions are like; None if it is not one of transformers."""
+        from hf_parallel.axes.attention.read import read_attention
+
+        return read_attention(model, config)
+
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel | None:
+        """The kernel and why, or the SpecError that says what it lacks."""
+        from hf_parallel.axes.attention.choose import chosen, named
+
+        return chosen(config, facts) if config.attention == AUTO else named(config.attention, anatomy, facts)
+
+    def notes(self, part: Kernel | None) -> list[str]:
+        return [] if part is None or part.why is None else [f"attention={part.name}: {part.why}"]
+
+    def apply(self, model: Any, part: Kernel | None, building: Building) -> None:
+        """Set the kernel, if it is not the model's own."""
+        if part is None or part.own:
+            return
+        if part.name == TORCH_FLASH:
+            from hf_parallel.axes.attention.flash import register
+
+            register()
+        model.set_attn_implementation(REGISTERED if part.name == TORCH_FLASH else part.name)
+
+
+ATTENTION = AttentionKeys.axis = Attention()

@@ -1,0 +1,224 @@
+"""`torch_flash`: flash attention by torch's own kernels, in transformers' two registries.
+
+Instead of a matrix a mask is the documents of the batch. They are read off the function by which transformers says
+who sees whom: a document begins where a token does not see the one before it. What each layer says of itself does
+the rest: causal or not, its window, its sinks.
+
+    rows of one document each, no window, no sinks    scaled-dot-product attention, which is flash attention there
+    CUDA, 16 bits                                     one call of the variable-length kernel (`varlen.py`)
+    else                                              document by document, by the kernels of context parallelism
+
+Calls with a key/value cache, attention to another sequence and masks of queries by keys are computed as by `sdpa`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hf_parallel.axes.attention.axis import REGISTERED as NAME
+from hf_parallel.axes.attention.varlen import Pack, attend, fits, pack
+from hf_parallel.axes.context.attention import limits, one_process
+from hf_parallel.axes.context.documents import Row, find, numbered, plain
+from hf_parallel.axes.context.layout import Layout, Shape
+from hf_parallel.axes.context.ring import Ring, RingAttention
+
+_ONE = Shape(1, 1)
+
+
+@dataclass(eq=False)
+class Documents:
+    """Who sees whom in a batch, in the place of a mask; made once for all layers, and there for a recomputed one."""
+
+    layout: Layout
+    _packs: dict[torch.device, Pack] = field(default_factory=dict)
+    _given: tuple[torch.Tensor, Documents] | None = None
+
+    @classmethod
+    def of(cls, rows: list[Row]) -> Documents:
+        """Of these rows."""
+        return cls(Layout(rows, _ONE, rows[0].length))
+
+    @property
+    def separate(self) -> bool:
+        """Is each row one document?"""
+        return all(row.lengths == (row.length,) for row in self.layout.rows)
+
+    @property
+    def moved(self) -> bool:
+        """Do documents not stand in the order of their rows?"""
+        return any(row.order is not None for row in self.layout.rows)
+
+    def pack(self, device: torch.device) -> Pack:
+        """As the variable-length kernel wants them."""
+        if device not in self._packs:
+            self._packs[device] = pack(self.layout, device)
+        return self._packs[device]
+
+    def within(self, boundaries: torch.Tensor | None) -> Documents:
+        """Those that `cu_seq_lens_q` gives, where nothing else told any."""
+        if boundaries is None or not self.separate or len(self.layout.rows) > 1:
+            return self
+        if self._given is None or self._given[0] is not boundaries:
+            self._given = boundaries, Documents.of(find((1, self.layout.length), None, None, boundaries))
+        return self._given[1]
+
+
+def register() -> None:
+    """Put both into the registries; a second time changes nothing."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+# ---- who sees whom -----------------------------------------------------------------------------------------------
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., torch.Tensor] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    """The documents of a batch; of calls with a cache, what scaled-dot-product attention takes."""
+    if kwargs.get("use_vmap"):
+        _refuse("a mask that the model or script made itself")
+    if q_length != kv_length or not (isinstance(q_offset, int) and q_offset == kv_offset == 0):
+        if mask_function is not None:
+            kwargs["mask_function"] = mask_function
+        return AttentionMaskInterface()["sdpa"](
+            *(batch_size, q_length, kv_length, q_offset, kv_offset), attention_mask=attention_mask, **kwargs
+        )
+    if attention_mask is not None and bool(attention_mask.all()):
+        attention_mask = None
+    causal = "allow_is_bidirectional_skip" not in kwargs
+    if causal and mask_function is not None and not kwargs.get("allow_is_causal_skip", True):
+        numbers = _numbers(mask_function, batch_size, q_length, kwargs["device"])
+        if attention_mask is not None:
+            numbers = numbers.masked_fill(~attention_mask.bool().cpu(), -1)
+        return Documents.of(numbered(numbers))
+    shape = batch_size, q_length
+    return Documents.of(plain(*shape) if attention_mask is None else find(shape, attention_mask, None))
+
+
+def _numbers(function: Callable[..., torch.Tensor], rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """The document of each token [rows, length], on the host: a new one where a token does not see the one before."""
+    row = torch.arange(rows, device=device)[:, None]
+    later = torch.arange(1, length, device=device)[None]
+    head = torch.zeros_like(row)
+    pairs = function(row, head, later, later - 1), function(row, head, later - 1, later)
+    sees_before, sees_later = torch.stack([seen.expand(rows, length - 1) for seen in pairs]).cpu()
+    if bool(sees_later.any()):
+        _refuse("tokens that see later ones, such as those of an image,")
+    return F.pad((~sees_before).cumsum(-1), (1, 0))
+
+
+def _refuse(what: str) -> None:
+    raise NotImplementedError(
+        f"hf_parallel: attention=torch_flash: {what} no flash kernel knows; attention=sdpa works"
+    )
+
+
+# ---- the attention -----------------------------------------------------------------------------------------------
+
+
+@torch.compiler.disable
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | Documents | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """[b, h, n, d] queries, [b, h / g, n, d] keys and values -> [b, n, h, d]."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    query, key, value = _lowered(query, key, value)
+    documents = _documents(query, key, attention_mask)
+    if documents is None:
+        seen = None if isinstance(attention_mask, Documents) else attention_mask
+        out = one_process(query, key, value, seen, dropout, scaling, softcap, s_aux, causal)
+        return out.transpose(1, 2).contiguous(), None
+    documents = documents.within(kwargs.get("cu_seq_lens_q"))
+    low, high = limits(causal, sliding_window, documents.layout)
+    if documents.separate and s_aux is None and softcap is None and high == float("inf"):
+        out = one_process(query, key, value, None, dropout, scaling, None, None, causal)
+    elif dropout or softcap is not None:
+        _refuse("dropout or a soft cap of scores")
+    else:
+        out = _by_documents(query, key, value, s_aux, scaling, low, high, documents)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents | None) -> Documents | None:
+    """Of a call that has some; a model that makes no mask has rows of one document."""
+    if isinstance(mask, Documents):
+        return mask
+    if mask is None and q.shape[2] == k.shape[2] > 1:
+        return Documents.of(plain(q.shape[0], q.shape[2]))
+    return None
+
+
+def _lowered(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """As autocast lowers what scaled-dot-product attention is given."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
+
+
+def _by_documents(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    low: float,
+    high: float,
+    documents: Documents,
+) -> torch.Tensor:
+    width = v.shape[-1]
+    if width != q.shape[-1]:  # latent attention: kernels want one width
+        v = F.pad(v, (0, q.shape[-1] - width))
+    if fits(q, v):
+        out = attend(q, k, v, sinks, scale, _window(low, high), documents.pack(q.device))
+    else:
+        out = _by_tiles(q, k, v, sinks, scale, Ring(documents.layout, None, low, high), documents.moved)
+    return out[..., :width]
+
+
+def _window(low: float, high: float) -> tuple[int, int]:
+    """Tokens before and after a query that it sees; -1 for all."""
+    return -1 if high == float("inf") else int(high), -1 if low == -float("inf") else int(-low)
+
+
+def _by_tiles(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sinks: torch.Tensor | None,
+    scale: float | None,
+    ring: Ring,
+    moved: bool,
+) -> torch.Tensor:
+    if not moved:
+        return RingAttention.apply(q, k, v, sinks, scale, ring)
+    table, inverse = ring.layout.on(q.device)
+    row = torch.arange(len(table), device=q.device)[:, None]
+    q, k, v = (t.transpose(1, 2)[row, table.flatten(1)].transpose(1, 2) for t in (q, k, v))
+    out = RingAttention.apply(q, k, v, sinks, scale, ring)
+    return out.transpose(1, 2)[row, inverse].transpose(1, 2)

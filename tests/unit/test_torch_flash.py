@@ -1,0 +1,212 @@
+"""torch's flash kernels against a matrix of scores: their packing, their windows and sinks, and who may have them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from hf_parallel import ParallelConfig
+from hf_parallel.axes.attention import choose, flash, varlen
+from hf_parallel.axes.attention.choose import Kernel, chosen
+from hf_parallel.axes.attention.read import read_attention
+from hf_parallel.config import SpecError
+from hf_parallel.model.anatomy import read
+from hf_parallel.resolve import resolve
+from tests import models
+from tests.context import batch
+
+
+def scores(q, k, scale, window, packed):
+    """[h, t, t] of flat tokens, -inf where the kernel lets nobody look."""
+    groups, count = q.shape[1] // k.shape[1], len(q)
+    place = torch.arange(count)
+    number = torch.searchsorted(packed.boundaries.long(), place, right=True)
+    behind = place[:, None] - place
+    seen = number[:, None] == number
+    if window[0] >= 0:
+        seen &= behind <= window[0]
+    if window[1] >= 0:
+        seen &= behind >= -window[1]
+    k = k.repeat_interleave(groups, 1).transpose(0, 1)
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return (q.transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf), scale, groups
+
+
+def forward(q, k, v, scale, window, packed):
+    found, _, groups = scores(q, k, scale, window, packed)
+    out = found.softmax(-1) @ v.repeat_interleave(groups, 1).transpose(0, 1)
+    return out.transpose(0, 1), found.logsumexp(-1), None
+
+
+def backward(gradient, q, k, v, out, lse, random, scale, window, packed):
+    """By the log-sum-exp and output that are given, as flash attention does."""
+    found, scale, groups = scores(q, k, scale, window, packed)
+    shares = (found - lse[..., None]).exp()
+    gradient, out = gradient.transpose(0, 1), out.transpose(0, 1)
+    heads = v.repeat_interleave(groups, 1).transpose(0, 1)
+    of_scores = shares * (gradient @ heads.transpose(1, 2) - (gradient * out).sum(-1, keepdim=True)) * scale
+    of_q = of_scores @ k.repeat_interleave(groups, 1).transpose(0, 1)
+    of_k, of_v = of_scores.transpose(1, 2) @ q.transpose(0, 1), shares.transpose(1, 2) @ gradient
+    of_k, of_v = (t.unflatten(0, (-1, groups)).sum(1) for t in (of_k, of_v))
+    return of_q.transpose(0, 1), of_k.transpose(0, 1), of_v.transpose(0, 1)
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """The kernel of CUDA, in arithmetic: what is around it runs."""
+    monkeypatch.setattr(varlen, "_forward", forward)
+    monkeypatch.setattr(varlen, "_backward", backward)
+    monkeypatch.setattr(flash, "fits", lambda q, v: True)
+
+
+def test_the_trial_of_the_kernel(on_cuda, monkeypatch):
+    """It passes with a right kernel, and tells a wrong one: no window, no documents, an error."""
+    assert varlen.gap("cpu", torch.float32, 16) < 1e-5
+    monkeypatch.setattr(varlen, "_forward", lambda q, k, v, s, w, p: forward(q, k, v, s, (-1, 0), p))
+    assert varlen.gap("cpu", torch.float32, 16) > 0.05
+    monkeypatch.undo()
+    assert isinstance(varlen.gap("cpu", torch.float32, 16), str)  # there is none on a CPU
+
+
+def test_the_call_of_the_kernel():
+    """Names and shapes, as torch knows them without a GPU."""
+    q, k = (torch.empty(33, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
+    packed = varlen.Pack(torch.empty(4, dtype=torch.int32, device="meta"), 20, None)
+    out, lse, random = varlen._forward(q, k, k, 0.25, (6, 0), packed)
+    assert (out.shape, lse.shape) == (q.shape, (4, 33))
+    given = varlen._backward(q, q, k, k, out, lse, random, 0.25, (6, 0), packed)
+    assert [t.shape for t in given] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.parametrize("kind", ["ends", "packed"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss", "gemma3"])
+def test_both_ways_are_one(name, kind, on_cuda, monkeypatch):
+    """The variable-length kernel, and document by document: logits and gradients; sinks, windows, padding."""
+    flash.register()
+    found = []
+    for one_call in (True, False):
+        monkeypatch.setattr(flash, "fits", lambda q, v, fits=one_call: fits)
+        model = models.build(name, attn_implementation="eager").train()
+        model.set_attn_implementation(flash.NAME)
+        model(**batch(kind)).loss.backward()
+        found.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for key, gradient in found[0].items():
+        torch.testing.assert_close(gradient, found[1][key], rtol=0, atol=2e-6, msg=key)  # another order of sums
+
+
+def test_masks_that_it_does_not_know():
+    """Image tokens that see later ones, and a script's own mask, are refused when they come."""
+    from transformers.masking_utils import create_causal_mask
+
+    flash.register()
+    config = models.llama()
+    config._attn_implementation = flash.NAME
+    given = {"config": config, "inputs_embeds": torch.zeros(1, 6, 64), "attention_mask": None, "past_key_values": None}
+    blocks = torch.tensor([[-1, 0, 0, 0, -1, -1]])
+    with pytest.raises(NotImplementedError, match="see later ones.*attention=sdpa works"):
+        create_causal_mask(**given, block_sequence_ids=blocks)
+    with pytest.raises(NotImplementedError, match="made itself.*attention=sdpa works"):
+        create_causal_mask(**given, and_mask_function=lambda b, h, q, k: q - k < 3)
+
+
+def test_boundaries_without_positions():
+    """A collator may give `cu_seq_lens_q` alone, which `sdpa` does not read."""
+    flash.register()
+    model = models.build("llama").eval()
+    model.set_attn_implementation(flash.NAME)
+    tokens = batch("plain")["input_ids"][:1]
+    ends = torch.tensor([0, 13, 33], dtype=torch.int32)
+    given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 20, "max_length_k": 20}
+    changed = tokens.clone()
+    changed[:, :13] = changed[:, :13].flip(1)
+    with torch.no_grad():
+        gap = (model(tokens, **given).logits - model(changed, **given).logits).abs().amax(-1)[0]
+    assert gap[13:].max() == 0
+    assert gap[:13].max() > 0.1
+
+
+def test_generation():
+    """With a cache and padding, as by `sdpa`."""
+    flash.register()
+    tokens, mask = torch.arange(14).view(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :2] = 0
+    rows = []
+    for kernel in ("sdpa", flash.NAME):
+        model = models.build("mistral").eval()
+        model.set_attn_implementation(kernel)
+        rows.append(model.generate(tokens, attention_mask=mask, max_new_tokens=6, do_sample=False))
+    assert torch.equal(*rows)
+
+
+# ---- who may have what -------------------------------------------------------------------------------------------
+
+
+def plan(name, spec, **changes):
+    config = ParallelConfig.parse(spec)
+    return resolve(config, read(models.build(name, **changes), config))
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "changes", "words"),
+    [
+        ("gemma2", "torch_flash", {}, ["attn_logit_softcapping=50", "attention=eager works"]),
+        ("gemma2", "sdpa", {}, ["scaled_dot_product_attention", "attention=eager works"]),
+        ("llama", "torch_flash", {"attention_dropout": 0.1}, ["attention_dropout=0.1", "attention=sdpa works"]),
+        ("mpt", "torch_flash", {}, ["an attention of its own"]),
+        ("llama", "flash_attention_2", {}, ["the package flash-attn is not installed", "attention=sdpa works"]),
+        ("llama", "flash_attention_3", {}, ["the package flash-attn-3 is not installed"]),
+        ("gpt_oss", "flash_attention_4", {}, ["the package flash-attn-4 is not installed", "attention=eager works"]),
+    ],
+)
+def test_what_cannot_run_is_refused(name, spec, changes, words):
+    with pytest.raises(SpecError) as caught:
+        plan(name, f"attention={spec}", **changes)
+    assert str(caught.value).startswith(f"attention={spec}: ")
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_package_without_its_gpu():
+    facts = read_attention(models.build("llama"), ParallelConfig())
+    assert "here is cpu" in choose._lacks("flash_attention_2", facts)
+    older = replace(facts, device="cuda", capability=(8, 0), dropout="attention_dropout=0.1")
+    assert "here is one of 8.0" in choose._lacks("flash_attention_3", older)
+    assert choose._lacks("flash_attention_2", older) is None
+    assert "would be left out" in choose._lacks("flash_attention_3", replace(older, capability=(9, 0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("llama", {}, "attention=torch_flash: packs and padded rows"),
+        ("mistral", {}, "windows of 8 tokens without a mask"),
+        ("gpt_oss", {}, "attention=torch_flash: "),
+        ("gemma2", {}, "attention=eager: attn_logit_softcapping=50"),
+        ("llama", {"attn_implementation": "eager"}, "attention=eager: the script's own choice"),
+        ("llama", {"attention_dropout": 0.1}, "attention=sdpa: attention_dropout=0.1"),
+        ("llava", {}, "attention=sdpa: it reads more than tokens"),
+        ("llama", {"head_dim": 12}, "heads of 12 numbers"),
+    ],
+)
+def test_what_auto_takes_on_a_gpu(name, changes, words, monkeypatch):
+    monkeypatch.setattr(choose, "gap", lambda *given: 0.001)
+    facts = read_attention(models.build(name, **changes), ParallelConfig())
+    there = replace(facts, device="cuda", capability=(9, 0), dtype=torch.bfloat16)
+    part = chosen(ParallelConfig(), there)
+    assert words in f"attention={part.name}: {part.why}"
+    assert part.own == (part.name != "torch_flash")
+
+
+def test_what_auto_takes_here(monkeypatch):
+    """Its own kernel, and why; on a GPU whose kernel fails its trial or where weights are wide, too."""
+    assert plan("llama", "dp_shard=1").notes[:1] == (
+        "attention=sdpa: no CUDA device here; packs and windows are faster by attention=torch_flash",
+    )
+    facts = read_attention(models.build("llama"), ParallelConfig())
+    there = replace(facts, device="cuda", capability=(9, 0))
+    assert "weights are in float32" in chosen(ParallelConfig(), there).why
+    monkeypatch.setattr(choose, "gap", lambda *given: "no kernel image")
+    failed = chosen(ParallelConfig(), replace(there, dtype=torch.float16))
+    assert failed == Kernel("sdpa", "torch's flash kernel fails a trial here (no kernel image)", own=True)
+    assert chosen(ParallelConfig(cp_size=2), there) is None
