@@ -78,7 +78,9 @@ class Recompute(Axis[RecomputeFacts, str]):
         if way != "full" and not facts.by_layer:
             refuse(asked, f"{anatomy.name} checkpoints its layers all alike", "activation_checkpointing=full")
         if every(way) > facts.layers:
-            refuse(asked, f"{anatomy.name} has {facts.layers} layers", f"activation_checkpointing=every:{facts.layers}")
+            refuse(
+                asked, f"{anatomy.name} has {facts.layers} layers", f"activation_checkpointing=every:{facts.layers}"
+            )
         return way
 
     def apply(self, model: Any, part: str, building: Building) -> None:

@@ -28,7 +28,11 @@ def is_kept(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
     name = operation.name().partition("::")[2].partition(".")[0]
     if name in PRODUCTS:
         return True
-    return any(part in name for part in ATTENTIONS) and "backward" not in name and not _drops(operation, arguments, keywords)
+    return (
+        any(part in name for part in ATTENTIONS)
+        and "backward" not in name
+        and not _drops(operation, arguments, keywords)
+    )
 
 
 def _drops(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:

@@ -276,7 +276,8 @@ def test_where_stages_live():
         ("sequence_parallel=true", "sequence_parallel=false"),
         ("gradient_reduction=micro_step,zero_stage=1", "zero_stage=2"),
         ("pp=2,gradient_reduction=micro_step", "gradient_reduction=step"),
-        ("activation_checkpointing=selective", "activation_checkpointing=full"),
+        ("activation_checkpointing=every:0", "activation_checkpointing=every:2"),
+        ("compile=regional,activation_checkpointing=selective", "activation_checkpointing=full"),
         ("auto", "hf-parallel plan"),
     ],
 )
