@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class LossKeys(Keys):
     lean_loss: str = key(
         "auto",
-        "head and loss a chunk of tokens at a time, in training and where the loss is the model's own; logits are made "
-        "when they are read",
+        "head and loss in chunks of tokens, where a model trains with its own loss; logits are made when read",
         choices=("auto", "true", "false"),
     )
 

@@ -33,6 +33,7 @@ class RecomputeKeys(Keys):
         "`full` recomputes each layer in the backward pass, `every:N` every N-th, `selective` all but products, "
         "attention and what ranks send",
     )
+    activation_offload: bool = key(False, "what layers keep for the backward pass rests on the host")
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,11 @@ class Recompute(Axis[RecomputeFacts, str]):
         if way == "selective" and config.compile != "none":
             why = f"compile={config.compile} decides for itself what a layer's graph keeps"
             refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
+        if config.activation_offload and config.compile != "none":
+            refuse("activation_offload=true", f"compile={config.compile} keeps what it likes", "compile=none")
 
     def is_on(self, config: ParallelConfig) -> bool:
-        return config.activation_checkpointing != "none"
+        return config.activation_checkpointing != "none" or config.activation_offload
 
     def read(self, model: Any, config: ParallelConfig) -> RecomputeFacts:
         """Can the model's layers be recomputed?"""
@@ -73,6 +76,8 @@ class Recompute(Axis[RecomputeFacts, str]):
         """What is recomputed."""
         way = config.activation_checkpointing
         asked = f"activation_checkpointing={way}"
+        if way == "none":
+            return way
         if not facts.supported:
             refuse(asked, f"{anatomy.name} does not support it", "activation_checkpointing=none")
         if way != "full" and not facts.by_layer:
@@ -85,6 +90,8 @@ class Recompute(Axis[RecomputeFacts, str]):
 
     def apply(self, model: Any, part: str, building: Building) -> None:
         """Switch it on; before transformers 5.23 by its former name."""
+        if part == "none":
+            return
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
         for place, layer in enumerate(_layers(model)):
@@ -92,6 +99,14 @@ class Recompute(Axis[RecomputeFacts, str]):
                 layer.register_forward_pre_hook(_keep_products)
             elif place % (every(part) or 1):
                 layer.register_forward_pre_hook(_keep_everything)
+
+    def finish(self, model: Any, part: str, building: Building) -> None:
+        """The layers of this rank, stage by stage."""
+        if building.mesh.config.activation_offload:
+            from hf_parallel.axes.activation_offload import offload_activations
+
+            for _, layers in building.roots:
+                offload_activations(layers, building.mesh.device)
 
 
 def every(way: str) -> int:

@@ -14,10 +14,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_parallel.collectives.kept import COLLECTIVE, ATTENTION, Store, Within, given_back, noted, unchanged
+from hf_parallel.collectives.kept import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
 
 PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"}
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
@@ -70,9 +69,9 @@ class _Products(TorchDispatchMode):
             self.kept.append((func, noted(output)))
             return output
         self.used += 1
-        first, note = self.kept[self.used - 1] if self.used <= len(self.kept) else (None, None)
+        first, note = (*self.kept, ("nothing", None))[min(self.used - 1, len(self.kept))]
         if first is not func:
-            raise RuntimeError(f"hf_parallel: a checkpointed layer did not run as before: {func}, not {first}")
+            raise RuntimeError(f"hf_parallel: a checkpointed layer did not run as before: {func} comes for {first}")
         return given_back(note) if unchanged(note) else func(*args, **kwargs)
 
 

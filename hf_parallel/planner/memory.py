@@ -293,7 +293,7 @@ class _Rank:
         if self.job.recompute == "none" or not stage.counts:
             return 0.0
         block = max((block for block, _ in stage.counts), key=lambda block: block.inner)
-        one, recompute = self._alone(block), self.job.recompute
+        one, recompute = self._alone(block), self.job.each_recomputed
         again = self._kept(one, "none") - self._kept(one, recompute)
         gradients = 2 * self.width * (block.inner / self.layout.tp + self.shape.hidden / self.parts)
         return self.tokens * (again + gradients)

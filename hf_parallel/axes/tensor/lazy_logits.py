@@ -1,7 +1,7 @@
 """Logits that come into being only if someone reads them; until then, what they would be made of.
 
-A causal model multiplies, scales or caps its logits and hands them to its loss: as long as it does no more, this stands
-for them. Whatever else is done makes them, exactly as the model's own head does.
+A causal model scales or caps its logits and hands them to its loss: as long as it does no more, this stands for them.
+Whatever else is done makes them, exactly as the model's own head does.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class LazyLogits(torch.Tensor):
         return cls.__torch_dispatch__(func, types, args, kwargs) if pending is None else pending
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.full_tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
 

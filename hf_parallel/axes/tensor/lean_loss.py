@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
@@ -55,7 +56,7 @@ def attach(model: Any) -> None:
         _counted.append(register_optimizer_step_post_hook(_count))
     head, forward, wanted = model.get_output_embeddings(), model.forward, _Wanted()
     names = list(inspect.signature(forward).parameters)
-    head.forward = functools.partial(_forward, wanted, head)
+    head.forward = functools.partial(_forward, wanted, model, head)
 
     @functools.wraps(forward)
     def with_loss(*args: Any, **kwargs: Any) -> Any:
@@ -81,14 +82,14 @@ def _wants_loss(batch: dict[str, Any]) -> bool:
     return asked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _forward(wanted: _Wanted, head: Any, input: torch.Tensor) -> torch.Tensor:
+def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> torch.Tensor:
     """The head's forward; what it is by then, tp and FSDP2 have decided."""
     plain = functools.partial(type(head).forward, head)
     if not wanted.loss or getattr(head, "adapted", False) or not _multiplies(head):
         return plain(input)
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-    source = Source(head, input, head.weight, head.bias, functools.partial(_plain_later, head, input, _steps[0]))
+    source = Source(head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0]))
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
 
@@ -100,21 +101,33 @@ def _multiplies(head: Any) -> bool:
     return ranks > 0 and (ranks - 1) * -(-head.out_features // ranks) < head.out_features
 
 
-def _plain_later(head: Any, input: torch.Tensor, step: int) -> torch.Tensor:
+def _plain_later(model: Any, head: Any, input: torch.Tensor, step: int) -> torch.Tensor:
     """The head's own product, of weights that data ranks may have to gather again."""
     if _steps[0] != step:
         raise RuntimeError(
             "hf_parallel: logits are made when they are read, and an optimizer has changed the head since; read them "
             "before its step, or set lean_loss=false"
         )
-    if hasattr(head, "unshard"):
-        head.unshard()
-    return type(head).forward(head, input)
+    unit: Any = next((one for one in (head, model) if isinstance(one, FSDPModule)), None)
+    former = head._parameters["weight"]
+    if unit is not None:
+        unit.unshard()
+    if head._parameters["weight"] is former:
+        return type(head).forward(head, input)
+    try:
+        with torch.no_grad():  # its backward is over
+            return type(head).forward(head, input)
+    finally:
+        unit.reshard()
+
+
+def _made(logits: Any) -> torch.Tensor:
+    return logits.full_tensor()
 
 
 def _whole_when_read(model: nn.Module, args: Any, output: Any) -> None:
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), LazyLogits):
-        whole_when_read(output, "logits", LazyLogits.full_tensor)
+        whole_when_read(output, "logits", _made)
 
 
 def lean_loss(
@@ -170,20 +183,22 @@ class _Chunked(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
+        same = scaling == Scaling()
         into: Any = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
         with torch.autocast(kind, enabled=False):
-            lowered = [None if t is None else t.to(dtype) for t in tensors[1:]]
+            lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for chunk in _chunks(len(hidden)):
                 x, counts = hidden[chunk].to(dtype), target[chunk] != ignore_index
-                product = F.linear(x, *lowered)
+                product = F.linear(x, lowered, lowered_bias)
                 column = target[chunk].masked_fill(~counts, 0)[:, None]
-                part, gradient = _of_logits(scaling.logits(product), column, counts)
+                part, gradient = _of_logits(product.float() if same else scaling.logits(product), column, counts)
                 loss += part
                 if any(wanted):
                     # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
                     gradient = gradient if dtype == torch.float16 else gradient.div_(items)
-                    _add_gradients(into, chunk, x, lowered[0], scaling.backward(gradient, product).to(dtype))
+                    gradient = gradient if same else scaling.backward(gradient, product)
+                    _add_gradients(into, chunk, x, lowered, gradient.to(dtype))
         ctx.divide = items if dtype == torch.float16 else 1
         ctx.save_for_backward(*into)
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
@@ -207,8 +222,7 @@ def _chunks(tokens: int) -> Iterator[slice]:
 
 def _of_logits(z: torch.Tensor, column: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some tokens' logits, and its gradient in the place of the logits."""
-    z = z.sub_(z.amax(1, keepdim=True)) if z._base is None else z - z.amax(1, keepdim=True)
-    at_target = z.gather(1, column)[:, 0]
+    at_target = z.sub_(z.amax(1, keepdim=True)).gather(1, column)[:, 0]
     total = z.exp_().sum(1, keepdim=True)
     loss = ((total[:, 0].log() - at_target) * counts).sum()
     z.div_(total).scatter_add_(1, column, torch.full_like(z[:, :1], -1.0))
