@@ -62,7 +62,7 @@ def of_loss(
     target = torch.randint(0, 515, (33,), generator=generator)
     target[::5] = -100
     if lean:
-        loss = lean_loss._Chunked.apply(*leaves, *[None] * (not bias), target, scaling, -100, 11)
+        loss = lean_loss._Chunked.apply(*leaves, *[None] * (not bias), target, target != -100, scaling, 11, None)
     else:
         logits = scaling.logits(torch.nn.functional.linear(*leaves))
         loss = ForCausalLMLoss(logits, None, 515, num_items_in_batch=11, shift_labels=target)
@@ -100,7 +100,7 @@ def peak(lean: bool, tokens: int, vocabulary: int) -> int:
         target = torch.zeros(tokens, dtype=torch.long)
         with Alive() as alive:
             if lean:
-                loss = lean_loss._Chunked.apply(hidden, weight, None, target, Scaling(), -100, tokens)
+                loss = lean_loss._Chunked.apply(hidden, weight, None, target, target == 0, Scaling(), tokens, None)
             else:
                 logits = torch.nn.functional.linear(hidden, weight)
                 loss = ForCausalLMLoss(logits, None, vocabulary, num_items_in_batch=tokens, shift_labels=target)

@@ -13,7 +13,15 @@ from tests.distributed import run, run_alone
 from tests.training import axes, spec_id
 
 WAYS = ("selective", "every:2", "selective,activation_offload=true", "none,activation_offload=true")
-SPECS = ("tp=2", "pp=2", "dp_shard=2", "tp=2,pp=2", "cp=2", "pp=2,pipeline_schedule=zbv_zero_bubble", "dp_shard=2,ep=2")
+SPECS = (
+    "tp=2",
+    "pp=2",
+    "dp_shard=2",
+    "tp=2,pp=2",
+    "cp=2",
+    "pp=2,pipeline_schedule=zbv_zero_bubble",
+    "dp_shard=2,ep=2",
+)
 
 
 def trained(spec: str | None, model: str) -> list[float]:
@@ -73,8 +81,8 @@ def test_no_product_and_no_sum_runs_again(spec, world):
     attention = next(name for name in full if "scaled_dot_product" in name and "backward" not in name)
     halves = 2 * 4 * (world - 1)  # products of a row-parallel layer's gradient, which comes in halves
     assert selective["aten::mm"] == plain["aten::mm"] + halves < full["aten::mm"]
-    assert selective[attention] == plain[attention] == 0 < full[attention]
-    sums = [kind["c10d::_reduce_scatter_base_"] for kind in (plain, selective, full)]
+    assert not {attention} & {*selective, *plain}
+    sums = [kind.get("c10d::_reduce_scatter_base_", 0) for kind in (plain, selective, full)]
     assert world == 1 or sums[0] == sums[1] < sums[2], sums
     assert selective["aten::silu"] == full["aten::silu"] == 4  # layers
 

@@ -74,7 +74,9 @@ def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
     """A layer that is checkpointed runs its forward twice, the head once: four passes for three."""
     again = checkpointed(recompute, len(costs.layers))
     passes = zip(costs.layers, again, strict=True)
-    return replace(costs, layers=tuple(replace(one, flops=one.flops * (4 / 3 if twice else 1)) for one, twice in passes))
+    return replace(
+        costs, layers=tuple(replace(one, flops=one.flops * (4 / 3 if twice else 1)) for one, twice in passes)
+    )
 
 
 def checkpointed(recompute: str, layers: int) -> list[bool]:

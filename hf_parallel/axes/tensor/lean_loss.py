@@ -8,7 +8,7 @@ The forward computes the gradients too, which the backward scales (Hsu et al., 2
     plain      logits, their fp32 copy, probabilities, gradients: tokens x vocabulary each
     here       a few of chunk x vocabulary; dW, which the plain way makes too, is summed in fp32
 
-Over a vocabulary that tp ranks share, `log_probs.py` does as much for one more product in the backward.
+Over a vocabulary that tp ranks share each has its columns of a chunk; two small all-reduces make its sums whole.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
@@ -27,8 +28,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
-from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
+from hf_parallel.axes.tensor.log_probs import Scaling, inside_columns
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row
+from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.local import local
 
@@ -89,7 +91,9 @@ def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> tor
         return plain(input)
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
-    source = Source(head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0]))
+    source = Source(
+        head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0])
+    )
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
 
@@ -157,17 +161,20 @@ def lean_loss(
 
 
 def _of_source(source: Source, target: torch.Tensor, scaling: Scaling, ignore_index: int, items: Any) -> torch.Tensor:
-    rows = source.hidden.flatten(0, -2)
-    if not isinstance(source.head, VocabParallelHead):
-        return _Chunked.apply(rows, source.weight, source.bias, target, scaling, ignore_index, items)
-    group, vocabulary = source.head.region.group, source.head.out_features
-    parts = local(source.weight), local(source.bias)
-    scores = log_probs(rows, *parts, target, group, first_row(vocabulary, group), vocabulary, scaling)
-    return -(scores.log_probs * (target != ignore_index)).sum() / items
+    rows, group, first = source.hidden.flatten(0, -2), None, 0
+    if isinstance(source.head, VocabParallelHead):
+        group = source.head.region.group
+        rows, first = copy_to_group(rows, group), first_row(source.head.out_features, group)
+    counts = target != ignore_index
+    weight, bias = local(source.weight), local(source.bias)
+    return _Chunked.apply(rows, weight, bias, target - first, counts, scaling, items, group)
 
 
 class _Chunked(torch.autograd.Function):
-    """hidden [tokens, h], weight [V, h], bias [V], target [tokens] -> the loss."""
+    """hidden [tokens, h], weight [V, h], bias [V], target and which of them count [tokens] -> the loss.
+
+    Of a vocabulary over the ranks of `group` the weight and the targets are this rank's rows, counted from its first.
+    """
 
     @staticmethod
     def forward(
@@ -176,9 +183,10 @@ class _Chunked(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         target: torch.Tensor,
+        counts: torch.Tensor,
         scaling: Scaling,
-        ignore_index: int,
         items: Any,
+        group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
@@ -189,10 +197,10 @@ class _Chunked(torch.autograd.Function):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for chunk in _chunks(len(hidden)):
-                x, counts = hidden[chunk].to(dtype), target[chunk] != ignore_index
+                x = hidden[chunk].to(dtype)
                 product = F.linear(x, lowered, lowered_bias)
-                column = target[chunk].masked_fill(~counts, 0)[:, None]
-                part, gradient = _of_logits(product.float() if same else scaling.logits(product), column, counts)
+                z = product.float() if same else scaling.logits(product)
+                part, gradient = _of_logits(z, target[chunk], counts[chunk], group)
                 loss += part
                 if any(wanted):
                     # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
@@ -209,7 +217,7 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         factor = gradient / ctx.divide
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(None if g is None else (g * factor).to(dtype) for g, dtype in found), None, None, None, None)
+        return (*(None if g is None else (g * factor).to(dtype) for g, dtype in found), None, None, None, None, None)
 
 
 def _zeros(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
@@ -220,12 +228,18 @@ def _chunks(tokens: int) -> Iterator[slice]:
     return (slice(start, start + CHUNK) for start in range(0, tokens, CHUNK))
 
 
-def _of_logits(z: torch.Tensor, column: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _of_logits(
+    z: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of some tokens' logits, and its gradient in the place of the logits."""
-    at_target = z.sub_(z.amax(1, keepdim=True)).gather(1, column)[:, 0]
-    total = z.exp_().sum(1, keepdim=True)
-    loss = ((total[:, 0].log() - at_target) * counts).sum()
-    z.div_(total).scatter_add_(1, column, torch.full_like(z[:, :1], -1.0))
+    inside, column = inside_columns(target, z)
+    largest = z.amax(1)
+    largest = largest if group is None else all_reduce(largest, group, dist.ReduceOp.MAX)
+    at_target = torch.where(inside, z.sub_(largest[:, None]).gather(1, column)[:, 0], 0.0)
+    sums = torch.stack([z.exp_().sum(1), at_target])
+    total, at_target = sums if group is None else all_reduce(sums, group)
+    loss = ((total.log() - at_target) * counts).sum()
+    z.div_(total[:, None]).scatter_add_(1, column, -inside.to(z.dtype)[:, None])
     return loss, z.mul_(counts[:, None])
 
 
