@@ -3,9 +3,9 @@
     forward     layer 1      layer 2      layer 3           backward     layer 3      layer 2      layer 1
     copies         out 1 ───────out 2 ───────out 3               in 3, in 2 ─────in 1 ──────
 
-On a GPU copies run on a stream of their own, from and to pinned memory: out while the next layer computes, in while the
-layer above computes its gradients. Of a checkpointed layer it is the input that goes. Small tensors, weights and what
-is no plain tensor stay.
+On a GPU copies run on a stream of their own, from and to pinned memory: out while the next layer computes, in while
+the layer above computes its gradients. Of a checkpointed layer it is the input that goes. Small tensors, weights and
+what is no plain tensor stay.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
 
 
 def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
-    """Bytes per token that a rank keeps of one block, on average: counted from the model if it was, else by formula."""
+    """Bytes per token that a rank keeps of one block, on average: as counted from the model, else by formula."""
     if job.recompute.startswith("every:"):
         checkpointed, plain = (
             kept_bytes(block, shape, layout, replace(job, recompute=way)) for way in ("full", "none")
