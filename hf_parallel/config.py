@@ -21,6 +21,7 @@ from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts.axis import ExpertKeys
+from hf_parallel.axes.loss import LossKeys
 from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
@@ -42,6 +43,7 @@ class ParallelConfig(
     AttentionKeys,
     RecomputeKeys,
     CompileKeys,
+    LossKeys,
     TensorKeys,
     ContextKeys,
     ExpertKeys,

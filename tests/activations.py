@@ -4,11 +4,14 @@ python -m tests.activations            the table of that page
 """
 
 import tempfile
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import models
 from tests.distributed import run
@@ -81,6 +84,62 @@ def own_bytes(spec: str | None, dtype: torch.dtype, autocast: bool = False) -> i
 
         parallelize(model, spec)
     return saved_by_layer(model, autocast)
+
+
+def kept_by_layers(spec: str, way: str) -> float:
+    """Bytes per layer that all layers of a bf16 model keep on this rank under a kind of checkpointing."""
+    from hf_parallel import parallelize
+
+    model: Any = models.build("llama", **SIZES).to(torch.bfloat16).train()
+    parallelize(model, f"{spec},activation_checkpointing={way},lean_loss=false")
+    layers, held = model.model.layers, []
+    recorder = Alive()
+    layers[0].register_forward_pre_hook(lambda *_: held.append(recorder.bytes))
+    layers[-1].register_forward_hook(lambda *_: held.append(recorder.bytes))
+    with recorder:
+        model(input_ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % models.VOCABULARY)
+    return (held[1] - held[0]) / len(layers)
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of storages that come into being inside and are still there, and the most there were."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.most = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        self._note((args, kwargs), counts=False)
+        output = func(*args, **(kwargs or {}))
+        self._note(output, counts=True)
+        return output
+
+    def _note(self, tensors: Any, counts: bool) -> None:
+        for tensor in tree_leaves(tensors):
+            storage = _storage(tensor) if torch.is_tensor(tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                size = storage.nbytes() * counts
+                self.bytes += size
+                self.most = max(self.most, self.bytes)
+                weakref.finalize(storage, self._gone, storage._cdata, size)
+
+    def _gone(self, address: int, size: int) -> None:
+        self._known.discard(address)
+        self.bytes -= size
+
+
+def planned(tp: int, way: str) -> float:
+    """The same by the planner."""
+    from hf_parallel.planner.activations import kept_bytes
+    from hf_parallel.planner.layout import Job, Layout
+    from hf_parallel.planner.shape import shape_of
+
+    shape = shape_of(models.build("llama", **SIZES).to(torch.bfloat16))
+    job = Job(LENGTH, BATCH, 1, recompute=way, precision="bf16", engine="hf_parallel")
+    layout = Layout(tp=tp, sequence_parallel=tp > 1)
+    return BATCH * LENGTH * kept_bytes(shape.blocks[0], shape, layout, job)
 
 
 def transformers_bytes(folder: str, tp: int) -> int:

@@ -1,11 +1,20 @@
-"""Activation checkpointing (Chen et al., 2016): keep each layer's input and run its forward again in the backward."""
+"""Activation checkpointing (Chen et al., 2016): run a layer's forward again in the backward rather than keep it all.
+
+    full         each layer keeps its input
+    every:N      so does every N-th layer, the others keep everything
+    selective    each layer keeps its input and what is dear to compute or to send: the policy is in `selective.py`
+
+A script's own `gradient_checkpointing=True` switches layers on too; what the spec says of them still holds.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.axes.axis import Axis, Keys, NotBuilt, key
+from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -13,43 +22,121 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
+_EVERY = re.compile(r"every:(\d+)")
+_WORDS = ("none", "selective", "full")
+
 
 @dataclass(frozen=True)
 class RecomputeKeys(Keys):
     activation_checkpointing: str = key(
         "none",
-        "`full` recomputes each layer in the backward pass",
-        choices=("none", "selective", "full"),
-        not_built=(NotBuilt("selective checkpointing", "activation_checkpointing=full", ("selective",)),),
+        "`full` recomputes each layer in the backward pass, `every:N` every N-th, `selective` all but products, "
+        "attention and what ranks send",
     )
+    activation_offload: bool = key(False, "what layers keep for the backward pass rests on the host")
 
 
-class Recompute(Axis[bool, str]):
-    """Transformers' own checkpointing of whole layers."""
+@dataclass(frozen=True)
+class RecomputeFacts:
+    """Can its layers be checkpointed at all, and each for itself?"""
+
+    supported: bool
+    by_layer: bool
+    layers: int
+
+
+class Recompute(Axis[RecomputeFacts, str]):
+    """Transformers' own checkpointing of layers, told which and how."""
 
     name = "recompute"
 
+    def check(self, config: ParallelConfig) -> None:
+        """A known way; compiled layers are checkpointed inside of their graph."""
+        way = config.activation_checkpointing
+        if way not in _WORDS and not every(way):
+            what = f"activation_checkpointing={way}"
+            refuse(what, "not one of none, selective, full, every:N", "activation_checkpointing=every:2")
+        if way == "selective" and config.compile != "none":
+            why = f"compile={config.compile} decides for itself what a layer's graph keeps"
+            refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
+        if config.activation_offload and config.compile != "none":
+            refuse("activation_offload=true", f"compile={config.compile} keeps what it likes", "compile=none")
+
     def is_on(self, config: ParallelConfig) -> bool:
-        return config.activation_checkpointing != "none"
+        return config.activation_checkpointing != "none" or config.activation_offload
 
-    def read(self, model: Any, config: ParallelConfig) -> bool:
+    def read(self, model: Any, config: ParallelConfig) -> RecomputeFacts:
         """Can the model's layers be recomputed?"""
-        return bool(getattr(model, "supports_gradient_checkpointing", False))
+        layers = _layers(model)
+        by_layer = bool(layers) and all(hasattr(type(layer), "gradient_checkpointing") for layer in layers)
+        supported = bool(getattr(model, "supports_gradient_checkpointing", False))
+        return RecomputeFacts(supported, by_layer, len(layers))
 
-    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: bool) -> str:
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: RecomputeFacts) -> str:
         """What is recomputed."""
-        if not facts:
+        way = config.activation_checkpointing
+        asked = f"activation_checkpointing={way}"
+        if way == "none":
+            return way
+        if not facts.supported:
+            refuse(asked, f"{anatomy.name} does not support it", "activation_checkpointing=none")
+        if way != "full" and not facts.by_layer:
+            refuse(asked, f"{anatomy.name} checkpoints its layers all alike", "activation_checkpointing=full")
+        if every(way) > facts.layers:
             refuse(
-                f"activation_checkpointing={config.activation_checkpointing}",
-                f"{anatomy.name} does not support it",
-                "activation_checkpointing=none",
+                asked, f"{anatomy.name} has {facts.layers} layers", f"activation_checkpointing=every:{facts.layers}"
             )
-        return config.activation_checkpointing
+        return way
 
     def apply(self, model: Any, part: str, building: Building) -> None:
         """Switch it on; before transformers 5.23 by its former name."""
+        if part == "none":
+            return
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
+        for place, layer in enumerate(_layers(model)):
+            if part == "selective":
+                layer.register_forward_pre_hook(_keep_products)
+            elif place % (every(part) or 1):
+                layer.register_forward_pre_hook(_keep_everything)
+
+    def finish(self, model: Any, part: str, building: Building) -> None:
+        """The layers of this rank, stage by stage."""
+        if building.mesh.config.activation_offload:
+            from hf_parallel.axes.activation_offload import offload_activations
+
+            for _, layers in building.roots:
+                offload_activations(layers, building.mesh.device)
+
+
+def every(way: str) -> int:
+    """N of `every:N`, else 0."""
+    found = _EVERY.fullmatch(way)
+    return int(found[1]) if found else 0
+
+
+def _layers(model: Any) -> list[Any]:
+    """Those of the whole model, in order: a pipeline has not cut it yet."""
+    from hf_parallel.model.anatomy import transformer_blocks
+
+    return transformer_blocks(model)
+
+
+def _keep_everything(layer: Any, args: Any) -> None:
+    """In each pass: a Trainer switches all layers on once more."""
+    layer.gradient_checkpointing = False
+
+
+def _keep_products(layer: Any, args: Any) -> None:
+    """The same; a Trainer has given the layer a function of its own."""
+    from torch.utils.checkpoint import checkpoint
+
+    from hf_parallel.axes.selective import contexts
+
+    known = vars(layer).get("_gradient_checkpointing_func")
+    if known is None or getattr(known, "keywords", {}).get("context_fn") is contexts:
+        return
+    layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
 RECOMPUTE = RecomputeKeys.axis = Recompute()

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.collectives.kept import COLLECTIVE, kept_or
+
 
 class _Exchange(torch.autograd.Function):
     """All-to-all forward, the way back backward."""
@@ -17,7 +19,7 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(rows, sent, received, group)
+        return kept_or(lambda: _all_to_all(rows, sent, received, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
@@ -51,9 +53,7 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
-    told = torch.empty_like(counts)
-    dist.all_to_all_single(told, counts.contiguous(), group=group)
-    return told
+    return kept_or(lambda: _exchanged_counts(counts, group), COLLECTIVE)
 
 
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -65,3 +65,9 @@ def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group:
     arrived = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
     return arrived
+
+
+def _exchanged_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    told = torch.empty_like(counts)
+    dist.all_to_all_single(told, counts.contiguous(), group=group)
+    return told

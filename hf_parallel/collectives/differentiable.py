@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.collectives.asynchronous import start_all_gather, start_all_reduce, start_reduce_scatter
+from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
 
 class _Copy(torch.autograd.Function):
@@ -55,7 +56,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return all_reduce(tensor, group)
+        return kept_or(lambda: all_reduce(tensor, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
@@ -83,7 +84,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _scattered(tensor, group)
+        return kept_or(lambda: _scattered(tensor, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable

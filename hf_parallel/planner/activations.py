@@ -7,7 +7,7 @@ The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4), o
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, flat
@@ -121,7 +121,14 @@ def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
 
 
 def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
-    """Bytes per token that a rank keeps of one block: counted from the model if it was, else by formula."""
+    """Bytes per token that a rank keeps of one block, on average: as counted from the model, else by formula."""
+    if job.recompute.startswith("every:"):
+        checkpointed, plain = (
+            kept_bytes(block, shape, layout, replace(job, recompute=way)) for way in ("full", "none")
+        )
+        return job.recomputed_share * checkpointed + (1 - job.recomputed_share) * plain
+    if job.recompute == "selective" and job.habits.keeps_products and job.attention == "flash":
+        return _all_products(block, shape, layout, job)
     if job.recompute == "full":
         return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1) + _given(
             terms_of(block, shape, job), layout, job.seq
@@ -129,6 +136,13 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
     formula = _by_formula(block, shape, layout, job)
     counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)
+
+
+def _all_products(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+    """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum."""
+    terms = [t for t in terms_of(block, shape, job) if t.product or t.name in _OF_ATTENTION]
+    stream = shape.hidden / (layout.tp if layout.sequence_parallel else 1)
+    return (job.stored + 2 * job.width) * stream + sum(_cut(term, layout, job.seq) for term in terms)
 
 
 def _by_formula(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:

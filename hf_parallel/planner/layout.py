@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,9 @@ class Habits:
     kernels: str = "fused"  # which activations a block keeps: see activations.activation_terms
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
     split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
+    keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
-    loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
+    loss_chunk: int = 0  # tokens whose logits exist at a time, of head and loss in one
     receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
     # beside the tensors
     fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
@@ -65,9 +67,10 @@ HABITS = {
         gathered_layers=1.0,
         balanced=True,
         kernels="transformers",
+        keeps_products=True,
         logit_bytes=12.0,
         kept_logit_bytes=4.0,
-        loss_chunk=1024,
+        loss_chunk=512,
         lowers_inputs=True,
         communicator_gib=0.5,
         bucket_gib=0.0,
@@ -146,6 +149,17 @@ class Job:
     attention: str = "flash"
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
+
+    @property
+    def recomputed_share(self) -> float:
+        """Of the blocks, how many are checkpointed."""
+        every = self.recompute.removeprefix("every:")
+        return 1 / int(every) if every.isdigit() else float(self.recompute != "none")
+
+    @property
+    def each_recomputed(self) -> str:
+        """How a block is that is checkpointed."""
+        return "full" if self.recompute.startswith("every:") else self.recompute
 
     @property
     def habits(self) -> Habits:
@@ -255,9 +269,11 @@ def known_precision(name: str | None) -> str:
 
 
 def known_recompute(name: str | None) -> str:
-    """One of none, selective, full."""
+    """One of none, selective, full, every:N."""
     text = (name or "none").lower()
+    if re.fullmatch(r"every:[1-9]\d*", text):
+        return text
     for choice in ("none", "selective", "full"):
         if text.startswith(choice):
             return choice
-    refuse(f"recompute={name}", "not one of none, selective, full")
+    refuse(f"recompute={name}", "not one of none, selective, full, every:N")

@@ -135,8 +135,10 @@ class _Sends:
 
     def regions(self) -> Iterator[Transfer]:
         """Attention and MLP: inputs and their gradients in the stream's dtype or the products', outputs in these'."""
-        again_in = {"none": 0, "selective": 1, "full": 2}[self.job.recompute]
-        again_out = {"none": 0, "selective": 1, "full": self.habits.recomputed_outputs}[self.job.recompute]
+        keeps, share = self.habits.keeps_products, self.job.recomputed_share
+        again_in = {"none": 0, "selective": 2 if keeps else 1, "full": 2 * share}[self.job.each_recomputed]
+        full = self.habits.recomputed_outputs * share
+        again_out = {"none": 0, "selective": 0 if keeps else 1, "full": full}[self.job.each_recomputed]
         inputs, outputs = "inputs of attention and MLP", "outputs of attention and MLP"
         yield self.tp(self.reduce, self.product, 2, outputs)
         yield self.tp(self.reduce, self.product, again_out, outputs, BACKWARD)
@@ -202,7 +204,8 @@ class _Sends:
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
         keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
         queries = sum(a.heads * (a.qk_width + a.v_width) for a in block.attentions)
-        back, payload = 1 + (self.job.recompute == "full"), rows * (queries + keys) / self.layout.cp
+        back = 1 + (self.job.each_recomputed == "full") * self.job.recomputed_share
+        payload = rows * (queries + keys) / self.layout.cp
         yield Transfer("cp", "all_to_all", payload, 1, heads, "queries, keys, values, outputs")
         yield Transfer("cp", "all_to_all", payload, back, heads, "queries, keys, values, outputs", BACKWARD)
         part, what, at_once = rows * keys / heads.size, "keys, values", self.layout.context == "allgather"
@@ -215,7 +218,8 @@ class _Sends:
     def experts(self, block: Block) -> Iterator[Transfer]:
         """Tokens to their experts and back."""
         payload, what = self.product / self.layout.tp * block.top_k, "tokens to experts and back"
-        again = {"none": 0, "selective": 1, "full": 2}[self.job.recompute]
+        again_of = {"none": 0, "selective": 0 if self.habits.keeps_products else 1, "full": 2}
+        again = again_of[self.job.each_recomputed] * self.job.recomputed_share
         yield Transfer("ep", "all_to_all", payload, 2, self.links["ep"], what)
         yield Transfer("ep", "all_to_all", payload, 2 + again, self.links["ep"], what, BACKWARD)
 

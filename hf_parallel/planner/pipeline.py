@@ -10,7 +10,7 @@ import itertools
 from dataclasses import dataclass, field
 
 from hf_parallel.axes.pipeline.axis import V_SCHEDULES
-from hf_parallel.axes.pipeline.balance import Cost, Costs, balance
+from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action, Order, order, peak_live
 from hf_parallel.axes.pipeline.timeline import Timeline, even_split, simulate
 from hf_parallel.planner.layout import Job, Layout
@@ -131,11 +131,15 @@ def _split(shape: ModelShape, number: int, balanced: bool, recompute: str, lengt
         refuse(f"pp x virtual_stages = {number}", f"{shape.layers} layers do not fill them", shape.layers)
     if number == 1 or (not balanced and shape.layers % number == 0):
         return tuple(even_split(shape.layers, number))
-    passes = 4 / 3 if recompute == "full" else 1
-    head = (shape.head_flops + 5 * shape.head_outputs) / passes
-    blocks = tuple(Cost(block.flops(length) * passes, 2 * block.parameters) for block in shape.blocks)
+    head = shape.head_flops + 5 * shape.head_outputs
+    again = checkpointed(recompute, len(shape.blocks))
+    passes = [4 / 3 if twice else 1.0 for twice in again]
+    blocks = tuple(
+        Cost(block.flops(length) * times, 2 * block.parameters)
+        for block, times in zip(shape.blocks, passes, strict=True)
+    )
     weights = shape.embedding_parameters if shape.tied else shape.head_parameters
-    return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, Cost(head * passes, 2 * weights)), number)
+    return balance(Costs(Cost(0, 2 * shape.embedding_parameters), blocks, Cost(head, 2 * weights)), number)
 
 
 def stages_of_rank(layout: Layout, rank: int) -> list[int]:

@@ -102,8 +102,10 @@ def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
 
 
 def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
-    if job.recompute == "full":
-        return {"recomputation": sum(forward.values())}
+    if job.each_recomputed == "full":
+        return {"recomputation": sum(forward.values()) * job.recomputed_share}
+    if job.recompute == "selective" and job.attention == "flash" and job.habits.keeps_products:
+        return {"recomputation": forward["element-wise"]}
     if job.recompute == "selective" and job.attention == "flash":
         return {"recomputation": forward["matrix products"] / 2 * 0.8 + forward["element-wise"]}
     if job.recompute == "selective":

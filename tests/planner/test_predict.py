@@ -199,7 +199,7 @@ def test_explanation_names_sources_and_numbers():
         ({"layout": {"tpp": 2}}, "tpp is no key; did you mean tp"),
         ({"layout": {"pp": 64}}, "32 layers do not fill them; 32 works"),
         ({"layout": {"zero_stage": 4}}, "zero_stage=4: not one of"),
-        ({"recompute": "some"}, "recompute=some: not one of none, selective, full"),
+        ({"recompute": "some"}, "recompute=some: not one of none, selective, full, every:N"),
         ({"precision": "int4"}, "precision=int4: not one of"),
         ({"gpus": 0}, "must be one at least"),
     ],

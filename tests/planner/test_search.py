@@ -1,6 +1,5 @@
 """The search returns what the engine takes, fits, is ranked, and says why not what else one might expect."""
 
-import dataclasses
 import time
 
 import pytest
@@ -162,22 +161,6 @@ def test_others_are_ranked_on_request_and_marked():
     assert not found.best.not_built
     with pytest.raises(SpecError, match="not part of this version"):
         ParallelConfig.parse(marked[0].config.to_spec())
-
-
-@pytest.mark.parametrize("key", ["activation_checkpointing"])
-def test_a_version_that_lifts_a_refusal_is_believed(key, monkeypatch):
-    """The search asks what stops a run at start; there is no other list."""
-    field = next(field for field in dataclasses.fields(ParallelConfig) if field.name == key)
-    assert field.metadata["not_built"]
-    monkeypatch.setattr(field, "metadata", {**field.metadata, "not_built": ()})
-    given = {
-        "activation_checkpointing": {"gpus": 8, "memory_gib": 50, "seq": 8192},
-    }[key]
-    found = searched(**given, top=200)
-    default = getattr(ParallelConfig(), key)
-    taken = {getattr(choice.config, key) for choice in found.choices} - {default}
-    assert taken - {"full"}, found.choices
-    assert not any(choice.not_built for choice in found.choices)
 
 
 def test_the_only_one_that_fits_is_named():

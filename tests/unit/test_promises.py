@@ -13,7 +13,6 @@ from tests.commands import ROOT
 #: By page and name: `folder/file::test` of each test that would fail if it were not so.
 PROMISES = {
     "README.md": {
-        "Keys known but refused": "unit/test_config.py::test_what_this_version_lacks_is_refused_by_name",
         "Models": "unit/test_doctor.py::test_refusals_are_those_of_parallelize",
         "Checkpoints": "reliability/test_refusals.py::test_an_optimizer_with_another_kind_of_state_is_refused_by_name",
         "Trainer": "reliability/test_refusals.py::test_refused_on_every_rank_before_any_step",

@@ -68,7 +68,7 @@ def outputs_of_accelerate() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
 
     from hf_parallel import hooks
 
-    hooks.activate("tp=2", source="test")
+    hooks.activate("tp=2,lean_loss=false", source="test")
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(models.build("llama"))
     ids = torch.arange(22).view(2, 11)
     outputs = model(input_ids=ids, labels=ids)

@@ -20,10 +20,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.context.blocks import Gradients, Sum
-from hf_parallel.axes.context.keep import kept_or
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.tiles import Tile
 from hf_parallel.collectives import start_all_gather, start_reduce_scatter
+from hf_parallel.collectives.kept import ATTENTION, kept_or
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class RingAttention(torch.autograd.Function):
         scale: float | None,
         ring: Ring,
     ) -> torch.Tensor:
-        out, lse = kept_or(lambda: _forward(q, k, v, sinks, scale, ring))
+        out, lse = kept_or(lambda: _forward(q, k, v, sinks, scale, ring), ATTENTION)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
         ctx.scale, ctx.ring = scale, ring
         return out

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_parallel.axes.recompute import every
 from hf_parallel.model.anatomy import Backbone, text_config
 from hf_parallel.spec import refuse
 
@@ -69,9 +70,19 @@ def block_costs(model: Any, backbone: Any, plan: Backbone, sequence_length: int 
     return Costs(before, tuple(layers), sum(map(_weights_cost, outside), after + loss))
 
 
-def with_recomputation(costs: Costs) -> Costs:
-    """With full activation checkpointing a layer runs its forward twice, the head once: four passes for three."""
-    return replace(costs, layers=tuple(replace(layer, flops=layer.flops * 4 / 3) for layer in costs.layers))
+def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
+    """A layer that is checkpointed runs its forward twice, the head once: four passes for three."""
+    again = checkpointed(recompute, len(costs.layers))
+    passes = zip(costs.layers, again, strict=True)
+    return replace(
+        costs, layers=tuple(replace(one, flops=one.flops * (4 / 3 if twice else 1)) for one, twice in passes)
+    )
+
+
+def checkpointed(recompute: str, layers: int) -> list[bool]:
+    """Which layers run a second time as a whole; of `selective` next to nothing does."""
+    each = every(recompute) or int(recompute == "full")
+    return [each > 0 and place % each == 0 for place in range(layers)]
 
 
 def _layer_cost(layer: nn.Module, config: Any, length: float) -> Cost:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
 
@@ -94,8 +93,8 @@ def share(
     def take(leaf: Any) -> Any:
         if not torch.is_tensor(leaf):
             return leaf
-        # Logits that are cut over tp ranks: those of the last stage make them whole together.
-        tensors.append(leaf.full_tensor() if isinstance(leaf, DTensor) else leaf)
+        # Logits that are cut over tp ranks, or not made yet: those of the last stage make them whole together.
+        tensors.append(leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf)
         return _Slot(len(tensors) - 1, tensors[-1].shape, tensors[-1].dtype)
 
     note: list[Any] = [tree_map(take, result) if last else None]

@@ -101,7 +101,7 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     _check_tied_in_a_v(config, tied)
     check_overlap(config)
     _check_split(len(facts.costs.layers), config)
-    costs = with_recomputation(facts.costs) if config.activation_checkpointing == "full" else facts.costs
+    costs = with_recomputation(facts.costs, config.activation_checkpointing)
     counts = config.pipeline_split or balance(costs, config.pipeline_stages)
     return PipelinePart(config, counts, tied, sums_over_tokens, facts, explain(costs, counts))
 

@@ -29,6 +29,7 @@ from hf_parallel.collectives import (
     start_reduce_scatter,
     whole_sequence,
 )
+from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
 
 def row_linear(
@@ -70,7 +71,8 @@ class _RowLinear(torch.autograd.Function):
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any], group: dist.ProcessGroup, by_parts: bool
     ) -> torch.Tensor:
         ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
-        return (_scattered_product if by_parts else _reduced_product)(x, as_autocast(weight), group)
+        product = _scattered_product if by_parts else _reduced_product
+        return kept_or(lambda: product(x, as_autocast(weight), group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable

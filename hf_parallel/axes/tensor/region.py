@@ -25,6 +25,7 @@ from hf_parallel.axes.tensor.heads import PER_HEAD
 from hf_parallel.axes.tensor.lowering import as_autocast, only_multiplied
 from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
+from hf_parallel.collectives.kept import COLLECTIVE, keeps
 
 #: Styles of layers that read the residual stream.
 READERS = {
@@ -126,7 +127,7 @@ class Region:
 
     def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Multiply x […, in / tp] by the weight and leave."""
-        if not self.overlap:
+        if not self.overlap and not keeps(COLLECTIVE):  # a checkpoint keeps the sum, and not the product before it
             return self.leave(F.linear(x, weight))
         self.scope.end()
         return row_linear(x, weight, self.group, self.sequence_parallel)

@@ -1,0 +1,167 @@
+"""What layers keep for the backward rests on the host: copied out after its layer's forward, back before its backward.
+
+    forward     layer 1      layer 2      layer 3           backward     layer 3      layer 2      layer 1
+    copies         out 1 ───────out 2 ───────out 3               in 3, in 2 ─────in 1 ──────
+
+On a GPU copies run on a stream of their own, from and to pinned memory: out while the next layer computes, in while
+the layer above computes its gradients. Of a checkpointed layer it is the input that goes. Small tensors, weights and
+what is no plain tensor stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+SMALL = 1 << 20  # bytes: a copy of less costs more than it frees
+
+
+def offload_activations(layers: Iterable[nn.Module], device: torch.device) -> None:
+    """From here on the layers of this rank, in their order, keep nothing large on the device."""
+    host = Host(device)
+    for place, layer in enumerate(layers):
+        parameters = [module._parameters for module in layer.modules()]
+        layer.register_forward_pre_hook(_Begin(host, place, parameters))
+        layer.register_forward_hook(lambda *_: host.end(), always_call=True)
+
+
+class Host:
+    """The stream that copies, and what the layer that runs has kept so far."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream: Any = None if device.type == "cpu" else torch.Stream(device)
+        self.open: list[Kept] = []
+        self.last: Kept | None = None
+
+    def begin(self, place: int, parameters: list[dict[str, Any]]) -> None:
+        """A layer starts."""
+        if torch.is_grad_enabled():
+            self.last = Kept(self, None if place == 0 else self.last, parameters)
+            self.last.hooks.__enter__()
+            self.open.append(self.last)
+
+    def end(self) -> None:
+        """It is done."""
+        if self.open:
+            kept = self.open.pop()
+            kept.hooks.__exit__()
+            kept.copied.clear()
+
+    def __deepcopy__(self, memo: Any) -> Host:
+        return Host(self.device)
+
+
+class _Begin:
+    """A forward pre-hook."""
+
+    def __init__(self, host: Host, place: int, parameters: list[dict[str, Any]]) -> None:
+        self.host, self.place, self.parameters = host, place, parameters
+
+    def __call__(self, layer: nn.Module, args: Any) -> None:
+        self.host.begin(self.place, self.parameters)
+
+
+class Kept:
+    """What one run of one layer has kept. `before`: that of the layer before it, whose backward comes next."""
+
+    def __init__(self, host: Host, before: Kept | None, parameters: list[dict[str, Any]]) -> None:
+        self.host, self.before, self.parameters = host, before, parameters
+        self.copies: list[Copy] = []
+        #: Until the layer is done the originals live, or another tensor could come to lie in the same place.
+        self.copied: dict[tuple, tuple[Copy, torch.Tensor]] = {}
+        self.hooks: Any = saved_tensors_hooks(self.pack, self.unpack)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """What autograd keeps for the tensor."""
+        if not self._goes(tensor):
+            return tensor
+        memory = tensor.untyped_storage()._cdata
+        key = memory, tensor.storage_offset(), tensor.numel(), tensor.dtype, tensor._version
+        if key not in self.copied:
+            copy = Copy(self.host, tensor)
+            self.copies.append(copy)
+            self.copied[key] = copy, tensor.detach()
+        copy = self.copied[key][0]
+        copy.readers += 1
+        return copy, tensor.size(), tensor.stride()
+
+    def unpack(self, kept: Any) -> torch.Tensor:
+        """The tensor again; the first of a layer sets off the copies of the layer before it."""
+        if torch.is_tensor(kept):
+            return kept
+        copy, size, stride = kept
+        if self.before is not None:
+            for one in self.before.copies:
+                one.fetch()
+            self.before = None
+        return copy.take().as_strided(size, stride)
+
+    def _goes(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.device.type != self.host.device.type:
+            return False
+        if not tensor.is_floating_point() or tensor.nbytes < SMALL or not _is_dense(tensor):
+            return False
+        memory = tensor.untyped_storage()._cdata
+        held = (p for group in self.parameters for p in group.values() if p is not None)
+        return all(_memory(parameter) != memory for parameter in held)
+
+
+class Copy:
+    """One tensor on the host, as a row of numbers; on the device while it is about to be read."""
+
+    def __init__(self, host: Host, tensor: torch.Tensor) -> None:
+        self.host, self.readers, self.read = host, 0, 0
+        row, stream = tensor.detach().as_strided((tensor.numel(),), (1,)), host.stream
+        self.back: torch.Tensor | None = None
+        if stream is None:
+            self.row = row.clone()
+            return
+        self.row = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+        stream.wait_stream(torch.accelerator.current_stream())
+        with stream:
+            self.row.copy_(row, non_blocking=True)
+        row.record_stream(stream)
+
+    def fetch(self) -> None:
+        """Start to copy it back."""
+        if self.back is not None:
+            return
+        stream = self.host.stream
+        if stream is None:
+            self.back = self.row.clone()
+            return
+        with stream:
+            self.back = self.row.to(self.host.device, non_blocking=True)
+
+    def take(self) -> torch.Tensor:
+        """The numbers on the device, for one reader; schedules that take a backward apart read twice."""
+        self.fetch()
+        back = self.back
+        assert back is not None
+        if self.host.stream is not None:
+            now = torch.accelerator.current_stream()
+            now.wait_stream(self.host.stream)
+            back.record_stream(now)
+        self.read += 1
+        if self.read % self.readers == 0:
+            self.back = None
+        return back
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Do its numbers lie side by side, in whatever order?"""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.size(), strict=True) if n > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _memory(parameter: Any) -> int:
+    return getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata

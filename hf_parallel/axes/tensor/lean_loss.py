@@ -1,0 +1,255 @@
+"""Head and cross-entropy in one, a chunk of tokens at a time: no logits beyond a chunk's, forward or backward.
+
+The forward computes the gradients too, which the backward scales (Hsu et al., 2024, arXiv:2410.10989):
+
+    for each chunk x of tokens      z = x Wᵀ     loss += log Σ exp z - z[target]
+                                    g = softmax z - onehot      dx = g W      dW += gᵀ x
+
+    plain      logits, their fp32 copy, probabilities, gradients: tokens x vocabulary each
+    here       a few of chunk x vocabulary; dW, which the plain way makes too, is summed in fp32
+
+Over a vocabulary that tp ranks share each has its columns of a chunk; two small all-reduces make its sums whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
+from hf_parallel.axes.tensor.log_probs import Scaling, inside_columns
+from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row
+from hf_parallel.collectives import all_reduce, copy_to_group
+from hf_parallel.collectives.when_read import whole_when_read
+from hf_parallel.local import local
+
+CHUNK = 512  # tokens whose logits exist at a time
+
+
+@dataclass
+class _Wanted:
+    """Is the model's own loss computed now?"""
+
+    loss: bool = False
+
+
+_steps = [0]  # of all optimizers, once one model is lean
+_counted: list[Any] = []
+
+
+def _count(*_: Any) -> None:
+    _steps[0] += 1
+
+
+def attach(model: Any) -> None:
+    """Stand behind the forward of head and model, before these are cut."""
+    if not _counted:
+        _counted.append(register_optimizer_step_post_hook(_count))
+    head, forward, wanted = model.get_output_embeddings(), model.forward, _Wanted()
+    names = list(inspect.signature(forward).parameters)
+    head.forward = functools.partial(_forward, wanted, model, head)
+
+    @functools.wraps(forward)
+    def with_loss(*args: Any, **kwargs: Any) -> Any:
+        args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
+        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        former, wanted.loss = wanted.loss, _wants_loss(batch)
+        try:
+            return forward(**batch)
+        finally:
+            wanted.loss = former
+
+    model.forward = with_loss
+
+
+def finish(model: Any) -> None:
+    """Before the model's loss, and after FSDP2's hooks, which read what a model returns."""
+    model.loss_function = functools.partial(lean_loss, model.loss_function)
+    model.register_forward_hook(_whole_when_read)
+
+
+def _wants_loss(batch: dict[str, Any]) -> bool:
+    asked = batch.get("labels") is not None or batch.get("shift_labels") is not None
+    return asked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> torch.Tensor:
+    """The head's forward; what it is by then, tp and FSDP2 have decided."""
+    plain = functools.partial(type(head).forward, head)
+    if not wanted.loss or getattr(head, "adapted", False) or not _multiplies(head):
+        return plain(input)
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    source = Source(
+        head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0])
+    )
+    return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
+
+
+def _multiplies(head: Any) -> bool:
+    """Is it a linear layer that does nothing beside, split or not? Ranks without a row would have no largest logit."""
+    if type(head).forward is nn.Linear.forward:
+        return True
+    ranks = head.region.group.size() if isinstance(head, VocabParallelHead) else 0
+    return ranks > 0 and (ranks - 1) * -(-head.out_features // ranks) < head.out_features
+
+
+def _plain_later(model: Any, head: Any, input: torch.Tensor, step: int) -> torch.Tensor:
+    """The head's own product, of weights that data ranks may have to gather again."""
+    if _steps[0] != step:
+        raise RuntimeError(
+            "hf_parallel: logits are made when they are read, and an optimizer has changed the head since; read them "
+            "before its step, or set lean_loss=false"
+        )
+    unit: Any = next((one for one in (head, model) if isinstance(one, FSDPModule)), None)
+    former = head._parameters["weight"]
+    if unit is not None:
+        unit.unshard()
+    if head._parameters["weight"] is former:
+        return type(head).forward(head, input)
+    try:
+        with torch.no_grad():  # its backward is over
+            return type(head).forward(head, input)
+    finally:
+        unit.reshard()
+
+
+def _made(logits: Any) -> torch.Tensor:
+    return logits.full_tensor()
+
+
+def _whole_when_read(model: nn.Module, args: Any, output: Any) -> None:
+    if isinstance(output, dict) and isinstance(dict.get(output, "logits"), LazyLogits):
+        whole_when_read(output, "logits", _made)
+
+
+def lean_loss(
+    own: Any,
+    logits: torch.Tensor,
+    labels: torch.Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """transformers' causal loss, without logits where they are lazy."""
+    if not isinstance(logits, LazyLogits):
+        return own(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    scaling = logits.source.scaling if logits.made is None and logits.shape[-1] == vocab_size else None
+    if scaling is None:
+        return own(logits.plain(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        assert labels is not None
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    target = shift_labels.to(logits.device).reshape(-1)
+    items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    items = items.to(logits.device) if torch.is_tensor(items) else items
+    check_range(target, vocab_size, "target out of bounds", ignore_index)
+    return _of_source(logits.source, target, scaling, ignore_index, items)
+
+
+def _of_source(source: Source, target: torch.Tensor, scaling: Scaling, ignore_index: int, items: Any) -> torch.Tensor:
+    rows, group, first = source.hidden.flatten(0, -2), None, 0
+    if isinstance(source.head, VocabParallelHead):
+        group = source.head.region.group
+        rows, first = copy_to_group(rows, group), first_row(source.head.out_features, group)
+    counts = target != ignore_index
+    weight, bias = local(source.weight), local(source.bias)
+    return _Chunked.apply(rows, weight, bias, target - first, counts, scaling, items, group)
+
+
+class _Chunked(torch.autograd.Function):
+    """hidden [tokens, h], weight [V, h], bias [V], target and which of them count [tokens] -> the loss.
+
+    Of a vocabulary over the ranks of `group` the weight and the targets are this rank's rows, counted from its first.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        target: torch.Tensor,
+        counts: torch.Tensor,
+        scaling: Scaling,
+        items: Any,
+        group: dist.ProcessGroup | None,
+    ) -> torch.Tensor:
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
+        same = scaling == Scaling()
+        into: Any = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
+        with torch.autocast(kind, enabled=False):
+            lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+            for chunk in _chunks(len(hidden)):
+                x = hidden[chunk].to(dtype)
+                product = F.linear(x, lowered, lowered_bias)
+                z = product.float() if same else scaling.logits(product)
+                part, gradient = _of_logits(z, target[chunk], counts[chunk], group)
+                loss += part
+                if any(wanted):
+                    # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
+                    gradient = gradient if dtype == torch.float16 else gradient.div_(items)
+                    gradient = gradient if same else scaling.backward(gradient, product)
+                    _add_gradients(into, chunk, x, lowered, gradient.to(dtype))
+        ctx.divide = items if dtype == torch.float16 else 1
+        ctx.save_for_backward(*into)
+        ctx.dtypes = [None if t is None else t.dtype for t in tensors]
+        return loss / items
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        factor = gradient / ctx.divide
+        found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return (*(None if g is None else (g * factor).to(dtype) for g, dtype in found), None, None, None, None, None)
+
+
+def _zeros(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
+    return torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and wanted else None
+
+
+def _chunks(tokens: int) -> Iterator[slice]:
+    return (slice(start, start + CHUNK) for start in range(0, tokens, CHUNK))
+
+
+def _of_logits(
+    z: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of some tokens' logits, and its gradient in the place of the logits."""
+    inside, column = inside_columns(target, z)
+    largest = z.amax(1)
+    largest = largest if group is None else all_reduce(largest, group, dist.ReduceOp.MAX)
+    at_target = torch.where(inside, z.sub_(largest[:, None]).gather(1, column)[:, 0], 0.0)
+    sums = torch.stack([z.exp_().sum(1), at_target])
+    total, at_target = sums if group is None else all_reduce(sums, group)
+    loss = ((total.log() - at_target) * counts).sum()
+    z.div_(total[:, None]).scatter_add_(1, column, -inside.to(z.dtype)[:, None])
+    return loss, z.mul_(counts[:, None])
+
+
+def _add_gradients(
+    into: list[torch.Tensor | None], chunk: slice, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
+) -> None:
+    of_hidden, of_weight, of_bias = into
+    if of_hidden is not None:
+        of_hidden[chunk] = gradient @ weight
+    if of_weight is not None:
+        of_weight += gradient.t() @ x
+    if of_bias is not None:
+        of_bias += gradient.sum(0, dtype=torch.float32)

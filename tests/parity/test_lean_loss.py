@@ -1,0 +1,133 @@
+"""Head and loss in chunks: losses, gradients and logits of the plain way, and memory that grows with the chunk."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from hf_parallel import parallelize
+from hf_parallel.axes.tensor import lean_loss
+from hf_parallel.axes.tensor.log_probs import Scaling
+from tests import models
+from tests.activations import Alive
+from tests.distributed import run, run_alone
+from tests.training import axes, spec_id
+
+CASES = [("llama", s) for s in ("dp_shard=1", "tp=2", "pp=2", "dp_shard=2", "tp=2,pp=2", "cp=2")]
+CASES += [("gemma2", "dp_shard=2"), ("gemma2", "tp=2"), ("command_r", "dp_shard=2"), ("gpt2", "tp=2")]
+
+
+def trained(spec: str | None, model: str, reads: bool) -> tuple[list[float], int]:
+    """Losses of steps that move the weights, what the logits say on the way, and how many losses were lean."""
+    lean_loss.CHUNK, calls, real = 16, [], lean_loss._of_source
+    lean_loss._of_source = lambda *given: (calls.append(given), real(*given))[1]
+    built = models.build(model).train()
+    if spec:
+        parallelize(built, spec)
+    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
+    tokens = torch.randint(0, models.VOCABULARY, (3, 4, 33), generator=torch.Generator().manual_seed(3))
+    numbers = []
+    for step, batch in enumerate(tokens):
+        labels = batch.clone()
+        labels[:, :7] = -100
+        outputs = built(input_ids=batch, labels=labels)
+        outputs.loss.backward()
+        if step == 1 and reads:
+            assert outputs.logits.shape == (4, 33, models.VOCABULARY)
+            numbers.append(outputs.logits.float().square().mean().item())
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.append(outputs.loss.item())
+    return numbers, len(calls)
+
+
+@pytest.mark.parametrize(("model", "spec"), CASES, ids=lambda value: spec_id(value))
+def test_numbers_of_one_process(model, spec):
+    """Soft caps, scaled logits, tied and untied heads; logits read after the backward."""
+    expected, none = run_alone(trained, None, model, "pp=" not in spec)
+    assert none == 0
+    found = run(trained, axes(spec)["world"], spec, model, "pp=" not in spec)  # a pipeline keeps no logits
+    assert any(lean for _, lean in found)
+    for numbers, _ in found:
+        assert numbers == pytest.approx(expected, rel=1e-5)
+
+
+def of_loss(
+    lean: bool, dtype: torch.dtype, scaling: Scaling, bias: bool, rounded: torch.dtype = torch.float32
+) -> list[torch.Tensor]:
+    """The loss of 33 tokens over 515 words, and the gradients of hidden states, weight and bias."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(33, 24), (515, 24), (515,)][: 2 + bias]
+    leaves = [torch.randn(shape, generator=generator).to(rounded).to(dtype).requires_grad_() for shape in shapes]
+    target = torch.randint(0, 515, (33,), generator=generator)
+    target[::5] = -100
+    if lean:
+        loss = lean_loss._Chunked.apply(*leaves, *[None] * (not bias), target, target != -100, scaling, 11, None)
+    else:
+        logits = scaling.logits(torch.nn.functional.linear(*leaves))
+        loss = ForCausalLMLoss(logits, None, 515, num_items_in_batch=11, shift_labels=target)
+    loss.backward()
+    return [loss.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("scaling", [Scaling(), Scaling(scale=0.3), Scaling(softcap=2.0, scale=0.5)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_gradients_are_exact(monkeypatch, scaling, bias):
+    monkeypatch.setattr(lean_loss, "CHUNK", 7)
+    exact = of_loss(False, torch.float32, scaling, bias)
+    for ours, theirs in zip(of_loss(True, torch.float32, scaling, bias), exact, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_bf16_is_no_worse_than_plain(monkeypatch):
+    """Both against fp32 on the same rounded numbers; weights' gradients are summed in fp32 here."""
+    monkeypatch.setattr(lean_loss, "CHUNK", 7)
+    exact = of_loss(False, torch.float32, Scaling(), False, rounded=torch.bfloat16)
+
+    def off(lean: bool) -> list[float]:
+        found = of_loss(lean, torch.bfloat16, Scaling(), False)
+        return [(ours.float() - theirs).norm().item() for ours, theirs in zip(found, exact, strict=True)]
+
+    lean, plain = off(True), off(False)
+    assert all(ours <= 1.1 * theirs for ours, theirs in zip(lean, plain, strict=True)), (lean, plain)
+
+
+def peak(lean: bool, tokens: int, vocabulary: int) -> int:
+    """Of head and loss, forward and backward, of 8 hidden features in bf16; no memory is taken."""
+    with FakeTensorMode():
+        hidden = torch.empty(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocabulary, 8, dtype=torch.bfloat16, requires_grad=True)
+        target = torch.zeros(tokens, dtype=torch.long)
+        with Alive() as alive:
+            if lean:
+                loss = lean_loss._Chunked.apply(hidden, weight, None, target, target == 0, Scaling(), tokens, None)
+            else:
+                logits = torch.nn.functional.linear(hidden, weight)
+                loss = ForCausalLMLoss(logits, None, vocabulary, num_items_in_batch=tokens, shift_labels=target)
+            loss.backward()
+    return alive.most
+
+
+def test_memory_grows_with_the_chunk(monkeypatch):
+    assert peak(True, 4096, 131072) <= peak(False, 4096, 131072) / 8
+    assert peak(True, 8192, 131072) <= 1.05 * peak(True, 4096, 131072)  # not with the tokens
+    half = peak(True, 4096, 131072)
+    monkeypatch.setattr(lean_loss, "CHUNK", 2 * lean_loss.CHUNK)
+    assert peak(True, 4096, 131072) == pytest.approx(2 * half, rel=0.1)
+
+
+def test_a_head_with_adapters_is_plain():
+    """LoRA adds to what the head gives: its logits are made."""
+
+    def losses(spec):
+        from peft import LoraConfig, get_peft_model
+
+        model = models.build("llama", tie_word_embeddings=False)
+        if spec:
+            parallelize(model, spec)
+        torch.manual_seed(0)
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["lm_head", "q_proj"]))
+        tokens = torch.arange(66).view(2, 33)
+        return model.train()(input_ids=tokens, labels=tokens).loss.item()
+
+    assert run(losses, 1, "dp_shard=1")[0] == pytest.approx(run_alone(losses, None), rel=1e-6)
