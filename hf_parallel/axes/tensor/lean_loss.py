@@ -29,6 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
 from hf_parallel.axes.tensor.log_probs import Scaling, inside_columns
+from hf_parallel.axes.tensor.lowering import as_autocast
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row
 from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.collectives.when_read import whole_when_read
@@ -164,7 +165,7 @@ def _of_source(source: Source, target: torch.Tensor, scaling: Scaling, ignore_in
     rows, group, first = source.hidden.flatten(0, -2), None, 0
     if isinstance(source.head, VocabParallelHead):
         group = source.head.region.group
-        rows, first = copy_to_group(rows, group), first_row(source.head.out_features, group)
+        rows, first = copy_to_group(as_autocast(rows), group), first_row(source.head.out_features, group)
     counts = target != ignore_index
     weight, bias = local(source.weight), local(source.bias)
     return _Chunked.apply(rows, weight, bias, target - first, counts, scaling, items, group)
@@ -217,7 +218,19 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         factor = gradient / ctx.divide
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
-        return (*(None if g is None else (g * factor).to(dtype) for g, dtype in found), None, None, None, None, None)
+        return (
+            *(None if g is None else _scaled(g, factor, dtype) for g, dtype in found),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """In its own dtype at once: another copy in fp32 would be as large as the head."""
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _zeros(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
