@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.adapters import lora
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
+from tests.resuming import STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none, spec_id
 
 MODELS = ("mixtral", "qwen3_moe")
@@ -70,3 +72,21 @@ def test_balance(spec):
 def test_balance_over_all_rows(runs, spec):
     """Over the rows of all data ranks, each in parts on cp ranks, in each micro-batch."""
     runs.check(Script(model="mixtral_balanced", uneven_lengths=True).with_accumulation(2), spec)
+
+
+ADAPTED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
+
+
+@pytest.mark.parametrize("spec", ["cp=2,ep=2", "cp=2", "cp=2,dp_shard=2,ep=4", "cp=2,tp=2,ep=4"], ids=spec_id)
+def test_adapters(runs, spec):
+    """Of experts and routers, beside those of attention."""
+    script = Script(model="qwen3_moe", lora=lora(("o_proj",), target_parameters=ADAPTED))
+    runs.check(script.with_accumulation(2), spec)
+
+
+def test_goes_on_over_other_ranks(runs, tmp_path):
+    """Optimizer states of experts too. 2e-5: two more AdamW steps, as where other layouts resume each other."""
+    folder = runs.initial("mixtral")
+    former = trained("dp_shard=2,ep=2", {"folder": folder, "out": str(tmp_path / "former")})[0]
+    job = {"folder": folder, "out": str(tmp_path / "later"), "resume": f"{former.folder}/checkpoint-{STOP}"}
+    none(log_differences(trained("cp=2,ep=2", job)[0], former, range(STOP + 1, STEPS + 1), 2e-5))
