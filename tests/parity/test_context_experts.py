@@ -51,7 +51,7 @@ def test_odd_rows(spec):
     ids=spec_id,
 )
 def test_a_trainer_script(runs, model, spec):
-    """Data ranks bring unlike numbers of rows of unlike length; gradients are clipped by a norm of each expert once."""
+    """Data ranks bring unlike numbers of rows of unlike length; the norm that clips counts each expert once."""
     script = Script(model=model, uneven_lengths=True, arguments=(("max_grad_norm", 0.1),))
     runs.check(script.with_accumulation(2), spec)
 
