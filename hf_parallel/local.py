@@ -21,7 +21,8 @@ def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
     try:
         yield
     finally:
-        module._parameters.update(before)
+        # What somebody has put there since stays: FSDP2 frees a weight in the module's own hook.
+        module._parameters.update({n: p for n, p in before.items() if module._parameters.get(n) is changed[n]})
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.adapters.lora import CutAdapter, WholeAdapter, cut
@@ -49,6 +50,8 @@ class AdaptedWeight(nn.Module):
         if base in base.region.columns:
             yield
             return
+        if isinstance(base, FSDPModule):  # an embedding in a group of its own: its own hook would come too late
+            base.unshard()
         with holding(base, {name: self._sum(active)}):
             yield
 

@@ -65,7 +65,10 @@ def compile_layers(layers: Iterable[Any], **settings: Any) -> None:
     """Compile the forward of each, in place; `settings` are those of torch.compile."""
     import torch
 
+    from hf_parallel.axes.data import lowered
+
     for layer in layers:
+        lowered.leave(layer)
         if not hasattr(layer.forward, "_torchdynamo_orig_callable"):  # compiled already
             layer.forward = torch.compile(layer.forward, **{"backend": BACKEND, **settings})
 

@@ -119,7 +119,7 @@ def load_logged(spec: str, initial: str, out: str) -> list[dict[str, float]]:
     return [{key: entry[key] for key in entry if "expert" in key} for entry in trainer.state.log_history[:2]]
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,pp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,pp=2", "cp=2,ep=2"], ids=spec_id)
 def test_load_is_logged(runs, tmp_path, spec):
     """Two of eight experts have all tokens, about as many each: four times the mean, a third of the entropy."""
     for logs in run(load_logged, axes(spec)["world"], spec, runs.initial("mixtral_idle"), str(tmp_path), init=False):
@@ -154,7 +154,9 @@ def stored_here(spec: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(
-    "spec", ["tp=2,dp_shard=2,ep=2", "dp_shard=4,ep=4", "dp_replicate=2,dp_shard=2,ep=2"], ids=spec_id
+    "spec",
+    ["tp=2,dp_shard=2,ep=2", "dp_shard=4,ep=4", "dp_replicate=2,dp_shard=2,ep=2", "cp=2,dp_shard=2,ep=2"],
+    ids=spec_id,
 )
 def test_what_a_rank_stores(spec):
     """Of experts one part in ep x ep_shard, of everything what doctor says."""

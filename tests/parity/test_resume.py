@@ -12,7 +12,7 @@ from transformers import TrainerCallback, default_data_collator
 
 from hf_parallel import __main__ as runner
 from hf_parallel import cli
-from hf_parallel.hooks.trainer import flag
+from hf_parallel.hooks.trainer import checkpoints, flag
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import (
@@ -173,8 +173,8 @@ class Accident(TrainerCallback):
     """Kills a rank in the middle of the second save."""
 
     def __init__(self, trainer):
-        self.trainer, self.save = trainer, trainer._save_rng_state
-        trainer._save_rng_state = self
+        self.trainer, self.save = trainer, checkpoints.save_rng_state
+        checkpoints.save_rng_state = self
 
     def __call__(self, folder: str) -> None:
         if self.trainer.state.global_step == 4 and os.environ["RANK"] == "1":

@@ -15,10 +15,16 @@ import pytest
 from hf_parallel import hooks
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks.trainer import flag
-from tests.distributed import run_alone
 
 ROOT = Path(__file__).parents[2]
 SPEC = "dp_shard=-1"
+
+
+def forked(body):
+    """`tests.distributed` imports transformers, which a fresh interpreter must not have done yet."""
+    from tests.distributed import run_alone
+
+    return run_alone(body)
 
 
 class Recorder:
@@ -49,7 +55,7 @@ def fresh(body):
         flag.uninstall()
         body()
 
-    run_alone(alone)
+    forked(alone)
 
 
 def check_class(cls):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -231,7 +232,7 @@ class SequenceCut:
         logits, batch = getattr(output, "router_logits", None), {**dict(zip(names, args, strict=False)), **kwargs}
         if logits and not self._is_generation(batch):
             layout = self._layout(batch)
-            by_row = (layer.unflatten(0, (len(layout.rows), -1)) for layer in logits)
+            by_row = [_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits]
             whole = (join(layer, layout, self.group).flatten(0, 1) for layer in by_row)
             output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
 
@@ -247,6 +248,16 @@ def backbone(model: Any) -> Any:
 
 def _tokens(batch: Batch) -> torch.Tensor:
     return next(batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None)
+
+
+def _by_row(logits: Any, shape: tuple[int, int], name: str) -> torch.Tensor:
+    """Router logits [rows * tokens, experts] of a layer -> [rows, tokens, experts]."""
+    if not torch.is_tensor(logits) or logits.dim() != 2 or len(logits) != math.prod(shape):
+        raise ValueError(
+            f"hf_parallel: router logits of {name} are not a row for each token, and cannot be put together along the "
+            "sequence; output_router_logits=False, or cp_size=1, works"
+        )
+    return logits.unflatten(0, shape)
 
 
 def _same(one: tuple, other: tuple) -> bool:

@@ -28,6 +28,7 @@ from hf_parallel.axes.data.mixed_precision import autocast_dtype
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _installed: list[Any] = []
+_HANDLES = "_hf_parallel_lowered"
 
 
 def lower_once_per_step(roots: list[tuple[nn.Module, list[nn.Module]]], device: torch.device) -> None:
@@ -41,8 +42,16 @@ def lower_once_per_step(roots: list[tuple[nn.Module, list[nn.Module]]], device: 
         # Not around a whole layer: its forward alone is what checkpointing runs again.
         parts = [part for layer in layers for part in (list(layer.children()) or [layer])]
         for unit in (*parts, *beside):
-            unit.register_forward_pre_hook(lowered.put_in)
-            unit.register_forward_hook(lowered.take_out, always_call=True)
+            before = unit.register_forward_pre_hook(lowered.put_in)
+            after = unit.register_forward_hook(lowered.take_out, always_call=True)
+            vars(unit)[_HANDLES] = before, after
+
+
+def leave(layer: nn.Module) -> None:
+    """Let a layer cast by itself again, as one does whose graph is compiled: hooks would be in the graph."""
+    for unit in layer.modules():
+        for handle in vars(unit).pop(_HANDLES, ()):
+            handle.remove()
 
 
 def _forget(*_: Any) -> None:

@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
 from hf_parallel.axes.tensor.log_probs import Scaling, inside_columns
 from hf_parallel.axes.tensor.lowering import as_autocast
@@ -102,8 +103,13 @@ def _multiplies(head: Any) -> bool:
     """Is it a linear layer that does nothing beside, split or not? Ranks without a row would have no largest logit."""
     if type(head).forward is nn.Linear.forward:
         return True
-    ranks = head.region.group.size() if isinstance(head, VocabParallelHead) else 0
-    return ranks > 0 and (ranks - 1) * -(-head.out_features // ranks) < head.out_features
+    if not isinstance(head, VocabParallelHead):
+        return False
+    columns = head.region.columns.get(head)  # an adapter of the weight itself answers in its place
+    if columns is not None and getattr(columns, "func", None) is not local_weight:
+        return False
+    ranks = head.region.group.size()
+    return (ranks - 1) * -(-head.out_features // ranks) < head.out_features
 
 
 def _plain_later(model: Any, head: Any, input: torch.Tensor, step: int) -> torch.Tensor:

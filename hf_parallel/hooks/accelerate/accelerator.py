@@ -12,7 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
+from transformers.utils import ModelOutput
 
 from hf_parallel.axes.compile import check_compiled, compile_layers
 from hf_parallel.axes.data import host_step
@@ -190,14 +192,21 @@ def prepare_model(
 @patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads")
 def convert_to_fp32(original: Callable, tensor: Any) -> Any:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
-    if not isinstance(tensor, WholeWhenRead):
+    parts = _parts_of(tensor) if isinstance(tensor, ModelOutput) else set()
+    if not parts:
         return original(tensor)
-    for key in tensor:  # type: ignore[attr-defined]
-        if tensor.is_whole(key):
-            tensor[key] = original(tensor[key])
-        else:
+    for key in list(dict.keys(tensor)):
+        if key in parts:
             whole_when_read(tensor, key, torch.Tensor.float)
+        else:
+            tensor[key] = original(dict.__getitem__(tensor, key))
     return tensor
+
+
+def _parts_of(output: ModelOutput) -> set[str]:
+    """The keys whose tensors are parts, or not made yet."""
+    waiting = {key for key in dict.keys(output) if isinstance(output, WholeWhenRead) and not output.is_whole(key)}
+    return waiting | {key for key, value in dict.items(output) if isinstance(value, DTensor)}
 
 
 def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
