@@ -127,7 +127,7 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
             terms_of(block, shape, job), layout, job.seq
         )
     formula = _by_formula(block, shape, layout, job)
-    counted = dict(block.kept).get(_counted_for(job)) if kernels_of(job) == "transformers" else None
+    counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)
 
 
@@ -155,11 +155,6 @@ def _copies_of_shared_heads(block: Block, layout: Layout, job: Job) -> float:
     """Where several ranks share a key and value head, each holds all of it, before and after it is picked out."""
     more = (max(0, layout.tp / part.kv_heads - 1) * part.kv_heads * part.qk_width for part in block.attentions)
     return 4 * job.width * sum(more) / layout.tp
-
-
-def _counted_for(job: Job) -> str:
-    """Adapters of 16 bits read what trained weights would read, and keep the same."""
-    return counted_as(job.precision, job.lora and not job.lowered)
 
 
 def counted_as(precision: str, lora: int | bool) -> str:

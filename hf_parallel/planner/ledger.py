@@ -280,7 +280,8 @@ class _Sends:
         """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
         dense = sum(stage.dense(self.layout.tp) for stage in stages) * self.job.stored
         experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
-        adapters = ADAPTER_WIDTH * sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
+        width = self.job.stored if self.job.lowered else ADAPTER_WIDTH
+        adapters = width * sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
         yield from self.once(dense + adapters, adapters if self.job.lora else dense * self.widened, "zero")
         yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
