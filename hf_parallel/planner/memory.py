@@ -31,7 +31,15 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, adapter_bytes, state_bytes, summed_width, zero_states
+from hf_parallel.planner.states import (
+    ADAPTER_WIDTH,
+    CODE_BYTES,
+    adapter_bytes,
+    adapter_width,
+    state_bytes,
+    summed_width,
+    zero_states,
+)
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
@@ -111,7 +119,7 @@ class _Rank:
         self.numbers = sum(stage.dense(layout.tp) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
-        self.adapter_width = self.width if job.lowered else ADAPTER_WIDTH  # gathered
+        self.adapter_width = adapter_width(job)  # gathered
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
         self.summed = summed_width(job) if self.gathers else float(self.width)
