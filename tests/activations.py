@@ -160,7 +160,7 @@ def formula(tp: int, dtype: torch.dtype, autocast: bool = False) -> float:
     g, r = SIZES["num_key_value_heads"] / heads, width / h
     residual, compute = dtype.itemsize, 2 if autocast else dtype.itemsize
     per_element = 2 * (4 + residual) + compute * (4 + 2 * g + 4 * r) + (4 * heads + 8) / h
-    lowered_weights = 2 * h * (h + width) if autocast else 0  # o_proj and down_proj
+    lowered_weights = 2 * h * (2 * (1 + g) * h + 3 * width) if autocast else 0  # of q, k, v, o; gate, up, down
     return (BATCH * LENGTH * h * per_element + lowered_weights) / tp
 
 

@@ -14,7 +14,7 @@ from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import Block, ModelShape
-from hf_parallel.planner.states import ADAPTER_WIDTH
+from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_width
 
 #: What attention gives: kept where it is not run again, as over cp ranks.
 _OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
@@ -152,7 +152,7 @@ def _by_formula(block: Block, shape: ModelShape, layout: Layout, job: Job) -> fl
     if job.autocast and not lowered_once:  # each product lowers its input for itself
         readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == shape.hidden)
         total += max(0, readers - 2) * job.width * shape.hidden
-    if job.lora and job.stored < ADAPTER_WIDTH:
+    if job.lora and job.stored < adapter_width(job):
         total += _inputs_of_adapters(block, shape.hidden, layout, job)
     return total
 

@@ -127,9 +127,22 @@ def variants(
     for way in ways:
         if way["offload"] == "cpu" and config.data_parallel_size == 1:
             continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
-        tried = [predicted(goal, configured(config, **way), size, limit) for size in sizes]
-        yield from (choice for choice in tried if choice is not None)
+        tried = list(_growing(goal, configured(config, **way), sizes, limit))
+        yield from tried
         if any(isinstance(choice, Choice) for choice in tried):
+            return
+
+
+def _growing(goal: Goal, config: ParallelConfig, sizes: list[int], limit: float) -> Iterator[Choice | TooLarge]:
+    """Each of `sizes` until one is too large; then the last alone."""
+    for at, size in enumerate(sizes):
+        choice = predicted(goal, config, size, limit)
+        if choice is not None:
+            yield choice
+        if isinstance(choice, TooLarge):
+            last = predicted(goal, config, sizes[-1], limit) if at < len(sizes) - 1 else None
+            if last is not None:
+                yield last
             return
 
 

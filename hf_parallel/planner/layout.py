@@ -149,6 +149,7 @@ class Job:
     attention: str = "flash"
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
+    lowered: bool = False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `computed_job`
 
     @property
     def recomputed_share(self) -> float:
@@ -200,7 +201,7 @@ class Job:
 def computed_job(layout: Layout, job: Job) -> Job:
     """The job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
     gathered = job.habits.fsdp2 and layout.dp * layout.cp > 1
-    return dataclasses.replace(job, precision="bf16") if job.autocast and gathered else job
+    return dataclasses.replace(job, precision="bf16", lowered=True) if job.autocast and gathered else job
 
 
 def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> Layout:

@@ -33,7 +33,7 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, summed_width
+from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, adapter_width, summed_width
 from hf_parallel.planner.transfer import (
     ATTENTION,
     BACKWARD,
@@ -147,7 +147,9 @@ class _Sends:
             yield self.tp("all_gather", self.entering, 2, inputs)
             yield self.tp("all_gather", self.entering, again_in, inputs, BACKWARD)
             yield self.tp("all_gather", self.product, 2, "gradients of outputs", BACKWARD)
-            wide = not (self.job.lora and self.job.stored < ADAPTER_WIDTH)  # adapters keep what they would gather
+            wide = not (
+                self.job.lora and self.job.stored < adapter_width(self.job)
+            )  # adapters keep what they would gather
             yield self.tp("all_gather", self.product, 2 * self.habits.regathers * wide, inputs, BACKWARD, PRODUCTS)
 
     def adapters(self, block: Block) -> Iterator[Transfer]:
@@ -156,7 +158,7 @@ class _Sends:
             summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
             shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
             summed += sum(a.kv_heads * (a.qk_width + a.v_width) for a in shared)
-            payload = ADAPTER_WIDTH * self.job.lora * summed
+            payload = adapter_width(self.job) * self.job.lora * summed
             yield self.tp("all_reduce", payload, 1, "gradients of adapters", BACKWARD, PRODUCTS)
 
     def vocabulary(self, stage: Stage) -> Iterator[Transfer]:
@@ -228,9 +230,10 @@ class _Sends:
     def weights(self, block: Block) -> Iterator[Transfer]:
         """ZeRO's transfers of one block."""
         dense = dense_parameters(block, self.layout.tp) * self.job.stored
-        adapters = ADAPTER_WIDTH * adapter_parameters(block, self.layout.tp, self.job.lora)
+        numbers = adapter_parameters(block, self.layout.tp, self.job.lora)
+        adapters = adapter_width(self.job) * numbers
         experts = block.expert_parameters / self.layout.expert_split * self.job.stored
-        reduced = adapters if self.job.lora else dense * self.widened
+        reduced = ADAPTER_WIDTH * numbers if self.job.lora else dense * self.widened
         yield from self.zero(dense + adapters, reduced, "zero", exact=adapters)
         yield from self.zero(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
@@ -284,8 +287,9 @@ class _Sends:
         """Gradients and updated weights of all parameters, as far as `zero` does not send them."""
         dense = sum(stage.dense(self.layout.tp) for stage in stages) * self.job.stored
         experts = sum(stage.experts(self.layout.expert_split) for stage in stages) * self.job.stored
-        adapters = ADAPTER_WIDTH * sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
-        yield from self.once(dense + adapters, adapters if self.job.lora else dense * self.widened, "zero")
+        adapters = sum(stage.adapters(self.layout.tp, self.job.lora) for stage in stages)
+        summed = ADAPTER_WIDTH * adapters if self.job.lora else dense * self.widened
+        yield from self.once(dense + adapter_width(self.job) * adapters, summed, "zero")
         yield from self.once(experts, 0.0 if self.job.lora else experts * self.widened, "experts")
 
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:

@@ -31,7 +31,15 @@ from hf_parallel.planner.pipeline import (
     stages_by_rank,
 )
 from hf_parallel.planner.shape import Block
-from hf_parallel.planner.states import ADAPTER_WIDTH, CODE_BYTES, adapter_bytes, state_bytes, summed_width, zero_states
+from hf_parallel.planner.states import (
+    ADAPTER_WIDTH,
+    CODE_BYTES,
+    adapter_bytes,
+    adapter_width,
+    state_bytes,
+    summed_width,
+    zero_states,
+)
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
@@ -111,6 +119,7 @@ class _Rank:
         self.numbers = sum(stage.dense(layout.tp) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
+        self.adapter_width = adapter_width(job)  # gathered
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
         self.summed = summed_width(job) if self.gathers else float(self.width)
@@ -152,10 +161,10 @@ class _Rank:
         if not self.gathers:
             return 0.0
         if not self.reshards:
-            return self.width * (self.numbers + self.experts) + ADAPTER_WIDTH * self.adapters
+            return self.width * (self.numbers + self.experts) + self.adapter_width * self.adapters
         alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
         layer = max((one.dense(self.layout.tp) + one.experts(self.layout.expert_split) for one in alone), default=0.0)
-        adapters = ADAPTER_WIDTH * self.adapters / max(1, sum(stage.layers for stage in self.stages))
+        adapters = self.adapter_width * self.adapters / max(1, sum(stage.layers for stage in self.stages))
         reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
         ends = self.ends - self._freed_embedding(self.stages[0])
         gathered = self.width * (ends + self.habits.gathered_layers * layer)

@@ -239,8 +239,9 @@ def count_activations(
     known = (*shape.blocks[0].kept, (counted_as(precision, adapt is not None), kept))
     block = dataclasses.replace(shape.blocks[0], kept=known)
     shape = dataclasses.replace(shape, blocks=(block,) * shape.layers)
-    # Data ranks gather fp32 weights in 16 bits: see `computed_job`.
-    return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", adapt)
+    # Data ranks gather fp32 weights, and adapters, in 16 bits: see `computed_job`.
+    lowered = adapt and (lambda parallel: (adapt(parallel), parallel.bfloat16()))
+    return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered)
 
 
 def plan(

@@ -76,6 +76,11 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
 
 
+def adapter_width(job: Job) -> int:
+    """Bytes of an adapter's number as layers compute with it."""
+    return job.stored if job.lowered else ADAPTER_WIDTH
+
+
 def adapter_bytes(job: Job) -> StateBytes:
     """What training keeps per parameter of an adapter."""
     if job.habits.fsdp2 and job.offload == "cpu":

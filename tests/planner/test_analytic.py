@@ -100,6 +100,8 @@ MORE = [
     ("llama", "pp=2,tp=2,dp_shard=2,pipeline_microbatches=4", {"rows": 4, "rank": 7, "precision": "mixed"}),
     ("llama", "tp=2,dp_replicate=4", {"rows": 2, "precision": "fp16"}),
     ("llama", "tp=2,dp_shard=4", {"rows": 2, "adapters": 8}),
+    ("llama", "tp=2,dp_shard=4", {"rows": 2, "adapters": 8, "precision": "mixed"}),
+    ("llama", "dp_replicate=8", {"rows": 4, "adapters": 8, "precision": "mixed"}),
     ("llama", "pp=2,dp_shard=4,pipeline_microbatches=4", {"rows": 4, "adapters": 8}),
 ]
 

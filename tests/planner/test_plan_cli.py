@@ -154,10 +154,10 @@ def test_model_that_is_not_there(capsys, tmp_path):
 
 
 def test_unsupported_layouts_are_marked_and_never_written(folder, capsys, tmp_path):
-    long = ["--gpus", "8", "--gpu", "h100-80gb", "--seq", "65536", "--global-batch", "1", "--include-unsupported"]
-    out = planned(capsys, folder, *long, "--specs", str(tmp_path))
-    assert "this version does not run cp_size=" in out
-    assert "cp=" not in out[out.index("Run the first") :]
+    tight = ["--gpus", "8", "--gpu", "a100-80gb", "--seq", "65536", "--global-batch", "8", "--memory", "8"]
+    out = planned(capsys, folder, *tight, "--include-unsupported", "--top", "40", "--specs", str(tmp_path))
+    assert "this version does not run activation_checkpointing=selective" in " ".join(out.split())
+    assert "selective" not in out[out.index("Run the first") :]
     for file in tmp_path.iterdir():
         ParallelConfig.parse(str(file))
 

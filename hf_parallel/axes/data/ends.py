@@ -64,8 +64,10 @@ def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list
         units[-1].set_modules_to_forward_prefetch([head])
 
     def gather(*_: Any) -> None:
-        if fully_shard.state(head)._is_root is False:  # type: ignore[attr-defined]  # else the backbone runs alone
-            head.unshard()
+        state = fully_shard.state(head)  # type: ignore[attr-defined]
+        for group in state._fsdp_param_groups if state._is_root is False else ():  # else the backbone runs alone
+            group.unshard()  # `head.unshard` would forget that gradients are being summed in fp32: see reduction.py
+            group.wait_for_unshard()
 
     def gather_unless_done(*_: Any) -> None:
         groups = fully_shard.state(head)._fsdp_param_groups  # type: ignore[attr-defined]
