@@ -82,7 +82,8 @@ def transfer_seconds(kind: str, payload: float, group: Group) -> float:
 def groups(layout: Layout, cluster: Cluster) -> dict[str, Group]:
     """The group of each axis on a cluster whose ranks are numbered with tp innermost, then cp, dp, pp.
 
-    `cp`: of rings; `heads`: of Ulysses. `zero`: the ranks over which ZeRO spreads what is not an expert's; `experts`: those that hold the same experts.
+    `cp`: of rings; `heads`: of Ulysses. `zero`: the ranks over which ZeRO spreads what is not an expert's; `experts`:
+    those that hold the same experts.
     """
     inner, replica = layout.tp * layout.cp, layout.dp // layout.dp_replicate
     experts = expert_shards(layout)
