@@ -22,7 +22,7 @@ from typing import Any
 #: Seconds per case of each test, as `pytest --record-seconds` measured them with two workers on two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
-PER_TEST = 4.0
+PER_TEST = 2.0
 #: What all cases of a plain run may take together: 13 minutes of two workers.
 PER_RUN = 1560.0
 #: Of a case that nobody has measured, by folder: forked ranks and a reference, or arithmetic.

@@ -107,6 +107,7 @@ TABLES = {
 TRAINER = "loss, gradient norm, sets of gradients, evaluation, predictions, saved weights"
 COMPARED = {
     "model": TRAINER,
+    "mixture of experts": TRAINER,
     "pipeline schedule": TRAINER,
     "feature": f"{TRAINER}; of DoRA, QLoRA, two models, Accelerate loop and library: losses, gradients or weights",
     "unchanged script": "what the script logs and saves, gradient norm; of TRL its metrics and sets of gradients",

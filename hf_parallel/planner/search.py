@@ -9,6 +9,7 @@ Other schedules than 1F1B are simulated for the best layouts alone: what they ca
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -240,8 +241,13 @@ def count_activations(
     block = dataclasses.replace(shape.blocks[0], kept=known)
     shape = dataclasses.replace(shape, blocks=(block,) * shape.layers)
     # Data ranks gather fp32 weights, and adapters, in 16 bits: see `computed_job`.
-    lowered = adapt and (lambda parallel: (adapt(parallel), parallel.bfloat16()))
+    lowered = None if adapt is None else functools.partial(_lowered, adapt)
     return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered)
+
+
+def _lowered(adapt: Callable[[Any], None], parallel: Any) -> None:
+    adapt(parallel)
+    parallel.bfloat16()
 
 
 def plan(

@@ -13,6 +13,8 @@ from tests.commands import ROOT
 #: By page and name: `folder/file::test` of each test that would fail if it were not so.
 PROMISES = {
     "README.md": {
+        "Offloading": "parity/test_offload.py::test_an_optimizer_that_reads_rows_is_refused",
+        "Compilation": "unit/test_compile.py::test_what_cannot_be_compiled_is_refused_by_name",
         "Models": "unit/test_doctor.py::test_refusals_are_those_of_parallelize",
         "Checkpoints": "reliability/test_refusals.py::test_an_optimizer_with_another_kind_of_state_is_refused_by_name",
         "Trainer": "reliability/test_refusals.py::test_refused_on_every_rank_before_any_step",
@@ -22,7 +24,7 @@ PROMISES = {
         "A loss of the script's own": "parity/test_scripts_losses.py::test_same_numbers_as_one_process",
         "Modules around a model": "parity/test_wrapping.py::test_a_pipeline_is_refused",
         "sentence-transformers": "parity/test_sentence_transformers.py::test_weights_of_a_loss_are_refused",
-        "Experts' auxiliary loss": "parity/test_habits.py::test_experts_that_data_ranks_balance_apart_are_told",
+        "Experts' auxiliary loss": "parity/test_experts.py::test_balance_over_all_rows",
         "Under `pp`": "parity/test_pipeline.py::test_generation",
     },
     "docs/data_parallel.md": {
