@@ -117,7 +117,7 @@ def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
     of all data ranks; both ends of a pipeline are pp too."""
     known, ranks_of = {"data": mesh.data_group, "pp": tied}, dist.get_process_group_ranks
     cp = set(ranks_of(mesh.group("cp")))
-    names = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
+    names: dict[str, str] = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
     names |= {group.group_name: name for name, group in known.items() if group is not None}
     names |= {group.group_name: "dp_shard" for group in groups_of(mesh)}
     axes = [*(EXPERT_AXES if mesh.config.ep_size > 1 else ()), *mesh.config.sizes]  # of the same ranks the latter

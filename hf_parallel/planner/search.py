@@ -240,8 +240,18 @@ def count_activations(
     block = dataclasses.replace(shape.blocks[0], kept=known)
     shape = dataclasses.replace(shape, blocks=(block,) * shape.layers)
     # Data ranks gather fp32 weights, and adapters, in 16 bits: see `computed_job`.
-    lowered = adapt and (lambda parallel: (adapt(parallel), parallel.bfloat16()))
+    lowered = None if adapt is None else _lowered(adapt)
     return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered)
+
+
+def _lowered(adapt: Callable[[Any], None]) -> Callable[[Any], None]:
+    """`adapt` with adapters of 16 bits."""
+
+    def lower(model: Any) -> None:
+        adapt(model)
+        model.bfloat16()
+
+    return lower
 
 
 def plan(
