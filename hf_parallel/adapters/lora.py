@@ -224,6 +224,7 @@ def copied(module: Any) -> Any:
     """A copy with parameters of its own that communicates in the same group."""
     shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
     new = copy.deepcopy(without_sharding(module), shared)
+    vars(new).pop("forward", None)  # of the original, which its model's loss reads
     for part in new.modules():
         if isinstance(part, TensorParallelLayer):
             region = part.region

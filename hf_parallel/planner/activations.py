@@ -6,6 +6,7 @@ The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4), o
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -120,6 +121,7 @@ def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
     return activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper", job.stored)
 
 
+@functools.lru_cache(maxsize=4096)
 def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
     """Bytes per token that a rank keeps of one block, on average: as counted from the model, else by formula."""
     if job.recompute.startswith("every:"):

@@ -164,11 +164,12 @@ def predicted(
     stages = make_stages(goal.shape, layout, job)
     if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * share * layout.dp:
         return None
-    peak = fullest(memory_of_ranks(stages, layout, job))
+    ranks = memory_of_ranks(stages, layout, job)
+    peak = fullest(ranks)
     fitting = fits(peak, goal.cluster) and _offloaded(goal, layout, job) <= goal.cluster.gpu.host.memory_gib
     if not measure and not fitting:
         return TooLarge(config, size, peak.needed / GIB)
-    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job), rows, share // rows)
+    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job, ranks), rows, share // rows)
 
 
 def _offloaded(goal: Goal, layout: Layout, job: Job) -> float:

@@ -158,7 +158,7 @@ class _Sends:
             summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
             shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
             summed += sum(a.kv_heads * (a.qk_width + a.v_width) for a in shared)
-            payload = adapter_width(self.job) * self.job.lora * summed
+            payload = ADAPTER_WIDTH * self.job.lora * summed
             yield self.tp("all_reduce", payload, 1, "gradients of adapters", BACKWARD, PRODUCTS)
 
     def vocabulary(self, stage: Stage) -> Iterator[Transfer]:

@@ -126,11 +126,17 @@ def predict(
     return predict_step(shape, cluster, sizes, job)
 
 
-def predict_step(shape: ModelShape, cluster: Cluster, layout: Layout, job: Job) -> Prediction:
-    """`predict` with everything read and checked: what a search calls many times."""
+def predict_step(
+    shape: ModelShape, cluster: Cluster, layout: Layout, job: Job, ranks: list[RankMemory] | None = None
+) -> Prediction:
+    """`predict` with everything read and checked: what a search calls many times.
+
+    Args:
+        ranks: their memory, if it is known already.
+    """
     stages = make_stages(shape, layout, job)
     time = step_time(stages, layout, job, cluster)
-    ranks = memory_of_ranks(stages, layout, job)
+    ranks = ranks or memory_of_ranks(stages, layout, job)
     peak = fullest(ranks)
     held = peak.held(cluster.gpu.memory_gib * GIB)
     kinds = {**peak.kinds, "held by the allocator": held - peak.needed}

@@ -46,6 +46,22 @@ class _Wanted:
     loss: bool = False
 
 
+@dataclass
+class _HeadForward:
+    """The forward of a model's head. A copy of the head alone, as adapters make, has its own."""
+
+    wanted: _Wanted
+    model: Any
+    head: Any
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return _forward(self.wanted, self.model, self.head, input)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        head = memo.get(id(self.head))
+        return None if head is None else functools.partial(type(head).forward, head)
+
+
 _steps = [0]  # of all optimizers, once one model is lean
 _counted: list[Any] = []
 
@@ -60,7 +76,7 @@ def attach(model: Any) -> None:
         _counted.append(register_optimizer_step_post_hook(_count))
     head, forward, wanted = model.get_output_embeddings(), model.forward, _Wanted()
     names = list(inspect.signature(forward).parameters)
-    head.forward = functools.partial(_forward, wanted, model, head)
+    head.forward = _HeadForward(wanted, model, head)
 
     @functools.wraps(forward)
     def with_loss(*args: Any, **kwargs: Any) -> Any:
