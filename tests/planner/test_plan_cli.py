@@ -153,24 +153,6 @@ def test_model_that_is_not_there(capsys, tmp_path):
     assert '"layers": 32' in said
 
 
-def test_unsupported_layouts_are_marked_and_never_written(capsys, tmp_path):
-    numbers = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
-    (tmp_path / "numbers.json").write_text(json.dumps(numbers))
-    tight = ["--gpus", "64", "--gpu", "h100-80gb", "--seq", "131072", "--global-batch", "8", "--top", "50"]
-    specs = tmp_path / "specs"
-    given = [str(tmp_path / "numbers.json"), *tight, "--include-unsupported"]
-    table = json.loads(planned(capsys, *given, "--specs", str(specs), "--json"))
-    marked = [layout["not_run_by_this_version"] for layout in table["layouts"] if layout["not_run_by_this_version"]]
-    assert marked
-    assert all("activation_checkpointing=selective" in settings for settings in marked)
-    assert len(list(specs.iterdir())) == len(table["layouts"]) - len(marked)
-    for file in specs.iterdir():
-        ParallelConfig.parse(str(file))
-    out = planned(capsys, *given)
-    assert "this version does not" in out
-    assert "selective" not in out[out.index("Run the first") :]
-
-
 def test_vision_model(capsys, tmp_path):
     """Its code does not take rows of tokens, so nothing is counted from dry runs."""
     transformers = pytest.importorskip("transformers")

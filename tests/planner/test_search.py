@@ -71,7 +71,7 @@ def test_ways_out_are_searched():
     """One desktop GPU: all weights of 8 billion do not fit, adapters do; so do two GPUs that offload."""
     found = searched(gpus=1, gpu="rtx4090-24gb", seq=2048, global_batch=16)
     assert "with adapters only (--lora) it fits: dp_shard=1" in found.advice
-    assert "with 2 GPUs it fits: pp=2,dp_shard=1,offload=optimizer" in found.advice, found.advice
+    assert "with 2 GPUs it fits: dp_shard=2,offload=optimizer" in found.advice, found.advice
 
 
 def test_notes_say_what_the_figures_rest_on():
@@ -154,26 +154,16 @@ def test_ranked_are_only_layouts_that_run():
     assert not any(choice.not_built for choice in found.choices)
 
 
-def test_others_are_ranked_on_request_and_marked():
-    found = searched(**LONG, top=50, include_unsupported=True)
-    marked = [choice for choice in found.choices if choice.not_built]
-    assert marked
-    assert not found.best.not_built
-    with pytest.raises(SpecError, match="not part of this version"):
-        ParallelConfig.parse(marked[0].config.to_spec())
-
-
 def test_the_only_one_that_fits_is_named():
     found = searched(LLAMA_8B, gpus=2, gpu="rtx4090-24gb", seq=512, global_batch=64)
     assert {choice.config.offload for choice in found.choices} <= {"optimizer", "cpu", "nvme:PATH"}, found.choices
     assert found.best is not None
 
 
-def test_what_you_expected_may_be_refused():
+def test_what_you_expected_is_compared():
     found = searched(gpus=8, expected="activation_checkpointing=selective,dp_shard=8", gpu="h200")
     (reason,) = [text for who, text in found.why_not if who.startswith("yours")]
-    assert "activation_checkpointing=selective: selective checkpointing is not part of this version" in reason
-    assert "x the time" in reason or "as fast" in reason
+    assert "x the time of the best" in reason, reason
 
 
 def test_public_name():
