@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LossKeys(Keys):
     lean_loss: str = key(
-        "auto",
-        "head and loss in chunks of tokens, where a model trains with its own loss; logits are made when read",
-        choices=("auto", "true", "false"),
+        "false",
+        "`true`: head and loss in chunks of tokens, for models that train with their own loss, not with `pp`; logits "
+        "are made when read, before the optimizer's step",
+        choices=("true", "false"),
     )
 
 
@@ -29,7 +30,12 @@ class Loss(Axis[str, bool]):
     name = "loss"
 
     def is_on(self, config: ParallelConfig) -> bool:
-        return config.lean_loss != "false"
+        return config.lean_loss == "true"
+
+    def check(self, config: ParallelConfig) -> None:
+        """A script's loss runs inside a pipeline's last stage, where logits that it reads are not made right."""
+        if config.lean_loss == "true" and config.pp_size != 1:
+            refuse("lean_loss=true", f"pp_size={config.pp_size} is not supported", "lean_loss=false")
 
     def read(self, model: Any, config: ParallelConfig) -> str | None:
         """Why its head and its loss cannot be one; None if they can."""
@@ -44,10 +50,10 @@ class Loss(Axis[str, bool]):
         return None if type(head) is nn.Linear else f"has no linear head, but {type(head).__name__}"
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: str | None) -> bool:
-        """On, if it can be."""
-        if facts is not None and config.lean_loss == "true":
-            refuse("lean_loss=true", f"{anatomy.name} {facts}", "lean_loss=auto")
-        return facts is None
+        """On, or why it cannot be."""
+        if facts is not None:
+            refuse("lean_loss=true", f"{anatomy.name} {facts}", "lean_loss=false")
+        return True
 
     def apply(self, model: Any, part: bool, building: Building) -> None:
         """Before the model is cut."""

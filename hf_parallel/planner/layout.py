@@ -40,7 +40,7 @@ class Habits:
     split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
     keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
-    loss_chunk: int = 0  # tokens whose logits exist at a time, of head and loss in one
+    loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
     receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
     # beside the tensors
     fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
@@ -70,7 +70,7 @@ HABITS = {
         keeps_products=True,
         logit_bytes=12.0,
         kept_logit_bytes=4.0,
-        loss_chunk=512,
+        loss_chunk=1024,
         lowers_inputs=True,
         communicator_gib=0.5,
         bucket_gib=0.0,

@@ -233,9 +233,8 @@ class _Rank:
 
     def _stage_bytes(self, stage: Stage) -> StageBytes:
         logits = self.tokens * self.shape.head_outputs / self.layout.tp * stage.is_last
-        kept_logits = logits * self.habits.kept_logit_bytes  # the logarithms of probabilities
-        if self._chunks:  # no logits, but the gradients that the loss has computed on its way
-            kept_logits = self._gradients_of_loss() * stage.is_last
+        # The logarithms of probabilities; of a split vocabulary the logits themselves.
+        kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         # What was sent on is kept; what arrives, too, where no buffer waits for it.
         sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits
@@ -289,22 +288,14 @@ class _Rank:
         split, hidden = self.layout.tp > 1, self.shape.hidden
         each = self.habits.split_logit_bytes if split else self.habits.logit_bytes
         if self._chunks:
-            each = (self.job.width + 8) * min(1.0, self.habits.loss_chunk / self.tokens)
+            each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
         norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
-        ends = self._gradients_of_loss() if self._chunks else 0.0
-        return ends + self.tokens * (
-            self.shape.head_outputs / self.layout.tp * each + norm + self.width * hidden * split
-        )
-
-    def _gradients_of_loss(self) -> float:
-        """Of hidden states and of the head, in fp32."""
-        head = 0 if self.job.lora else self.shape.head_outputs / self.layout.tp
-        return 4 * self.shape.hidden * (self.tokens + head)
+        return self.tokens * (self.shape.head_outputs / self.layout.tp * each + norm + self.width * hidden * split)
 
     @property
     def _chunks(self) -> bool:
-        """Are head and loss computed some tokens at a time?"""
-        return self.habits.loss_chunk > 0
+        """Is the loss of a split vocabulary computed some tokens at a time?"""
+        return self.layout.tp > 1 and self.habits.loss_chunk > 0
 
     def _layer_again(self, stage: Stage) -> float:
         """A checkpointed layer's activations, computed again, and gradients of its widest part and of the stream."""

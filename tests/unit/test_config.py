@@ -21,7 +21,7 @@ VALUES = {
     "activation_checkpointing": ("full", "full"),
     "activation_offload": ("true", True),
     "compile": ("regional", "regional"),
-    "lean_loss": ("false", "false"),
+    "lean_loss": ("true", "true"),
     "hierarchical_shard": ("2", 2),
     "quantize_weights": ("fp8", "fp8"),
     "quantize_gradients": ("int4", "int4"),
