@@ -19,8 +19,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-#: Seconds per case of each test, as `pytest --record-seconds` measured them: two thirds of those of three workers on two
-#: cores.
+#: Seconds per case of each test, as `pytest --record-seconds` measured them: two thirds of those of three workers on
+#: two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
 #: What the cases of one test may take in a plain run, beyond its first and what shows the axes of its file.
 PER_TEST = 2.0
