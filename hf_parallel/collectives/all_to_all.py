@@ -1,4 +1,4 @@
-"""Rows that travel between ranks, each as many to each other as it has for it (all-to-all with counts)."""
+"""Rows that travel between ranks: as many to each, or as many as each has for the other (all-to-all with counts)."""
 
 from __future__ import annotations
 
@@ -9,6 +9,20 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.collectives.kept import COLLECTIVE, kept_or
+
+
+class _AllToAll(torch.autograd.Function):
+    """All-to-all of equal parts, which is its own way back."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        return _all_to_all(parts, None, None, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _all_to_all(gradient, None, None, ctx.group), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -41,6 +55,11 @@ class _ScaleGradient(torch.autograd.Function):
         return gradient * ctx.factor, None
 
 
+def exchange_equally(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """[ranks, …] -> [ranks, …]: what is at place r goes to rank r, and what came from rank r is at place r."""
+    return _AllToAll.apply(parts, group)
+
+
 def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Rows in the order of the ranks they go to -> rows in the order of the ranks they come from.
 
@@ -53,7 +72,7 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[ranks, …], what this rank tells each -> [ranks, …], what each tells this one. Not differentiable."""
-    return kept_or(lambda: _exchanged_counts(counts, group), COLLECTIVE)
+    return kept_or(lambda: _all_to_all(counts, None, None, group), COLLECTIVE)
 
 
 def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
@@ -61,13 +80,11 @@ def scale_gradient(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     return tensor if factor == 1 else _ScaleGradient.apply(tensor, factor)
 
 
-def _all_to_all(rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    arrived = rows.new_empty(sum(received), *rows.shape[1:])
-    dist.all_to_all_single(arrived, rows.contiguous(), received, sent, group=group)
+def _all_to_all(
+    rows: torch.Tensor, sent: list[int] | None, received: list[int] | None, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Without counts as many rows to each rank."""
+    arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
+    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
+    dist.all_to_all_single(arrived, rows.contiguous(), **sizes, group=group)
     return arrived
-
-
-def _exchanged_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    told = torch.empty_like(counts)
-    dist.all_to_all_single(told, counts.contiguous(), group=group)
-    return told

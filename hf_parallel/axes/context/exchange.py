@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.context.layout import Layout
-from hf_parallel.collectives import all_reduce, start_all_gather
+from hf_parallel.collectives import reduce_from_group, scale_gradient, start_all_gather
 
 
 class _Join(torch.autograd.Function):
@@ -37,18 +37,6 @@ class _Join(torch.autograd.Function):
         return own * ctx.group.size(), None, None
 
 
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.ranks = group.size()
-        return all_reduce(tensor, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return gradient * ctx.ranks, None
-
-
 def join(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, n, …] of this rank's tokens -> [b, s, …] on all ranks, which must go on to compute the same."""
     return _Join.apply(tensor, layout, group)
@@ -56,7 +44,7 @@ def join(tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torc
 
 def sum_over_ranks(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A sum over this rank's tokens -> that over all."""
-    return _SumOverRanks.apply(tensor, group)
+    return reduce_from_group(scale_gradient(tensor, group.size()), group)
 
 
 def take(tensor: torch.Tensor, layout: Layout, rank: int, fill: float = 0) -> torch.Tensor:
