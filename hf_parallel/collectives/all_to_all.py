@@ -85,6 +85,7 @@ def _all_to_all(
 ) -> torch.Tensor:
     """Without counts as many rows to each rank."""
     arrived = rows.new_empty(len(rows) if received is None else sum(received), *rows.shape[1:])
-    sizes = {"output_split_sizes": received, "input_split_sizes": sent}
-    dist.all_to_all_single(arrived, rows.contiguous(), **sizes, group=group)
+    dist.all_to_all_single(
+        arrived, rows.contiguous(), output_split_sizes=received, input_split_sizes=sent, group=group
+    )
     return arrived

@@ -21,9 +21,10 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hf_parallel.autocast import as_autocast
 from hf_parallel.axes.attention.axis import REGISTERED as NAME
 from hf_parallel.axes.attention.varlen import Pack, attend, fits, pack
-from hf_parallel.axes.context.attention import limits, one_process
+from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.documents import Row, find, numbered, plain
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.ring import Ring, RingAttention
@@ -147,7 +148,7 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """[b, h, n, d] queries, [b, h / g, n, d] keys and values -> [b, n, h, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    query, key, value = _lowered(query, key, value)
+    query, key, value = as_autocast(query), as_autocast(key), as_autocast(value)
     documents = _documents(query, key, attention_mask)
     if documents is None:
         seen = None if isinstance(attention_mask, Documents) else attention_mask
@@ -173,14 +174,6 @@ def _documents(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | Documents 
     return None
 
 
-def _lowered(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """As autocast lowers what scaled-dot-product attention is given."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    return tuple(t.to(torch.get_autocast_dtype(kind)) for t in tensors)
-
-
 def _by_documents(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -191,9 +184,7 @@ def _by_documents(
     high: float,
     documents: Documents,
 ) -> torch.Tensor:
-    width = v.shape[-1]
-    if width != q.shape[-1]:  # latent attention: kernels want one width
-        v = F.pad(v, (0, q.shape[-1] - width))
+    width, v = v.shape[-1], one_width(q, v)
     if fits(q, v):
         out = attend(q, k, v, sinks, scale, _window(low, high), documents.pack(q.device))
     else:

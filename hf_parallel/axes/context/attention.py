@@ -88,12 +88,15 @@ def attention(
         out = one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
     layout = attention_mask.layout
-    width = value.shape[-1]
-    if width != query.shape[-1]:  # latent attention: kernels want one width
-        value = F.pad(value, (0, query.shape[-1] - width))
+    width, value = value.shape[-1], one_width(query, value)
     low, high = limits(causal, sliding_window, layout)
     out = _over_ranks(query, key, value, s_aux, scaling, softcap, dropout, low, high, attention_mask)
     return out[..., :width].transpose(1, 2).contiguous(), None
+
+
+def one_width(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Values as wide as queries, which kernels want; latent attention has narrower ones."""
+    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
 
 
 def limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, float]:

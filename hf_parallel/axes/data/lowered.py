@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.data.mixed_precision import autocast_dtype
+from hf_parallel.autocast import autocast_dtype
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _installed: list[Any] = []

@@ -20,6 +20,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from hf_parallel.autocast import autocast_dtype
+
 _HALF = (torch.bfloat16, torch.float16)
 _SETTLED = "_hf_parallel_computes_in"
 
@@ -47,11 +49,6 @@ def compute_in(root: Any, dtype: torch.dtype) -> None:
     if isinstance(root, FSDPModule):
         setattr(root, _SETTLED, dtype)
         change(cast(nn.Module, root), dtype)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What autocast lowers products to, here and now; None where it is off."""
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:

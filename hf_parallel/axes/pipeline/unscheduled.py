@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
+from hf_parallel.autocast import autocast_dtype
 from hf_parallel.axes.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
 
@@ -220,10 +221,8 @@ def describe(engine: Any, kwargs: Batch, batch: Batch, values: bool = True) -> C
 
     kwargs = {key: value for key, value in kwargs.items() if key != "num_items_in_batch"}  # passed on for the loss
     grad = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
-    kind = engine.mesh.device.type
-    autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     adapters = None if engine.adapters is None else engine.adapters.read()
-    return Call(engine.number, tree_map(name, kwargs), grad, autocast, adapters)
+    return Call(engine.number, tree_map(name, kwargs), grad, autocast_dtype(engine.mesh.device), adapters)
 
 
 def _pass_count(engine: Any, rows: int) -> int:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.autocast import as_autocast
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.lowering import as_autocast
 from hf_parallel.axes.tensor.overlap import is_wanted, weight_gradient
 from hf_parallel.collectives import (
     parts_of_sequence,

@@ -27,10 +27,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_parallel.autocast import as_autocast, autocast_dtype
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
 from hf_parallel.axes.tensor.log_probs import Scaling, inside_columns
-from hf_parallel.axes.tensor.lowering import as_autocast
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row
 from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.collectives.when_read import whole_when_read
@@ -107,8 +107,7 @@ def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> tor
     plain = functools.partial(type(head).forward, head)
     if not wanted.loss or getattr(head, "adapted", False) or not _multiplies(head):
         return plain(input)
-    kind = input.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+    dtype = autocast_dtype(input.device) or input.dtype
     source = Source(
         head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0])
     )
@@ -211,12 +210,11 @@ class _Chunked(torch.autograd.Function):
         items: Any,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        dtype = autocast_dtype(hidden.device) or hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
         same = scaling == Scaling()
         into: Any = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for chunk in _chunks(len(hidden)):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.autocast import autocast_dtype
 from hf_parallel.collectives import all_reduce, copy_to_group
 
 CHUNK = 1024  # tokens whose logits over this rank's rows exist at a time
@@ -89,8 +90,7 @@ class _LogProbs(torch.autograd.Function):
         scaling: Scaling,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        kind = hidden.device.type
-        ctx.dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        ctx.dtype = autocast_dtype(hidden.device) or hidden.dtype
         parts = [
             _statistics(scaling.logits(_product(x, weight, bias, ctx.dtype)), target - first)
             for x, target in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)

@@ -13,20 +13,11 @@ import inspect
 import textwrap
 from typing import Any
 
-import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 #: What may be asked of an input without reading a value of it or its dtype.
 _SHAPE = {"shape", "size", "dim", "ndim", "device"}
-
-
-def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """What autocast does to an argument of F.linear."""
-    device = tensor.device.type
-    if not torch.is_autocast_enabled(device) or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(device))
 
 
 def only_multiplied(owner: nn.Module, name: str) -> bool:

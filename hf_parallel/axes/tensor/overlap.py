@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.axes.tensor.lowering import as_autocast
+from hf_parallel.autocast import as_autocast
 from hf_parallel.collectives import (
     parts_of_sequence,
     start_all_gather,

@@ -18,11 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from hf_parallel.autocast import as_autocast
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.heads import PER_HEAD
-from hf_parallel.axes.tensor.lowering import as_autocast, only_multiplied
+from hf_parallel.axes.tensor.lowering import only_multiplied
 from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.collectives.kept import COLLECTIVE, keeps
