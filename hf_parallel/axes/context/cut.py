@@ -30,6 +30,7 @@ from hf_parallel.axes.context.keep import keep_attention
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.anatomy import token_readers
+from hf_parallel.model.targets import item_count, targets_of
 
 Batch = dict[str, Any]
 #: What tells flash attention where documents begin: the layout knows.
@@ -121,14 +122,10 @@ class SequenceCut:
         """The model's own loss, over this rank's tokens and then over all."""
         if not self._parts:
             return loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        if shift_labels is None:
-            assert labels is not None
-            shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        layout = self._layout(self._batch)
-        own = take(shift_labels, layout, self.group.rank(), ignore_index).contiguous()
-        if num_items_in_batch is None:
-            num_items_in_batch = (shift_labels != ignore_index).sum()
-        part = loss(logits, None, vocab_size, num_items_in_batch, ignore_index, own, **kwargs)
+        targets = targets_of(labels, shift_labels, ignore_index)
+        own = take(targets, self._layout(self._batch), self.group.rank(), ignore_index).contiguous()
+        items = item_count(targets, num_items_in_batch, ignore_index)
+        part = loss(logits, None, vocab_size, items, ignore_index, own, **kwargs)
         return sum_over_ranks(part, self.group)
 
     def _whole_logits(self, names: list[str], model: Any, args: tuple, kwargs: Batch, output: Any) -> None:

@@ -35,6 +35,7 @@ from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_rang
 from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.local import local
+from hf_parallel.model.targets import item_count, targets_of
 
 CHUNK = 512  # tokens whose logits exist at a time
 
@@ -172,12 +173,8 @@ def lean_loss(
     scaling = logits.source.scaling if logits.made is None and logits.shape[-1] == vocab_size else None
     if scaling is None:
         return own(logits.plain(), labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    target = shift_labels.to(logits.device).reshape(-1)
-    items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    items = items.to(logits.device) if torch.is_tensor(items) else items
+    target = targets_of(labels, shift_labels, ignore_index).to(logits.device).reshape(-1)
+    items = item_count(target, num_items_in_batch, ignore_index)
     check_range(target, vocab_size, "target out of bounds", ignore_index)
     return _of_source(logits.source, target, scaling, ignore_index, items)
 

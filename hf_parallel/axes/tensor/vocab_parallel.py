@@ -24,6 +24,7 @@ from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.collectives import reduce_from_group
 from hf_parallel.collectives.when_read import whole_when_read
+from hf_parallel.model.targets import item_count, targets_of
 
 
 def vocab_parallel(
@@ -116,16 +117,12 @@ def causal_loss(
     """transformers' causal loss: labels are shifted by one; sum / `num_items_in_batch`, or the mean without it."""
     if not isinstance(logits, DTensor):
         return whole_loss(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-    if shift_labels is None:
-        assert labels is not None
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     group = logits.device_mesh.get_group()
-    target = shift_labels.to(logits.device)
+    target = targets_of(labels, shift_labels, ignore_index).to(logits.device)
     first = first_row(logits.shape[-1], group)
     check_range(target, logits.shape[-1], "target out of bounds", ignore_index)
     loss = cross_entropy(logits.to_local(), target, first, group, ignore_index)
-    items = (target != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
-    return loss / (items.to(loss.device) if torch.is_tensor(items) else items)
+    return loss / item_count(target, num_items_in_batch, ignore_index)
 
 
 def first_row(vocabulary: int, group: dist.ProcessGroup) -> int:
