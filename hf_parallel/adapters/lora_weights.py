@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.adapters.lora import CutAdapter, WholeAdapter, cut
+from hf_parallel.axes.data.ends import gather
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     HeadsEmbedding,
@@ -51,7 +52,7 @@ class AdaptedWeight(nn.Module):
             yield
             return
         if isinstance(base, FSDPModule):  # an embedding in a group of its own: its own hook would come too late
-            base.unshard()
+            gather(base)
         with holding(base, {name: self._sum(active)}):
             yield
 

@@ -42,6 +42,17 @@ def shard_ends(model: Any, blocks: list[nn.Module], keeps: bool, **settings: Any
         _gather_early(model, unit, backbone, blocks)
 
 
+def gather(unit: Any) -> None:
+    """Make the weights of a unit whole before its own hook does, while the model around it runs.
+
+    `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
+    """
+    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    for group in state._fsdp_param_groups if state._is_root is False else ():  # else it runs by itself
+        group.unshard()
+        group.wait_for_unshard()
+
+
 def _head(model: Any) -> nn.Module | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head if isinstance(head, nn.Module) and not any(head.children()) else None
@@ -63,16 +74,10 @@ def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list
     if units:
         units[-1].set_modules_to_forward_prefetch([head])
 
-    def gather(*_: Any) -> None:
-        state = fully_shard.state(head)  # type: ignore[attr-defined]
-        for group in state._fsdp_param_groups if state._is_root is False else ():  # else the backbone runs alone
-            group.unshard()  # `head.unshard` would forget that gradients are being summed in fp32: see reduction.py
-            group.wait_for_unshard()
-
     def gather_unless_done(*_: Any) -> None:
         groups = fully_shard.state(head)._fsdp_param_groups  # type: ignore[attr-defined]
         if all(group._training_state != TrainingState.POST_BACKWARD for group in groups):
-            gather()  # gradients of outputs that come after the head's, as of router logits, must leave it freed
+            gather(head)  # gradients of outputs that come after the head's, as of router logits, must leave it freed
 
     def gather_in_backward(module: nn.Module, args: Any, output: Any) -> None:
         held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
@@ -80,5 +85,5 @@ def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list
             if torch.is_tensor(tensor) and tensor.requires_grad:
                 tensor.register_hook(gather_unless_done)
 
-    backbone.register_forward_hook(gather)
+    backbone.register_forward_hook(lambda *_: gather(head))
     model.register_forward_hook(gather_in_backward)
