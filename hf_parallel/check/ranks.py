@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from hf_parallel.spec import SpecError, refuse
+from hf_parallel.spec import refuse
 
 #: Seconds that ranks have to end by themselves once one has failed.
 GRACE_S = 6.0
@@ -57,7 +57,7 @@ def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
         SpecError: less than one.
     """
     if asked is not None and asked < 1:
-        raise SpecError(f"--nproc {asked}: is one at least; --nproc 2 works")
+        refuse(f"--nproc {asked}", "is one at least", "--nproc 2")
     return asked or fixed or devices or 4
 
 

@@ -218,11 +218,13 @@ def _to_host(value: Any) -> Any:
 
 def _chunks(parameters: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     chunk: list[torch.Tensor] = []
+    size = 0
     for parameter in parameters:
         chunk.append(parameter)
-        if sum(p.nbytes for p in chunk) >= CHUNK:
+        size += parameter.nbytes
+        if size >= CHUNK:
             yield chunk
-            chunk = []
+            chunk, size = [], 0
     if chunk:
         yield chunk
 
