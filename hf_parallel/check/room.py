@@ -5,7 +5,8 @@ Nothing here uses a collective, as it is collectives that are checked. Each rank
     rank 2    raises: writes its name into the store, prints its traceback, leaves
     others    their threads read the name within a second, and leave too, whatever their main threads wait in
     rank 0    prints what has been found so far, with the verdict, before it leaves
-    a rank that stands in one step for longer than the limit says where, as one that fails
+    a rank that stands in one step for longer than the limit says where, as one that fails; those that are further on
+    and wait for it leave it the time to
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from collections.abc import Callable
 from typing import Any
 
 _LOOK_S = 0.3
+#: What a rank that waits for one behind it gives that one to speak first.
+_BEHIND_S = 3 * _LOOK_S
 #: Rank 0's process may keep the store, which others read; and a launcher ends all ranks once one has gone.
 _LINGER_S = 1.5
 
@@ -37,6 +40,7 @@ class Room:
         self.store, self.rank, self.world, self.limit_s, self.ended = store, rank, world, limit_s, ended
         self._own = store.clone() if hasattr(store, "clone") else store
         self._step, self._until, self._count = "its start", time.monotonic() + limit_s, 0
+        self._progress = 0  # steps begun and values gathered, as in the store
         self._done, self._leaving = threading.Event(), threading.Lock()
         self._watched = threading.get_ident()
         self._thread = threading.Thread(target=self._look, name="hf_parallel/check", daemon=True)
@@ -44,15 +48,21 @@ class Room:
 
     def step(self, what: str, times: float = 1.0) -> None:
         """From here on this rank is at `what`, for at most `times` the limit."""
+        self._advance()
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
     def gather(self, value: Any) -> list[Any]:
         """Of every rank, by rank, on rank 0; nothing on the others. All ranks call it in the same order."""
         self._count += 1
+        self._advance()
         if self.rank:
             self.store.set(f"{self._count}/{self.rank}", pickle.dumps(value))
             return []
         return [value, *(self._take(f"{self._count}/{rank}") for rank in range(1, self.world))]
+
+    def _advance(self) -> None:
+        self._progress += 1
+        self.store.set(f"progress/{self.rank}", str(self._progress))
 
     def _take(self, key: str) -> Any:
         while not self.store.check([key]):  # `get` would end at the store's own time-out
@@ -86,8 +96,10 @@ class Room:
 
     def _look(self) -> None:
         while not self._done.wait(_LOOK_S):
+            late = time.monotonic() - self._until
             try:
                 found = self._own.check(["failed"])
+                stands = late > 0 and late > _BEHIND_S * self._is_ahead()
             except Exception:  # each version of torch raises another one when the store is gone
                 found = None
             if self._done.is_set():
@@ -96,8 +108,13 @@ class Room:
                 self._leave("rank 0, which keeps the store, has gone", None)
             elif found:
                 self._leave(self._own.get("failed").decode(), None)
-            elif time.monotonic() > self._until:
+            elif stands:
                 self._end(f"stands in {self._step} for more than {self.limit_s:.0f} s", self._where())
+
+    def _is_ahead(self) -> bool:
+        """Is there a rank that has not come as far as this one?"""
+        others = (f"progress/{rank}" for rank in range(self.world) if rank != self.rank)
+        return any(not self._own.check([key]) or int(self._own.get(key)) < self._progress for key in others)
 
     def _where(self) -> str:
         frame = sys._current_frames().get(self._watched)
