@@ -39,7 +39,7 @@ def start_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
     return Started(gathered, _all_gather_op(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
 
 
-def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
-    """[n, …] -> […], the sum over ranks of what each has for this one."""
-    own = tensor.new_empty(tensor.shape[1:])
+def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None) -> Started:
+    """[n, …] -> […], the sum over ranks of what each has for this one; into `own`, if given and contiguous."""
+    own = tensor.new_empty(tensor.shape[1:]) if own is None else own
     return Started(own, _reduce_scatter_op(own.flatten(), tensor.flatten(), group=group, async_op=True))

@@ -251,7 +251,7 @@ class Events(CountCollectives):
             self.order.append(kind)
             tensors = [leaf for leaf in tree_leaves((args, result)) if torch.is_tensor(leaf)]
             self.elements += max(tensor.numel() for tensor in tensors)  # the whole, where ranks have parts
-        if func.namespace == "aten" and func._opname in ("mm", "addmm"):
+        if func.namespace == "aten" and func._opname in ("mm", "addmm", "bmm"):
             self.order.append("product")
         return result
 
@@ -406,13 +406,13 @@ def late_peer(folder: Any, sequence_parallel: bool) -> None:
     leave = "start_reduce_scatter" if sequence_parallel else "start_all_reduce"
     start, started = getattr(overlap, leave), []
 
-    def start_half(tensor: torch.Tensor, group: Any) -> Started:
+    def start_half(tensor: torch.Tensor, group: Any, *own: torch.Tensor) -> Started:
         started.append(tensor)
         if rank == 0 and len(started) == 2:
             second_product.touch()
         if rank == 1 and len(started) == 1:
             wait_for(second_product)
-        return start(tensor, group)
+        return start(tensor, group, *own)
 
     def start_gradient(tensor: torch.Tensor, group: Any) -> Started:
         if rank == 1:

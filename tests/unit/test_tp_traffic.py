@@ -15,11 +15,12 @@ from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
 
+_PLACES = ("hf_parallel/collectives/", "hf_parallel/axes/tensor/overlap.py")
 _COPIES = {torch.ops.aten.clone.default, torch.ops.aten.copy_.default, torch.ops.aten.cat.default}
 
 
 class CountCopies(TorchDispatchMode):
-    """`counts`: copies that code of `collectives/` makes, by function."""
+    """`counts`: copies that code of `collectives/` and overlapped products make, by function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,14 +31,15 @@ class CountCopies(TorchDispatchMode):
             frame: Any = sys._getframe(1)
             while frame is not None and torch.__path__[0] in frame.f_code.co_filename:
                 frame = frame.f_back
-            if "hf_parallel/collectives/" in frame.f_code.co_filename and frame.f_code.co_name != "wait":
+            ours = any(place in frame.f_code.co_filename for place in _PLACES)
+            if ours and frame.f_code.co_name != "wait":
                 self.counts[frame.f_code.co_name] += 1
         return func(*args, **(kwargs or {}))
 
 
-def step(rows: int, mode: Any, autocast: bool = False) -> torch.Tensor:
+def step(rows: int, mode: Any, autocast: bool = False, spec: str = "tp=2") -> torch.Tensor:
     """The loss of a step whose forward and backward run inside `mode`."""
-    model = parallelize(models.build("qwen3").train(), "tp=2")
+    model = parallelize(models.build("qwen3").train(), spec)
     ids = torch.arange(rows * 34).view(rows, 34) % models.VOCABULARY
     with mode:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
@@ -46,9 +48,9 @@ def step(rows: int, mode: Any, autocast: bool = False) -> torch.Tensor:
     return loss.detach()
 
 
-def copies(rows: int) -> dict[str, int]:
+def copies(rows: int, spec: str = "tp=2") -> dict[str, int]:
     counter = CountCopies()
-    step(rows, counter)
+    step(rows, counter, spec=spec)
     return dict(counter.counts)
 
 
@@ -66,6 +68,14 @@ def test_nothing_is_copied_around_collectives(rows):
     """But the split after the embedding, and what all-reduces of weights and of the loss must not change."""
     for found in run(copies, 2, rows):
         assert found == {"forward": 1, "all_reduce": run(copies, 2, 1)[0]["all_reduce"]}
+
+
+def test_halves_are_joined_for_gradients_of_weights_alone():
+    """`tp_overlap`: one copy per row-parallel matrix and step, of the gradient that its weight's product reads."""
+    joined = {"_gathered_product": 2 * models.build("qwen3").config.num_hidden_layers}
+    for plain, found in zip(run(copies, 2, 3), run(copies, 2, 3, "tp=2,tp_overlap=true"), strict=True):
+        assert found.pop("all_reduce") <= plain.pop("all_reduce")
+        assert found == {**plain, **joined}
 
 
 def test_inputs_of_products_travel_as_these_read_them():

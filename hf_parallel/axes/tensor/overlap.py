@@ -104,13 +104,16 @@ def _reduced_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessG
 
 def _scattered_product(x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[…, s, in / n] -> […, s / n, out]. A half is half of every rank's part, so each rank gets half of its own."""
-    parts, started = parts_of_sequence(x, group), []
-    shape, parts = (*parts.shape[1:-1], weight.shape[0]), parts.flatten(1, -2)
+    parts = parts_of_sequence(x, group)
+    own = x.new_empty(*parts.shape[1:-1], weight.shape[0])
+    parts, sums = parts.flatten(1, -2), own.flatten(0, -2)
+    matrices, started = weight.t().expand(len(parts), -1, -1), []
     for half in _halves(parts.shape[1]):
-        # Ordered by ranks before the product, the product is ready to be sent; F.linear keeps the order.
-        started.append(start_reduce_scatter(parts[:, half].contiguous() @ weight.t(), group))
-    whole = torch.cat([scatter.wait() for scatter in started])
-    return torch.ops.aten._unsafe_view(whole, shape)  # no view, as in `whole_sequence`
+        # Ordered by ranks, as it is sent.
+        started.append(start_reduce_scatter(torch.bmm(parts[:, half], matrices), group, sums[half]))
+    for scatter in started:
+        scatter.wait()
+    return own
 
 
 def _gathered_product(
@@ -118,14 +121,16 @@ def _gathered_product(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """[…, s / n, out] -> if wanted the whole […, s, out] and, given W [out, in / n], its product with W."""
     tokens = own.flatten(0, -2)
-    started = [start_all_gather(tokens[half], group) for half in _halves(tokens.shape[0])]
-    products = []
-    for gather in started:
+    halves, size = _halves(len(tokens)), group.size()
+    started = [start_all_gather(tokens[half], group) for half in halves]
+    products = None if weight is None else own.new_empty(size, len(tokens), weight.shape[1])
+    for gather, half in zip(started, halves, strict=True):
         gathered = gather.wait()
-        if weight is not None:
-            products.append(gathered @ weight)
-    whole = _joined([gather.result for gather in started], own) if whole_wanted else own
-    return whole, _joined(products, own) if products else None
+        if weight is not None and products is not None:
+            torch.bmm(gathered, weight.expand(size, -1, -1), out=products[:, half])
+    # The weight's gradient is one product of the whole: its halves are joined, which copies them.
+    whole = _of_all(torch.cat([gather.result for gather in started], dim=1), own) if whole_wanted else own
+    return whole, None if products is None else _of_all(products, own)
 
 
 def _halves(tokens: int) -> list[slice]:
@@ -134,9 +139,9 @@ def _halves(tokens: int) -> list[slice]:
     return [slice(0, middle), slice(middle, tokens)] if tokens > 1 else [slice(0, tokens)]
 
 
-def _joined(halves: list[torch.Tensor], own: torch.Tensor) -> torch.Tensor:
-    """Halves [n, tokens, h] of the parts of all ranks -> […, s, h], where a part has the shape of `own`."""
-    return whole_sequence(torch.cat(halves, dim=1).unflatten(1, own.shape[:-1]))
+def _of_all(parts: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """Parts [n, tokens, h] of all ranks -> […, s, h], where a part has the shape of `own`."""
+    return whole_sequence(parts.unflatten(1, own.shape[:-1]))
 
 
 def is_wanted(ctx: Any, index: int) -> bool:
