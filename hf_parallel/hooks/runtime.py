@@ -217,12 +217,12 @@ def diagnostics() -> dict[str, str]:
     """What lets NCCL say, when collectives time out, which rank was where. Read when groups are made.
 
     The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default, and
-    under the second name. What the script's environment says stays.
+    under the second name, of which later ones warn. What the script's environment says stays.
     """
     sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     wanted = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if not any(name in os.environ for name in sizes):
-        wanted |= dict.fromkeys(sizes, "2000")
+        wanted |= dict.fromkeys(sizes[:1] if torch.__version__ >= "2.13" else sizes, "2000")
     if int(os.environ.get("WORLD_SIZE", "1")) <= _DESYNC_RANKS:
         wanted["TORCH_NCCL_DESYNC_DEBUG"] = "1"
     return {name: value for name, value in wanted.items() if name not in os.environ}

@@ -18,10 +18,13 @@ def nothing_set(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_the_flight_recorder_is_on(monkeypatch):
+@pytest.mark.parametrize(("version", "names"), [("2.13.0+cpu", NAMES[:1]), ("2.11.0", NAMES)])
+def test_the_flight_recorder_is_on(monkeypatch, version, names):
+    """By the name that this version of torch reads without a warning."""
+    monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setenv("WORLD_SIZE", "64")
     found = runtime.diagnostics()
-    assert found == dict.fromkeys(NAMES, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DESYNC_DEBUG": "1"}
+    assert found == dict.fromkeys(names, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DESYNC_DEBUG": "1"}
 
 
 def test_what_is_set_stays(monkeypatch):
