@@ -13,6 +13,7 @@ too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `che
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -117,7 +118,15 @@ def _top_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
+    _add_completion(parser)
     return parser
+
+
+def _add_completion(parser: argparse.ArgumentParser) -> None:
+    with contextlib.suppress(ImportError):
+        import shtab
+
+        shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:

@@ -19,8 +19,9 @@ def cell(out: str) -> None:
     set_seed(3)
     rows = [{"input_ids": ids, "labels": ids} for ids in torch.arange(11 * 33).view(11, 33) % models.VOCABULARY]
     args = TrainingArguments(
-        out, max_steps=3, per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", logging_steps=1, report_to="none",
-        save_strategy="no", disable_tqdm=True, use_cpu=True, gradient_accumulation_steps=2 if world() == 1 else 1,
+        out, max_steps=3, per_device_train_batch_size=2, learning_rate=0.1, optim="sgd", logging_steps=1,
+        report_to="none", save_strategy="no", disable_tqdm=True, use_cpu=True,
+        gradient_accumulation_steps=2 if world() == 1 else 1,
     )  # fmt: skip
     trainer = Trainer(models.build("qwen3"), args, train_dataset=rows)
     trainer.train()
