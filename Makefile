@@ -8,11 +8,12 @@
 #   make matrix    run the parity tests and write the support matrix into README.md
 #   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
 #                  gpu-speed (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
+#   make site      build docs/ into outputs/site, with a search
 #   make clean     remove the virtual environment, caches and outputs
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
-EXTRAS      ?= dev,data,lora,qlora,trl,sentences
+EXTRAS      ?= dev,docs,data,lora,qlora,trl,sentences
 PYTEST_ARGS ?=
 # Two at a time: a test with four ranks waits for its messages half of the time.
 WORKERS     ?= 2
@@ -26,7 +27,7 @@ WHEELS      ?=
 #: What has torch for CUDA: an environment that is here, else the machine's own Python.
 GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help install demo test test-all lint format matrix clean gpu $(GPU_PARTS:%=gpu-%)
+.PHONY: help install demo test test-all lint format matrix site clean gpu $(GPU_PARTS:%=gpu-%)
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -72,6 +73,9 @@ gpu:
 
 $(GPU_PARTS:%=gpu-%): gpu-%:
 	$(GPU_PYTHON) -m benchmarks.gpu $* $(if $(WHEELS),--wheels $(WHEELS))
+
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 clean:
 	rm -rf $(VENV) outputs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
