@@ -15,6 +15,7 @@ __all__ = [
     "clip_grad_norm",
     "full_state_dict",
     "full_tensor",
+    "metrics",
     "parallelize",
     "plan",
 ]
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
     from hf_parallel.hooks.library import parallelize
+    from hf_parallel.hooks.monitoring import metrics
     from hf_parallel.parallelize import clip_grad_norm
     from hf_parallel.planner.search import plan
     from hf_parallel.whole import full_state_dict, full_tensor
@@ -34,6 +36,7 @@ _HOME = {
     "clip_grad_norm": "hf_parallel.parallelize",
     "full_state_dict": "hf_parallel.whole",
     "full_tensor": "hf_parallel.whole",
+    "metrics": "hf_parallel.hooks.monitoring",
     "parallelize": "hf_parallel.hooks.library",
     "plan": "hf_parallel.planner.search",
 }
