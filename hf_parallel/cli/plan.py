@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--calibrate",
         metavar="OUTPUT_DIR",
-        help="as a training has found it, whose record is there; --gpus for another size",
+        help="as found by the training whose record is there",
     )
     where.add_argument("--memory", type=float, metavar="GIB", help="of each GPU, instead of all of it")
     what = parser.add_argument_group("training")

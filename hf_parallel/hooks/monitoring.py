@@ -12,7 +12,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.hooks import auto, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor import expected
-from hf_parallel.monitor.meter import DATA
+from hf_parallel.monitor.meter import COMPUTE, DATA
 from hf_parallel.monitor.record import Record
 from hf_parallel.monitor.session import Reading, Session
 from hf_parallel.planner.detect import detect
@@ -127,7 +127,7 @@ def phase(name: str) -> contextlib.AbstractContextManager:
 
 
 def metrics() -> dict[str, float]:
-    """Speed, waits and memory of the steps since its last call, for `accelerator.log`; docs/monitoring.md has the keys.
+    """Speed, waits and memory of the steps since its last call, for `accelerator.log` (docs/monitoring.md).
 
     Collective: all ranks call it. Empty where no layout is active, under `monitor=off`, and before the first step.
     """
@@ -151,8 +151,9 @@ def reading(trainer: Any) -> Iterator[None]:
 
 def count(samples: list) -> None:
     """The open step trains on these batches."""
-    for batch in samples if _watched is not None else ():
-        _watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
+    if _watched is not None:
+        for batch in samples:
+            _watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
 
 
 def on_step_end(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -174,8 +175,15 @@ def of_trainer(trainer: Any) -> dict[str, float]:
 
 def follow(model: Any) -> None:
     """A loop has prepared this model: the first one is watched. Collective."""
-    if _watched is None:
-        watched(model)
+    if _watched is None and (by := watched(model)) is not None:
+        calls: list[Any] = []
+
+        def enter(module: Any, args: tuple) -> None:
+            calls.append(by.meter.phase(COMPUTE))
+            calls[-1].__enter__()
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(lambda *_: calls.pop().__exit__(None, None, None), always_call=True)
 
 
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
@@ -209,7 +217,8 @@ def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
     """What was read since the last step is trained on."""
     if _watched is not None:
         _watched.computes = True
-    original(self, loss, **kwargs)
+    with phase(COMPUTE):
+        original(self, loss, **kwargs)
 
 
 @patch("accelerate.optimizer:AcceleratedOptimizer.step", "does not say that a loop's step ends")

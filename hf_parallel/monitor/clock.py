@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-
 #: What messages among all ranks are called, where these are not those of one axis.
 ALL = "all"
 

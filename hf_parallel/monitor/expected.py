@@ -98,8 +98,8 @@ def deviations(prediction: Prediction, rows: list[RankRow]) -> list[str]:
     if _is_off(step, planned):
         term, own, expected = _furthest(terms(prediction.breakdown.time), measured_terms(rows))
         lines.append(
-            f"a step takes {step:.3g} s, planned {planned:.3g} s ({step / planned - 1:+.0%}); most of the difference is "
-            f"{term}: {own:.3g} s, planned {expected:.3g} s"
+            f"a step takes {step:.3g} s, planned {planned:.3g} s ({step / planned - 1:+.0%}); most of the "
+            f"difference is {term}: {own:.3g} s, planned {expected:.3g} s"
         )
     peak, tensors = max(row.memory_peak for row in rows) / GIB, _tensors(prediction)
     if _is_off(peak, tensors):

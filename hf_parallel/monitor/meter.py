@@ -13,7 +13,7 @@ is the rest of the step.
 from __future__ import annotations
 
 import contextlib
-from collections import Counter, deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,11 +42,11 @@ class Window:
     tokens: int = 0
     rows: int = 0
     calls: int = 0
-    seconds: Counter[tuple[str, str]] = field(default_factory=Counter)
+    seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def waits(self) -> dict[str, float]:
         """Seconds of waiting by axis."""
-        found: Counter[str] = Counter()
+        found: defaultdict[str, float] = defaultdict(float)
         for (_, axis), seconds in self.seconds.items():
             if axis:
                 found[axis] += seconds
