@@ -182,8 +182,11 @@ def follow(model: Any) -> None:
             calls.append(by.meter.phase(COMPUTE))
             calls[-1].__enter__()
 
+        def leave(module: Any, args: tuple, output: Any) -> None:
+            calls.pop().__exit__(None, None, None)
+
         model.register_forward_pre_hook(enter)
-        model.register_forward_hook(lambda *_: calls.pop().__exit__(None, None, None), always_call=True)
+        model.register_forward_hook(leave, always_call=True)
 
 
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")

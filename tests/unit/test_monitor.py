@@ -277,7 +277,7 @@ def test_a_record_without_a_plan_calibrates_nothing(tmp_path):
 def test_plan_with_a_record(tmp_path, capsys):
     from hf_parallel import cli
 
-    written(tmp_path, as_planned(planned(), compute=2.0))
+    written(tmp_path, as_planned(planned(), compute=6.0))
     numbers = tmp_path / "numbers.json"
     model = {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 4, "ffn_hidden": 4096, "vocab": 32000}
     numbers.write_text(json.dumps(model))
