@@ -4,9 +4,9 @@
 
 A Llama trains in a plain loop on forked ranks. Steps that are watched and steps that are not take turns, in pairs
 whose order changes; the first line of a spec is the median over pairs of watched / unwatched, of wall time and of CPU
-time of the thread that trains, on rank 0. The second is what the same marks cost by themselves, counted and timed alone, which no
-noise of the machine reaches. Then as many steps run under torch.profiler and the monitor together: shares of the same
-steps
+time of the thread that trains, on rank 0. The second is what the same marks cost by themselves, counted and timed
+alone, which no noise of the machine reaches. Then as many steps run under torch.profiler and the monitor together:
+shares of the same steps
 
     communication   the monitor's; the profiler's time in which a gloo collective runs and no operation computes, up to
                     the next operation, as a thread on a busy machine wakes up later than gloo ends

@@ -16,7 +16,7 @@ from hf_parallel import hooks
 from hf_parallel.monitor import record
 from tests.distributed import run, run_alone
 from tests.rows import Rows
-from tests.training import axes, layouts
+from tests.training import axes
 
 ROWS = 8
 #: Of a step, by which a rank is late: as much as the tiny model's whole step takes on a busy machine.
@@ -84,7 +84,7 @@ def watched(spec, initial, out, data_ranks):
     return {"logs": logs, "steps": steps, "off": off, "unchanged": unchanged}
 
 
-@pytest.mark.parametrize("spec", layouts("Monitor", "tp=2,pp=2", "dp_shard=4"))
+@pytest.mark.parametrize("spec", ["tp=2,pp=2", "dp_shard=4"])
 def test_where_time_goes(runs, spec, tmp_path):
     ranks = run(watched, 4, spec, runs.initial("llama"), str(tmp_path), axes(spec)["data_ranks"], init=False)
     logs = ranks[0]["logs"]
@@ -143,7 +143,7 @@ def loop_rank(spec, *args):
     return loop(*args)
 
 
-@pytest.mark.parametrize("spec", layouts("Monitor", "tp=2", "dp_shard=2"))
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2"])
 def test_a_loop_asks(runs, spec):
     first, two, one = run(loop_rank, 2, spec, runs.initial("llama"), axes(spec)["data_ranks"], init=False)[0]
     assert first == {}
