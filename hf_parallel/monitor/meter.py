@@ -153,6 +153,10 @@ class Meter:
         self._count = 0
         return taken
 
+    def give_back(self, window: Window) -> None:
+        """What was just taken is taken later: another rank's device is not past a step yet."""
+        self._window = window
+
     def stop(self) -> None:
         """Measure no more."""
         self.waits.stop()

@@ -85,6 +85,7 @@ class Session:
         self.meter.waits.axes = dict(self._axes())  # groups may have been made since
         rows = gather(own_row(window, self.mesh.device), self.mesh.device)
         if not all(row.steps for row in rows):
+            self.meter.give_back(window)
             return None
         config = self.mesh.config
         sizes = {**config.sizes, "ep": config.ep_size}

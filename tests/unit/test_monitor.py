@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch._C._distributed_c10d import ProcessGroup, Work
 
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.monitor import calibrate, expected, meter, record
+from hf_parallel.monitor.clock import DeviceClock, HostClock
 from hf_parallel.monitor.figures import GIB, RankRow, figures, mfu, own_row, significant
 from hf_parallel.monitor.meter import COMPUTE, DATA, REST, Meter
 from hf_parallel.monitor.stragglers import Stragglers
@@ -106,10 +108,54 @@ def test_a_device_is_not_waited_for(metered):
     one_step(made, clock)
     clock.done = clock.now
     one_step(made, clock)
-    assert made.take().steps == 1
+    window = made.take()
+    assert window.steps == 1
+    made.give_back(window)  # another rank is not past it
+    assert made.take() is window
     released, clock.done = clock.released, clock.now
     assert made.take().steps == 1
     assert clock.released == 2 * released > 0
+
+
+def test_marks_of_a_device(monkeypatch):
+    """Events are recorded in the stream of the step, used again, and only waits of that stream count."""
+    streams, made = ["main"], []
+
+    class Event:
+        def __init__(self, **settings):
+            made.append(settings)
+
+        def record(self, stream):
+            self.stream = stream
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, end):
+            return 1500.0
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams[-1])
+    clock = DeviceClock(torch.device("cuda"))
+    clock.begin()
+    one, two = clock.mark(), clock.mark()
+    assert (one.stream, clock.is_past(two), clock.seconds(one, two)) == ("main", True, 1.5)
+    clock.release(one, two)
+    clock.mark()
+    assert len(made) == 2
+    assert all(settings["enable_timing"] for settings in made)
+    assert clock.is_here("tp")
+    streams.append("all-gather")
+    assert not clock.is_here("dp")  # FSDP2's own stream: the wait for it counts
+
+
+def test_threads_beside_the_training_are_not_counted():
+    clock, here = HostClock(), []
+    clock.begin()
+    thread = threading.Thread(target=lambda: here.append(clock.is_here("all")))
+    thread.start()
+    thread.join()
+    assert (here, clock.is_here("all")) == ([False], True)
 
 
 def test_a_loop_does_not_end_a_trainers_step(metered):
