@@ -76,9 +76,9 @@ def one_step(made, clock, wait=0.0):
     """2 s of data, 3 s + `wait` of compute, 1 s of the rest."""
     made.begin("trainer")
     with made.phase(DATA):
-        clock.now += 2
+        clock.now += 1
         with made.phase(COMPUTE):  # inside of another phase it is of that
-            pass
+            clock.now += 1
     with made.phase(COMPUTE):
         clock.now += 3
         made.waits.note("tp", clock.now, clock.now + wait)
@@ -147,6 +147,22 @@ def test_marks_of_a_device(monkeypatch):
     assert clock.is_here("tp")
     streams.append("all-gather")
     assert not clock.is_here("dp")  # FSDP2's own stream: the wait for it counts
+
+
+def test_streams_wait_for_those_of_data_ranks(metered):
+    """FSDP2's waits count, by who calls; others, such as those of offloading, do not."""
+    made, clock = metered
+
+    def pause(stream, event):
+        clock.now += 3
+
+    made.begin("trainer")
+    wait = made.waits._wait_event(pause)
+    for place in ("torch/distributed/fsdp/_fully_shard/x.py", "torch/utils/x.py"):
+        exec(compile("wait('stream', 'event')", f"/site/{place}", "exec"), {"wait": wait})
+    made.end("trainer")
+    clock.done = clock.now
+    assert made.take().waits() == {"dp": 3}
 
 
 def test_threads_beside_the_training_are_not_counted():
@@ -310,6 +326,9 @@ def test_calibrated_plans_are_what_was_measured(tmp_path, factors):
         assert after[name] == pytest.approx(wanted[name] * factors.get(name, 1.0), rel=0.02), name
     assert "measured" in lines[0]
     assert "calibrated" in cluster.inside.source
+    assert (cluster.inside.bandwidth < 0.5 * make_cluster("h100-80gb", 8).inside.bandwidth) == (
+        "communication" in factors
+    )
 
 
 def test_a_record_without_a_plan_calibrates_nothing(tmp_path):
