@@ -15,6 +15,7 @@ __all__ = [
     "clip_grad_norm",
     "full_state_dict",
     "full_tensor",
+    "metrics",
     "notebook_launcher",
     "parallelize",
     "plan",
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
     from hf_parallel.hooks import activate
     from hf_parallel.hooks.library import parallelize
+    from hf_parallel.hooks.monitoring import metrics
     from hf_parallel.hooks.notebook import notebook_launcher
     from hf_parallel.parallelize import clip_grad_norm
     from hf_parallel.planner.search import plan
@@ -36,6 +38,7 @@ _HOME = {
     "clip_grad_norm": "hf_parallel.parallelize",
     "full_state_dict": "hf_parallel.whole",
     "full_tensor": "hf_parallel.whole",
+    "metrics": "hf_parallel.hooks.monitoring",
     "notebook_launcher": "hf_parallel.hooks.notebook",
     "parallelize": "hf_parallel.hooks.library",
     "plan": "hf_parallel.planner.search",

@@ -22,6 +22,7 @@ from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts.axis import ExpertKeys
 from hf_parallel.axes.loss import LossKeys
+from hf_parallel.axes.monitoring import MonitorKeys
 from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
@@ -52,6 +53,7 @@ class ParallelConfig(
     CompressionKeys,
     OffloadKeys,
     SavingKeys,
+    MonitorKeys,
 ):
     """How many processes along which axis, and how each axis behaves.
 

@@ -93,6 +93,8 @@ def convert(name: str, annotation: Any, value: Any) -> Any:
     if optional and (value is None or str(value).lower() in ("none", "null")):
         return None
     text = "" if value is None else str(value).strip()
+    if kind == "str" and value is False:  # YAML reads the word `off` so
+        text = "off"
     try:
         if kind == "bool":
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]

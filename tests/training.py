@@ -71,6 +71,11 @@ BF16 = Tolerance(
 )  # bf16 keeps 8 bits: 4e-3 per product, and layouts round at other places
 
 
+def compared(logs: dict[str, Any]) -> dict[str, Any]:
+    """What one process logs too: not the speed, the waits and the memory of a layout."""
+    return {key: value for key, value in logs.items() if not key.startswith("perf/")}
+
+
 class Recorder(TrainerCallback):
     """Keeps what Trainer logs, and which parameters have a gradient just before each optimizer step."""
 

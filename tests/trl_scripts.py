@@ -22,7 +22,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 
 from tests import models, rollouts
 from tests.distributed import run, run_alone
-from tests.training import Recorder, axes
+from tests.training import Recorder, axes, compared
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -107,7 +107,7 @@ class AllLogs(Recorder):
     """Keeps every log, metrics of the trainer included."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.logs.append({key: value for key, value in logs.items() if isinstance(value, (int, float))})
+        self.logs.append({key: value for key, value in compared(logs).items() if isinstance(value, (int, float))})
 
 
 #: Of `trl`, those that draw tokens.

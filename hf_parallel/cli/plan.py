@@ -2,6 +2,7 @@
 
 hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --seq 8192 --global-batch 512
 hf-parallel plan ./folder --detect --global-batch 64 --json
+hf-parallel plan ./folder --calibrate OUTPUT_DIR --gpus 64
 hf-parallel plan --timeline step.svg --parallel pp=4,pipeline_microbatches=8
 """
 
@@ -34,6 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--network", metavar="NAME", help="link between nodes, such as infiniband-ndr, ethernet-25g")
     where.add_argument("--cluster", metavar="FILE.yaml", help="a cluster of your own: see docs/dry_run.md")
     where.add_argument("--detect", action="store_true", help="this machine")
+    where.add_argument(
+        "--calibrate",
+        metavar="OUTPUT_DIR",
+        help="as found by the training whose record is there",
+    )
     where.add_argument("--memory", type=float, metavar="GIB", help="of each GPU, instead of all of it")
     what = parser.add_argument_group("training")
     what.add_argument("--seq", type=int, default=4096, metavar="N", help="tokens per row (4096)")
@@ -83,7 +89,8 @@ def _plan_model(args: argparse.Namespace) -> int:
     from hf_parallel.planner.report import show, write_specs
     from hf_parallel.planner.search import search
 
-    model, cluster = read_model(args.model), _cluster(args)
+    model = read_model(args.model)
+    cluster = _calibrated(args, model) if args.calibrate else _cluster(args)
     found = search(
         model=model,
         cluster=cluster,
@@ -181,6 +188,21 @@ def _cluster(args: argparse.Namespace) -> Any:
     if args.gpus is None:
         refuse("--gpu needs --gpus as well", "how many in all", "--gpus 8")
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
+
+
+def _calibrated(args: argparse.Namespace, model: Any) -> Any:
+    """The cluster of a training's record; its number of GPUs may be another."""
+    from hf_parallel.monitor.calibrate import calibrated
+
+    given = [f"--{name}" for name in ("gpu", "cluster", "detect", "network") if getattr(args, name)]
+    if given:
+        refuse(f"--calibrate with {given[0]}", "the record says what the training ran on", "--calibrate alone")
+    cluster, lines = calibrated(args.calibrate, model)
+    for line in lines:
+        print(f"hf_parallel: {line}", file=sys.stderr)
+    return dataclasses.replace(
+        cluster, gpus=args.gpus or cluster.gpus, per_node=args.gpus_per_node or cluster.per_node
+    )
 
 
 def _positive(option: str, number: int) -> int:

@@ -118,9 +118,10 @@ def expected() -> bool:
 
 def deactivate() -> None:
     """Undo every patch and forget the layout; the process group stays."""
-    from hf_parallel.hooks import auto, runtime
+    from hf_parallel.hooks import auto, monitoring, runtime
 
     auto.stop()
+    monitoring.stop()
     undo(_undo_list)
     PATCHES.clear()
     runtime.stop()

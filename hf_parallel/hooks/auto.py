@@ -231,19 +231,19 @@ def script_batch(
         "rows": int(said("per_device_train_batch_size", 8)),
         "accumulation": int(said("gradient_accumulation_steps", 1)),
         "seq": min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
-        "precision": _precision(dtype or getattr(config, "dtype", None), lowered),
-        "optimizer": _optimizer(str(said("optim", "adamw"))),
+        "precision": precision_of(dtype or getattr(config, "dtype", None), lowered),
+        "optimizer": optimizer_of(str(said("optim", "adamw"))),
     }
 
 
-def _precision(dtype: Any, lowered: str) -> str:
+def precision_of(dtype: Any, lowered: str) -> str:
     """The planner's name: weights in 16 bits leave autocast nothing to lower."""
     if "16" in str(dtype):
         return "bf16"
     return {"bf16": "mixed", "fp16": "fp16"}.get(lowered, "fp32")
 
 
-def _optimizer(name: str) -> str:
+def optimizer_of(name: str) -> str:
     """The planner's name of one of Trainer's."""
     name = name.lower()
     return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"

@@ -18,7 +18,7 @@ import torch
 from transformers import DataCollatorForLanguageModeling, PrinterCallback, trainer
 
 from hf_parallel import __main__ as runner
-from tests.training import Recorder, close, weight_differences
+from tests.training import Recorder, close, compared, weight_differences
 
 SCRIPTS = Path(__file__).parent / "scripts"
 #: Of what depends on time, or on the number of processes by its meaning.
@@ -55,7 +55,7 @@ class Trained(Recorder):
         self.seen, self.logs, self.gradient_keys, self.training = seen, seen.logs, seen.gradient_keys, False
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        self.seen.logs.append(numbers(logs))
+        self.seen.logs.append(numbers(compared(logs)))
 
     def on_train_begin(self, *args, **kwargs):
         self.training = True  # from here on Accelerator is the trainer's tool

@@ -42,6 +42,8 @@ ELSEWHERE = {
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
+    r"hf-parallel plan .*--calibrate .*": "tests/unit/test_monitor.py::test_plan_with_a_record",
+    r"accelerator\.log\(hf_parallel\.metrics.*": "tests/reliability/test_monitor_shares.py::test_a_loop_asks",
     r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
     r"python -m benchmarks.compression": "tests/parity/test_zeropp.py::test_loss_of_a_run_with_compression",
@@ -58,6 +60,7 @@ ELSEWHERE = {
 }
 #: What keeps a benchmark within a second; its figures are the pages' own.
 SHORT = {
+    "benchmarks/monitor.py": ["--spec=tp=2", "--steps=1", "--hidden=32", "--length=8"],
     "benchmarks/planner.py": ["--seconds", "0.1"],
     "benchmarks/pipeline.py": ["--ranks=2", "--micro-batches=2", "--milliseconds=1", "--steps=1", "--schedules=1f1b"],
 }

@@ -26,7 +26,7 @@ from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.patching import patch
@@ -47,6 +47,7 @@ def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         normalise_over_data_ranks(model)
         _offer_no_sync(model)
         _scale_in_pipeline(model, self.scaler)
+        monitoring.follow(model)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_optimizer(optimizer)
         eight_bit.check(optimizer)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_parallel.axes.experts.load import load_of
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import served
-from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
@@ -245,4 +245,6 @@ def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) ->
     load = None if state is None else load_of(self.model)
     if load is not None and logs.keys() >= _OF_TRAINING:
         logs.update({key: round(value, 4) for key, value in load.read().items()})
+    if logs.keys() >= _OF_TRAINING:
+        logs.update(monitoring.of_trainer(self))
     original(self, logs, *args, **kwargs)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
@@ -18,6 +18,7 @@ from hf_parallel.hooks.trainer import evaluation, losses, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.monitor.meter import COMPUTE
 
 # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -42,6 +43,10 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
     self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
+    if runtime.mesh().config.monitor != "off":
+        self.callback_handler.on_step_end = functools.partial(
+            monitoring.on_step_end, self.callback_handler.on_step_end
+        )
     losses.prepare(self)
 
 
@@ -73,7 +78,9 @@ def _make_ready(model: Any, optimizers: Any) -> None:
 @patch("transformers.trainer:Trainer.get_batch_samples", "repeats rows to fill a ragged last batch")
 def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
-    samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
+    with monitoring.reading(self):
+        samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
+    monitoring.count(samples[0])
     report.at_first_batch(self, samples[0])
     return samples
 
@@ -92,7 +99,7 @@ def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args
     """Remember how many rows of this batch are real while its loss is computed."""
     inputs, step = ragged.opened(inputs)
     runtime.compare_batches(model, inputs, "training")
-    with record_of(self).during(step), _recorded(self):
+    with record_of(self).during(step), _recorded(self), monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
 
 

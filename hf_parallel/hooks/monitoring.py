@@ -1,0 +1,244 @@
+"""Who is watched while it trains, and where what is seen goes: Trainer's logs, `hf_parallel.metrics()`, a file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_parallel.config import SpecError
+from hf_parallel.hooks import auto, report, runtime
+from hf_parallel.hooks.patching import patch
+from hf_parallel.monitor import expected
+from hf_parallel.monitor.meter import COMPUTE, DATA
+from hf_parallel.monitor.record import Record
+from hf_parallel.monitor.session import Reading, Session
+from hf_parallel.planner.detect import detect
+
+#: Readings after which steps are what they will be, and compared with the plan.
+WARM = 2
+LOOP = "loop"
+
+
+class Watched:
+    """The session of a model, and what has been said and written of it."""
+
+    def __init__(self, model: Any, state: Any) -> None:
+        self.model, self.state = model, state
+        self.session = Session(state, getattr(model, "config", None), state.config.monitor == "full")
+        self.meter = self.session.meter
+        self.computes = False  # has the open step of a loop run a backward pass?
+        self.record: Record | None = None
+        self.prediction: Any = None
+        self.readings = 0
+
+    def read(self, arguments: Any = None, step: int | None = None) -> dict[str, float]:
+        """What is to be logged of the steps since the last time. Collective over all ranks."""
+        reading = self.session.read()
+        if reading is None:
+            return {}
+        self.readings += 1
+        if dist.get_rank() == 0:
+            self._tell(reading, arguments, step)
+        return reading.figures
+
+    def _tell(self, reading: Reading, arguments: Any, step: int | None) -> None:
+        if self.record is None and arguments is not None:
+            self.record = Record(arguments.output_dir)
+            self._write("run", **self._run(reading, arguments))
+        rows = [row.to_dict() for row in reading.rows]
+        self._write("metrics", step=step, perf=reading.figures, ranks=rows)
+        lines = list(reading.said)
+        if self.readings == WARM and self.prediction is not None and self.session.mesh.device.type != "cpu":
+            lines += [("plan", line) for line in expected.deviations(self.prediction, reading.rows)]
+        for about, line in lines:
+            report.say(line)
+            self._write("note", step=step, about=about, text=line)
+
+    def _run(self, reading: Reading, arguments: Any) -> dict[str, Any]:
+        """The first line of a run's record."""
+        config, plan, why = self.state.config, None, ""
+        batch = self._batch(reading, arguments)
+        try:
+            if self.session.shape is None or not batch.seq:
+                why = "the planner counts neither this model nor its batches"
+            else:
+                cluster = detect(config.world_size, auto.local_world_size())
+                self.prediction = expected.expect(self.session.shape, config, cluster, batch)
+                plan = expected.described(self.prediction, config, batch)
+        except SpecError as error:
+            why = str(error)
+        return {
+            "spec": config.to_spec(),
+            "axes": config.sizes,
+            "world_size": config.world_size,
+            "model": type(self.model).__name__,
+            "device": str(self.session.mesh.device.type),
+            "plan": plan,
+            "why_no_plan": why,
+        }
+
+    def _batch(self, reading: Reading, arguments: Any) -> expected.Batch:
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
+        lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
+        return expected.Batch(
+            rows=arguments.per_device_train_batch_size,
+            calls=arguments.gradient_accumulation_steps,
+            seq=reading.seq,
+            precision=auto.precision_of(dtype, lowered),
+            optimizer=auto.optimizer_of(str(getattr(arguments.optim, "value", arguments.optim))),
+            lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
+        )
+
+    def _write(self, kind: str, **values: Any) -> None:
+        failure = None if self.record is None else self.record.write(kind, **values)
+        if failure is not None:
+            report.say(failure)
+
+
+_watched: Watched | None = None
+
+
+def watched(model: Any) -> Watched | None:
+    """Who watches this model, from now on if nobody did; None where that is switched off. Collective at first."""
+    global _watched
+    state = runtime.parallel_state(model)
+    if state is None or state.config.monitor == "off":
+        return None
+    if _watched is None or _watched.state is not state:
+        stop()
+        _watched = Watched(getattr(model, "_orig_mod", model), state)
+    return _watched
+
+
+def stop() -> None:
+    """Nobody is watched any more."""
+    global _watched
+    if _watched is not None:
+        _watched.session.stop()
+    _watched = None
+
+
+def phase(name: str) -> contextlib.AbstractContextManager:
+    """What runs in here is of this phase of the open step, if there is one."""
+    return contextlib.nullcontext() if _watched is None else _watched.meter.phase(name)
+
+
+def metrics() -> dict[str, float]:
+    """Speed, waits and memory of the steps since its last call, for `accelerator.log` (docs/monitoring.md).
+
+    Collective: all ranks call it. Empty where no layout is active, under `monitor=off`, and before the first step.
+    """
+    return {} if _watched is None else _watched.read()
+
+
+# ---- Trainer ------------------------------------------------------------------------------------------------------
+
+TRAINER = "trainer"
+
+
+@contextlib.contextmanager
+def reading(trainer: Any) -> Iterator[None]:
+    """A step of a Trainer begins with what is read for it in here."""
+    by = watched(trainer.model)
+    if by is not None:
+        by.meter.begin(TRAINER)
+    with phase(DATA):
+        yield
+
+
+def count(samples: list) -> None:
+    """The open step trains on these batches."""
+    if _watched is not None:
+        for batch in samples:
+            _watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
+
+
+def on_step_end(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
+    control = original(*args, **kwargs)
+    if _watched is not None:
+        _watched.meter.end(TRAINER)
+    return control
+
+
+def of_trainer(trainer: Any) -> dict[str, float]:
+    """What a Trainer logs of its last steps. Collective over all ranks."""
+    by = watched(trainer.model)
+    return {} if by is None else by.read(trainer.args, trainer.state.global_step)
+
+
+# ---- loops --------------------------------------------------------------------------------------------------------
+
+
+def follow(model: Any) -> None:
+    """A loop has prepared this model: the first one is watched. Collective."""
+    if _watched is None and (by := watched(model)) is not None:
+        calls: list[Any] = []
+
+        def enter(module: Any, args: tuple) -> None:
+            calls.append(by.meter.phase(COMPUTE))
+            calls[-1].__enter__()
+
+        def leave(module: Any, args: tuple, output: Any) -> None:
+            calls.pop().__exit__(None, None, None)
+
+        model.register_forward_pre_hook(enter)
+        model.register_forward_hook(leave, always_call=True)
+
+
+@patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
+def batches(original: Callable, self: Any) -> Iterator:
+    """Time a loop's reading; a step begins with the first batch after the last one's end."""
+    iterator = original(self)
+    return iterator if _watched is None else _timed(_watched, iterator)
+
+
+def _timed(by: Watched, iterator: Iterator) -> Iterator:
+    while True:
+        _begin_in_loop(by)
+        with by.meter.phase(DATA):
+            batch = next(iterator, iterator)
+        if batch is iterator:
+            return
+        if by.meter.owner == LOOP:
+            by.meter.count(*counted(batch))
+        yield batch
+
+
+def _begin_in_loop(by: Watched) -> None:
+    """A step that has read batches without a backward pass was none: an evaluation, or the end of an epoch."""
+    if by.meter.owner is None or (by.meter.owner == LOOP and not by.computes):
+        by.meter.begin(LOOP)
+        by.computes = False
+
+
+@patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains")
+def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
+    """What was read since the last step is trained on."""
+    if _watched is not None:
+        _watched.computes = True
+    with phase(COMPUTE):
+        original(self, loss, **kwargs)
+
+
+@patch("accelerate.optimizer:AcceleratedOptimizer.step", "does not say that a loop's step ends")
+def step(original: Callable, self: Any, closure: Any = None) -> Any:
+    """The end of a loop's step, if it is not one of several micro-steps."""
+    result = original(self, closure)
+    if _watched is not None and self.gradient_state.sync_gradients and _watched.computes:
+        _watched.meter.end(LOOP)
+        _watched.computes = False
+    return result
+
+
+def counted(batch: Any, rows: int | None = None) -> tuple[int, int]:
+    """Tokens and rows of a batch; those of prompts, which come as a list, are not known before they are generated."""
+    if not hasattr(batch, "get"):
+        return 0, len(batch) if hasattr(batch, "__len__") else 0
+    tensors = [value for value in batch.values() if hasattr(value, "shape") and len(value.shape)]
+    tokens = batch.get("input_ids")
+    seen = tokens.numel() if hasattr(tokens, "numel") else 0
+    return seen, rows if rows is not None else len(tensors[0]) if tensors else 0

@@ -1,0 +1,373 @@
+"""What a step's time goes to, who is slow, and how far a run is from its plan: arithmetic, no processes."""
+
+import dataclasses
+import json
+import threading
+
+import pytest
+import torch
+from torch._C._distributed_c10d import ProcessGroup, Work
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.monitor import calibrate, expected, meter, record
+from hf_parallel.monitor.clock import DeviceClock, HostClock
+from hf_parallel.monitor.figures import GIB, RankRow, figures, mfu, own_row, significant
+from hf_parallel.monitor.meter import COMPUTE, DATA, REST, Meter
+from hf_parallel.monitor.stragglers import Stragglers
+from hf_parallel.planner.hardware import make_cluster
+from hf_parallel.planner.shape import shape_of
+
+CPU = torch.device("cpu")
+NUMBERS = {"layers": 3, "hidden": 96, "heads": 6, "kv_heads": 3, "ffn_hidden": 160, "vocab": 515}
+ROW = RankRow(
+    steps=5,
+    step=1.0,
+    data=0.05,
+    compute=0.5,
+    rest=0.05,
+    tp=0.2,
+    dp=0.1,
+    cp=0.0,
+    ep=0.0,
+    pp=0.1,
+    all=0.0,
+    tokens=33 * 11,
+    rows=11,
+    calls=1,
+    memory_peak=3 * GIB,
+    memory_reserved=4 * GIB,
+)
+
+
+class Stream:
+    """A device's clock of which a test says how far it is."""
+
+    def __init__(self, *_):
+        self.now, self.done, self.released = 0.0, 0.0, 0
+
+    def begin(self):
+        pass
+
+    def is_here(self, axis):
+        return True
+
+    def mark(self):
+        return self.now
+
+    def is_past(self, mark):
+        return mark <= self.done
+
+    def seconds(self, begin, end):
+        return end - begin
+
+    def release(self, *marks):
+        self.released += len(marks)
+
+
+@pytest.fixture
+def metered(monkeypatch):
+    monkeypatch.setattr(meter, "clock_of", Stream)
+    made = Meter({}, CPU, full=False)
+    yield made, made.clock
+    made.stop()
+
+
+def one_step(made, clock, wait=0.0):
+    """2 s of data, 3 s + `wait` of compute, 1 s of the rest."""
+    made.begin("trainer")
+    with made.phase(DATA):
+        clock.now += 1
+        with made.phase(COMPUTE):  # inside of another phase it is of that
+            clock.now += 1
+    with made.phase(COMPUTE):
+        clock.now += 3
+        made.waits.note("tp", clock.now, clock.now + wait)
+        clock.now += wait
+    made.count(33 * 11, 11)
+    clock.now += 1
+    made.end("trainer")
+
+
+def test_parts_of_steps(metered):
+    made, clock = metered
+    for wait in (4, 6):
+        one_step(made, clock, wait)
+    made.begin("trainer")  # never ended: an epoch without a batch more
+    clock.now += 100
+    clock.done = clock.now
+    window = made.take()
+    assert (window.steps, window.tokens, window.rows) == (2, 2 * 363, 22)
+    assert [window.own(part) for part in (DATA, COMPUTE, REST)] == [4, 6, 2]
+    assert window.waits() == {"tp": 10}
+    assert window.step_seconds == window.looked_seconds == 22
+
+
+def test_a_device_is_not_waited_for(metered):
+    """Steps that it is not past are read the next time, and their marks are free only then."""
+    made, clock = metered
+    one_step(made, clock)
+    clock.done = clock.now
+    one_step(made, clock)
+    window = made.take()
+    assert window.steps == 1
+    made.give_back(window)  # another rank is not past it
+    assert made.take() is window
+    released, clock.done = clock.released, clock.now
+    assert made.take().steps == 1
+    assert clock.released == 2 * released > 0
+
+
+def test_marks_of_a_device(monkeypatch):
+    """Events are recorded in the stream of the step, used again, and only waits of that stream count."""
+    streams, made = ["main"], []
+
+    class Event:
+        def __init__(self, **settings):
+            made.append(settings)
+
+        def record(self, stream):
+            self.stream = stream
+
+        def query(self):
+            return True
+
+        def elapsed_time(self, end):
+            return 1500.0
+
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: streams[-1])
+    clock = DeviceClock(torch.device("cuda"))
+    clock.begin()
+    one, two = clock.mark(), clock.mark()
+    assert (one.stream, clock.is_past(two), clock.seconds(one, two)) == ("main", True, 1.5)
+    clock.release(one, two)
+    clock.mark()
+    assert len(made) == 2
+    assert all(settings["enable_timing"] for settings in made)
+    assert clock.is_here("tp")
+    streams.append("all-gather")
+    assert not clock.is_here("dp")  # FSDP2's own stream: the wait for it counts
+
+
+def test_streams_wait_for_those_of_data_ranks(metered):
+    """FSDP2's waits count, by who calls; others, such as those of offloading, do not."""
+    made, clock = metered
+
+    def pause(stream, event):
+        clock.now += 3
+
+    made.begin("trainer")
+    wait = made.waits._wait_event(pause)
+    for place in ("torch/distributed/fsdp/_fully_shard/x.py", "torch/utils/x.py"):
+        exec(compile("wait('stream', 'event')", f"/site/{place}", "exec"), {"wait": wait})
+    made.end("trainer")
+    clock.done = clock.now
+    assert made.take().waits() == {"dp": 3}
+
+
+def test_threads_beside_the_training_are_not_counted():
+    clock, here = HostClock(), []
+    clock.begin()
+    thread = threading.Thread(target=lambda: here.append(clock.is_here("all")))
+    thread.start()
+    thread.join()
+    assert (here, clock.is_here("all")) == ([False], True)
+
+
+def test_a_loop_does_not_end_a_trainers_step(metered):
+    made, clock = metered
+    made.begin("trainer")
+    made.end("loop")
+    assert made.owner == "trainer"
+
+
+def test_nothing_is_left_in_torch():
+    before = ProcessGroup.allreduce, Work.wait, set(vars(ProcessGroup))
+    made = Meter({}, CPU, full=False)
+    assert ProcessGroup.allreduce is not before[0]
+    made.stop()
+    assert (ProcessGroup.allreduce, Work.wait, set(vars(ProcessGroup))) == before
+
+
+def test_figures_of_ranks():
+    """tp=2 over two data ranks; the second one waits longer and holds more."""
+    other = dataclasses.replace(ROW, step=1.1, compute=0.4, tp=0.4, memory_peak=5 * GIB)
+    found = figures([ROW, ROW, other, other], 2, {"tp": 2, "dp_shard": 2}, full=True)
+    assert found["perf/step_time_s"] == 1.1
+    assert found["perf/tokens_per_second"] == significant(2 * 363 / 1.1)
+    assert found["perf/tokens_per_second_per_device"] == significant(2 * 363 / 1.1 / 4)
+    assert found["perf/samples_per_second"] == 20
+    assert found["perf/memory_peak_gib"] == 5
+    shares = ("compute", "communication", "bubble", "data_wait", "other")
+    assert sum(found[f"perf/{name}_share"] for name in shares) == pytest.approx(1, abs=1e-3)
+    axes = {key.rpartition("_")[2]: value for key, value in found.items() if "communication_share_" in key}
+    assert axes.keys() == {"tp", "dp"}  # those that are on
+    assert sum(axes.values()) == pytest.approx(found["perf/communication_share"], abs=1e-3)
+    assert "perf/tokens_per_second" not in figures([dataclasses.replace(ROW, tokens=0)], 1, {}, full=False)
+
+
+def test_a_row_of_a_mean_step(metered):
+    made, clock = metered
+    for _ in range(4):
+        one_step(made, clock, 2)
+    clock.done = clock.now
+    row = own_row(made.take(), CPU)
+    assert (row.step, row.data, row.compute, row.rest, row.tp, row.looked) == (8, 2, 3, 1, 2, 8)
+    assert row.memory_peak > row.memory_reserved / 2 > 0
+
+
+def test_mfu_by_hand():
+    """Llama of 3 layers, hidden 96, 6 heads of 16, 3 of keys and values, 160 inside, 515 words, rows of 33 tokens."""
+    projections = 96 * 96 * 2 + 96 * 48 * 2 + 3 * 96 * 160
+    attention = 2 * 2 * 33 * 96  # scores and their sums, each 2 FLOPs per key and channel, without a mask
+    forward = 3 * (2 * projections + attention) + 2 * 96 * 515
+    flops = 3 * shape_of(NUMBERS).forward_flops(33, full_attention=True)
+    assert flops == 3 * forward
+    assert mfu(1000, flops, 1e12) == pytest.approx(1000 * 3 * forward / 1e12)
+
+
+# ---- stragglers -----------------------------------------------------------------------------------------------------
+
+
+def slowed(rank, ranks=4, **seconds):
+    rows = [ROW] * ranks
+    rows[rank] = dataclasses.replace(ROW, **{name: getattr(ROW, name) + more for name, more in seconds.items()})
+    return rows
+
+
+def test_a_slow_rank_is_named_once_when_two_looks_agree():
+    looks = Stragglers([0, 0, 0, 0])
+    assert looks.look(slowed(2, compute=0.6)) is None
+    named = looks.look(slowed(2, compute=0.6))
+    assert (named.rank, named.kind) == (2, "compute")
+    assert "rank 2 (node7) is slow at computing" in named.sentence("node7")
+    assert looks.look(slowed(2, compute=0.6)) is None  # it has been said
+    assert looks.look([ROW] * 4) is None
+    assert [looks.look(slowed(1, data=0.4)) is not None for _ in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("rows", "stages"),
+    [
+        (slowed(1, compute=0.15), [0, 0, 0, 0]),  # 15 % of a step
+        (slowed(3, compute=0.4), [0, 1, 2, 3]),  # a stage of its own with more layers
+        ([dataclasses.replace(row, step=0.01, **{k: getattr(row, k) / 100 for k in ("data", "compute", "rest", "tp")})
+          for row in slowed(1, compute=0.4)], [0, 0, 0, 0]),  # 4 ms
+    ],
+)  # fmt: skip
+def test_what_is_not_clear_is_not_said(rows, stages):
+    looks = Stragglers(stages)
+    assert [looks.look(rows) for _ in range(3)] == [None] * 3
+
+
+def test_alone_in_its_stage_a_rank_is_slow_at_twice_the_others_time():
+    looks = Stragglers([0, 1, 2, 3])
+    assert [looks.look(slowed(3, compute=0.9)) for _ in range(2)][1].rank == 3
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+CONFIG = ParallelConfig.parse("tp=2,pp=2,dp_shard=2")
+SHAPE = shape_of({"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 4, "ffn_hidden": 4096, "vocab": 32000})
+BATCH = expected.Batch(rows=8, calls=2, seq=1024)
+
+
+def planned(cluster=None):
+    return expected.expect(SHAPE, CONFIG, cluster or make_cluster("h100-80gb", 8), BATCH)
+
+
+def as_planned(prediction, tensors=1.0, **factors):
+    """What ranks measure that do as planned, but for some terms."""
+    seconds = expected.terms(prediction.breakdown.time)
+    seconds = {name: value * factors.get(name, 1.0) for name, value in seconds.items()}
+    parts = {"compute": "compute", "communication": "tp", "bubble": "pp", "other": "rest"}
+    zero = dict.fromkeys(("data", "dp", "all"), 0.0)
+    peak = expected._tensors(prediction) * GIB * tensors
+    own = {part: seconds[name] for name, part in parts.items()}
+    return [dataclasses.replace(ROW, step=sum(seconds.values()), memory_peak=peak, **zero, **own)] * 8
+
+
+def test_the_terms_are_the_step():
+    prediction = planned()
+    assert sum(expected.terms(prediction.breakdown.time).values()) == pytest.approx(prediction.step_time_s)
+    assert expected.deviations(prediction, as_planned(prediction)) == []
+
+
+@pytest.mark.parametrize("term", ["compute", "communication"])
+def test_the_term_that_is_off_is_named(term):
+    lines = expected.deviations(planned(), as_planned(planned(), **{term: 4.0}))
+    assert len(lines) == 1
+    assert f"difference is {term}" in lines[0]
+
+
+def test_memory_that_is_off_is_named():
+    lines = expected.deviations(planned(), as_planned(planned(), tensors=1.5))
+    assert ["GiB (+50%)" in line for line in lines] == [True]
+
+
+def written(folder, rows, prediction=None):
+    """A record of a run that measured `rows` after a first look at something else."""
+    prediction = prediction or planned()
+    kept = record.Record(str(folder))
+    kept.write("run", spec=CONFIG.to_spec(), plan=expected.described(prediction, CONFIG, BATCH), why_no_plan="")
+    first = [dataclasses.replace(row, step=99.0, compute=99.0) for row in rows]
+    for step, ranks in ((1, first), (2, rows), (3, rows)):
+        kept.write("metrics", step=step, perf={}, ranks=[row.to_dict() for row in ranks])
+
+
+@pytest.mark.parametrize("factors", [{"compute": 1.7}, {"communication": 3.0}, {"compute": 0.8, "other": 2.5}])
+def test_calibrated_plans_are_what_was_measured(tmp_path, factors):
+    rows = as_planned(planned(), **factors)
+    written(tmp_path, rows)
+    cluster, lines = calibrate.calibrated(str(tmp_path), SHAPE)
+    after = expected.terms(planned(cluster).breakdown.time)
+    wanted = expected.terms(planned().breakdown.time)
+    for name in ("compute", "communication", "other"):
+        assert after[name] == pytest.approx(wanted[name] * factors.get(name, 1.0), rel=0.02), name
+    assert "measured" in lines[0]
+    assert "calibrated" in cluster.inside.source
+    assert (cluster.inside.bandwidth < 0.5 * make_cluster("h100-80gb", 8).inside.bandwidth) == (
+        "communication" in factors
+    )
+
+
+def test_a_record_without_a_plan_calibrates_nothing(tmp_path):
+    with pytest.raises(SpecError, match="holds no hf_parallel_metrics.jsonl"):
+        calibrate.calibrated(str(tmp_path), SHAPE)
+    record.Record(str(tmp_path)).write("run", plan=None, why_no_plan="the planner counts neither")
+    with pytest.raises(SpecError, match="counts neither"):
+        calibrate.calibrated(str(tmp_path), SHAPE)
+
+
+def test_plan_with_a_record(tmp_path, capsys):
+    from hf_parallel import cli
+
+    written(tmp_path, as_planned(planned(), compute=6.0))
+    numbers = tmp_path / "numbers.json"
+    model = {"layers": 8, "hidden": 1024, "heads": 16, "kv_heads": 4, "ffn_hidden": 4096, "vocab": 32000}
+    numbers.write_text(json.dumps(model))
+    arguments = ["plan", str(numbers), "--seq", "1024", "--global-batch", "32", "--json"]
+    assert cli.main([*arguments, "--calibrate", str(tmp_path)]) == 0
+    slow = json.loads(capsys.readouterr().out)
+    assert cli.main([*arguments, "--gpu", "h100-80gb", "--gpus", "8"]) == 0
+    fast = json.loads(capsys.readouterr().out)
+    assert slow["gpus"] == fast["gpus"] == 8
+    assert slow["layouts"][0]["step_time_s"] > 1.5 * fast["layouts"][0]["step_time_s"]
+    assert cli.main([*arguments, "--calibrate", str(tmp_path), "--detect"]) == 2
+    assert "--calibrate alone" in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_is_told_once(tmp_path):
+    (tmp_path / "file").write_text("")
+    kept = record.Record(str(tmp_path / "file"))
+    assert "is not written" in kept.write("run")
+    assert kept.write("metrics") is None
+
+
+def test_off_in_yaml(tmp_path):
+    """YAML takes the word for false."""
+    path = tmp_path / "spec.yaml"
+    path.write_text("tp_size: 2\nmonitor: off\n")
+    assert ParallelConfig.parse(str(path)).monitor == "off"
+    with pytest.raises(SpecError, match="not one of off, basic, full"):
+        ParallelConfig.parse("monitor=on")
