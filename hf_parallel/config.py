@@ -27,7 +27,7 @@ from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
-from hf_parallel.spec import SpecError, convert, read, refuse, spell, unknown_key
+from hf_parallel.spec import SpecError, convert, read, refuse, refuse_with, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
@@ -109,7 +109,7 @@ class ParallelConfig(
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
-                raise SpecError(unknown_key(str(key), _names(cls)))
+                refuse_with(unknown_key(str(key), _names(cls)))
             if name in chosen:
                 refuse(key, f"given twice (as {name} and its short form)", do="give it once")
             chosen[name] = convert(name, known[name].type, value)
@@ -127,11 +127,11 @@ class ParallelConfig(
         used = math.prod(size for size in sizes.values() if size != -1)
         if free:
             if world_size % used:
-                raise SpecError(_sizes_message(sizes, used, world_size))
+                refuse_with(_sizes_message(sizes, used, world_size))
             rest: dict[str, Any] = {f"{free[0]}_size": world_size // used}
             return _sized(dataclasses.replace(self, **rest))
         if used != world_size:
-            raise SpecError(_sizes_message(sizes, used, world_size))
+            refuse_with(_sizes_message(sizes, used, world_size))
         return _sized(self)
 
     @property

@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import gather_sequence
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.spec import refuse
 
 
 @patch("sentence_transformers.base.trainer:distributed_evaluation", "splits by rank")
@@ -47,9 +47,10 @@ def prepare_loss(original: Callable, self: Any, loss: Any, model: Any) -> Any:
     prepared, mesh = original(self, loss, model), runtime.mesh()
     alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if alone and mesh.data_size > 1:
-        raise SpecError(
-            f"{type(prepared).__name__} trains {alone[0]}, which {mesh.data_size} data ranks would train apart; "
-            f"tp={mesh.config.world_size} works, and so does a layer in the model"
+        refuse(
+            f"{type(prepared).__name__} trains {alone[0]}",
+            f"{mesh.data_size} data ranks would train it apart",
+            do=f"tp={mesh.config.world_size} works, and so does a layer in the model",
         )
     return prepared
 

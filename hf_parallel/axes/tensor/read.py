@@ -172,7 +172,7 @@ def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, 
         if style == "packed" and name.endswith(_APART):
             style = "colwise"  # gathered for a norm over all heads, which `SplitNorm` does
         if style not in SUPPORTED and not style.startswith("packed_"):
-            raise SpecError(f"style {word} of {name} is not supported")
+            refuse(f"style {word} of {name}", "is not supported")
         styles[name] = style
     return styles
 

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate import orders
 from hf_parallel.hooks.accelerate.places import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import count
+from hf_parallel.spec import refuse
 
 
 @patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
@@ -28,7 +28,7 @@ def prepare_data_loader(original: Callable, dataloader: Any, *args: Any, **kwarg
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
     mesh = runtime.mesh()
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
-        raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
+        refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
     return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
@@ -127,9 +127,10 @@ def refuse_cut_examples(dataloader: Any) -> None:
 
     ranks = runtime.mesh().data_size
     if ranks > 1 and isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last:
-        raise SpecError(
-            f"an IterableDataset whose examples have several rows, with {ranks} data ranks: the last batch would be "
-            "shared out by rows; dataloader_drop_last=True works, and so does a data set with a length"
+        refuse(
+            f"an IterableDataset whose examples have several rows, with {ranks} data ranks",
+            "the last batch would be shared out by rows",
+            do="dataloader_drop_last=True works, and so does a data set with a length",
         )
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.spec import refuse
 
 
 @replace("accelerate.state:{PartialState,AcceleratorState}.num_processes", "counts all processes", adds=True)
@@ -114,5 +114,5 @@ def search(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuse trials that process 0 draws for all, where several ranks are process 0."""
     mesh = runtime.mesh()
     if mesh.config.world_size > mesh.data_size:
-        raise SpecError("hyperparameter_search: ranks of one model would draw other trials; a launch each works")
+        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
     return original(self, *args, **kwargs)

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from hf_parallel.axes.data.local_step import on_local_parts
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.patching import patch
+from hf_parallel.spec import refuse
 
 
 @patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", "kernels take no DTensor")
@@ -36,9 +36,10 @@ def check(optimizer: Any) -> None:
     """Refuse what compares norms of whole tensors, such as LAMB and LARS; of other libraries nothing is known here."""
     own = getattr(optimizer, "optimizer", optimizer)
     if getattr(getattr(own, "args", None), "max_unorm", 0) > 0:
-        raise SpecError(
-            f"{type(own).__name__} of bitsandbytes compares norms of whole tensors, of which ranks hold parts; "
-            "adamw_8bit works"
+        refuse(
+            f"{type(own).__name__} of bitsandbytes",
+            "compares norms of whole tensors, of which ranks hold parts",
+            "adamw_8bit",
         )
 
 

@@ -23,7 +23,6 @@ from hf_parallel.axes.pipeline.stand_ins import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.mesh import placed_as
@@ -36,12 +35,13 @@ def check(config: Any) -> None:
     """Refuse what is not 4 bits by bitsandbytes, and versions of it that were not looked at."""
     if not getattr(config, "load_in_4bit", False):
         kind = getattr(config, "quant_method", type(config).__name__)
-        raise SpecError(
-            f"quantization_config: {getattr(kind, 'value', kind)} in other than 4 bits is not part of this version; "
-            "BitsAndBytesConfig(load_in_4bit=True) works"
+        refuse(
+            "quantization_config",
+            f"{getattr(kind, 'value', kind)} in other than 4 bits is not part of this version",
+            "BitsAndBytesConfig(load_in_4bit=True)",
         )
     if find_spec("bitsandbytes") is None or Version(version("bitsandbytes")).release[:2] < (0, 50):
-        raise SpecError("load_in_4bit: needs bitsandbytes 0.50 or later; pip install -U bitsandbytes")
+        refuse("load_in_4bit", "needs bitsandbytes 0.50 or later", do="pip install -U bitsandbytes")
 
 
 class Pack:
@@ -57,17 +57,18 @@ class Pack:
             _check_experts(plan)
         for name, module in self._linears(model):
             if isinstance(module, Conv1D):
-                raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")
+                refuse("load_in_4bit", f"{name} is a Conv1D, whose blocks run across", "a model of Linears")
             style = None if part is None else part.words.get(name)
             parts = plan.config.tp_size if style == "rowwise" else 1
             for what, width in (("rows", module.in_features), ("a rank's parts of rows", module.in_features // parts)):
                 if width % BLOCK:
-                    raise SpecError(
-                        f"load_in_4bit: {what} of {name} hold {width} weights, not whole blocks of {BLOCK}; "
-                        f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"] works'
+                    refuse(
+                        "load_in_4bit",
+                        f"{what} of {name} hold {width} weights, not whole blocks of {BLOCK}",
+                        f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"]',
                     )
             if style is not None and part is not None and part.overlap:
-                raise SpecError("tp_overlap=true: products with weights of 4 bits are not overlapped; false works")
+                refuse("tp_overlap=true", "products with weights of 4 bits are not overlapped", "false")
 
     def __call__(self, model: Any) -> None:
         double, compute = self.config.bnb_4bit_use_double_quant, self.config.bnb_4bit_compute_dtype

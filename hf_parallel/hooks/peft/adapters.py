@@ -24,7 +24,6 @@ from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
@@ -34,6 +33,7 @@ from hf_parallel.hooks.peft.placing import place
 from hf_parallel.local import holding, local
 from hf_parallel.model.packed import stored_order
 from hf_parallel.parallelize import ParallelState
+from hf_parallel.spec import refuse
 
 _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
@@ -125,7 +125,7 @@ def add_adapter(original: Callable, self: Any, adapter_name: str, peft_config: A
     """Prompt learning adds no layers, so nothing else would notice it."""
     within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
     if peft_config.is_prompt_learning and within_layout:
-        raise SpecError(f"peft_type={peft_config.peft_type.value} is not part of this version; LoRA works")
+        refuse(f"peft_type={peft_config.peft_type.value}", "not part of this version", "LoRA")
     original(self, adapter_name, peft_config, *args, **kwargs)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.peft import settings as peft_settings
+from hf_parallel.spec import refuse
 
 
 def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
@@ -27,13 +27,14 @@ def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
     tuner: Any = getattr(model, "base_model", None)
     configs = dict(model.peft_config)
     if not hasattr(tuner, "inject_adapter"):
-        raise SpecError("adapters of Transformers' add_adapter are whole on every rank; get_peft_model works")
+        refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
     for config in configs.values():
         peft_settings.check(tuner, tuner.model, config, False)
         if config.modules_to_save or any(getattr(module, "merged", False) for module in model.modules()):
-            raise SpecError(
-                "the model has merged adapters, or modules_to_save, from before the layout was active; "
-                "launch with --parallel first"
+            refuse(
+                "merged adapters, or modules_to_save",
+                "the model has them from before the layout was active",
+                do="launch with --parallel first",
             )
     values = {
         name: get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in configs

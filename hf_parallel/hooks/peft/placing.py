@@ -14,9 +14,9 @@ from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.remote_modules import follow_wrappers
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.peft.adapter_state import AdapterState
 from hf_parallel.parallelize import ParallelState
+from hf_parallel.spec import refuse
 
 
 def place(model: Any, state: ParallelState) -> None:
@@ -93,11 +93,11 @@ def _split(name: str, wrapper: Any, state: ParallelState) -> None:
     if isinstance(wrapper, ParamWrapper):
         if not lora_weights.can_split(base, wrapper.parameter_name):
             named = f"{name}.{wrapper.parameter_name}"
-            raise SpecError(f"target_parameters: how adapters of {named} are split is not known; tp_size=1 works")
+            refuse("target_parameters", f"how adapters of {named} are split is not known", "tp_size=1")
         lora_weights.split_weight(wrapper, mesh, device)
         return
     if not isinstance(wrapper, Linear | Embedding) or not lora.can_split(base):
-        raise SpecError(f"target_modules: how adapters of {name} are split is not known; tp_size=1 works")
+        refuse("target_modules", f"how adapters of {name} are split is not known", "tp_size=1")
     lora.adapt(wrapper)
     for adapter in wrapper.lora_A:
         if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
@@ -107,6 +107,6 @@ def _split(name: str, wrapper: Any, state: ParallelState) -> None:
                 lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
     for adapter in wrapper.lora_embedding_A:
         if adapter in wrapper.lora_magnitude_vector:
-            raise SpecError(f"use_dora: magnitudes of a split embedding ({name}) are not known; other targets work")
+            refuse("use_dora", f"magnitudes of a split embedding ({name}) are not known", do="other targets work")
         if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
             lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)

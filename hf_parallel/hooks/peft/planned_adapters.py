@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from hf_parallel.axes.axis import Packing
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import apply, undo
 from hf_parallel.parallelize import state_of
+from hf_parallel.spec import refuse
 
 
 def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[Any], None]:
@@ -28,7 +28,7 @@ def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[A
         settings: others of LoraConfig.
     """
     if rank < 1:
-        raise SpecError(f"lora={rank}: adapters have a rank of one at least; 16 works")
+        refuse(f"lora={rank}", "adapters have a rank of one at least", "16")
 
     def adapt(model: Any) -> None:
         from peft import LoraConfig, get_peft_model

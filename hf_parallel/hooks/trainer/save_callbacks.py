@@ -10,8 +10,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.spec import refuse
 
 
 def is_writing(trainer: Any) -> bool:
@@ -55,7 +55,9 @@ def as_of(trainer: Any, unfinished: Any) -> Iterator[None]:
 
 
 def _refuse_late_weights(name: str, step: int, *args: Any, **kwargs: Any) -> None:
-    raise SpecError(
-        f"async_save=true: on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
-        "save_pretrained would give it the wrong name; copy that folder instead, or async_save=false works"
+    refuse(
+        "async_save=true",
+        f"on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
+        "save_pretrained would give it the wrong name",
+        do="copy that folder instead, or async_save=false works",
     )

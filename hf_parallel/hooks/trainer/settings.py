@@ -8,6 +8,7 @@ from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.spec import refuse
 
 
 def check_arguments(args: Any) -> None:
@@ -15,7 +16,7 @@ def check_arguments(args: Any) -> None:
     config = runtime.mesh().config
     for asked, spelled, what, works in _refusals(args, config):
         if asked:
-            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
+            refuse(spelled, f"{what} is not part of this version", works)
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
     if config.pp_size > 1:
@@ -64,4 +65,4 @@ def _check_micro_batches(rows: int, config: ParallelConfig) -> None:
     try:
         micro_batch_count(rows, config)
     except SpecError as error:
-        raise SpecError(f"per_device_train_batch_size={rows}: {error}") from None
+        refuse(f"per_device_train_batch_size={rows}", error)

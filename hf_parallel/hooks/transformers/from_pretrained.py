@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.axes.pipeline.stand_ins import stand_ins
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes import four_bit
 from hf_parallel.hooks.patching import patch
 from hf_parallel.parallelize import parallelize
 from hf_parallel.resolve import check_kernels
+from hf_parallel.spec import refuse
 
 
 class Requested:
@@ -33,7 +33,7 @@ class Requested:
 def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
-        raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+        refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
     if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
         check_kernels(runtime.mesh().config)
     placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
@@ -56,9 +56,9 @@ def prepare(original: Callable, cls: type, distributed_config: Any, *, device_ma
     if not isinstance(distributed_config, Requested):
         return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
     if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
-        raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
+        refuse(f"device_map={device_map}", "places layers itself, as --parallel does", '"auto"')
     if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
-        raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
+        refuse("device_map with disk", "offloading is not part of this version", do="remove device_map")
     return distributed_config, runtime.mesh().device, None
 
 
@@ -69,7 +69,7 @@ def distribute(original: Callable, cls: type, model: Any, distributed_config: An
         return original(cls, model, distributed_config, *mesh, **meshes)
     del model.config.distributed_config
     if getattr(model.config, "quantization_config", None) is not None:
-        raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
+        refuse("quantised checkpoints", "not part of this version", do="load in bf16, or pack that in 4 bits")
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = four_bit.Pack(quantization) if quantization is not None else None

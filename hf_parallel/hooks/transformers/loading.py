@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes.four_bit import is_packed, read_packed
 from hf_parallel.hooks.patching import patch
 from hf_parallel.local import local
 from hf_parallel.model.packed import stored_order
+from hf_parallel.spec import refuse
 
 
 @patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
@@ -145,14 +145,16 @@ def _check_tied(model: Any, stages: list[dict[str, Any]]) -> None:
         SpecError: two values for it, or one under the name that only the last stage reads.
     """
     for target, source in (pair for stage in stages for pair in stage["untied"]):
-        raise SpecError(
-            f"{target} of the checkpoint is not its {source}, though the config ties them; "
-            "tie_word_embeddings=False works"
+        refuse(
+            f"{target} of the checkpoint",
+            f"is not its {source}, though the config ties them",
+            "tie_word_embeddings=False",
         )
     lost = stages[0]["missing_keys"] - stages[-1]["missing_keys"]
     for target, source in getattr(model, "_hf_parallel_tied_keys", {}).items():
         if source in lost:
-            raise SpecError(
-                f"pp_size={len(stages)}: the checkpoint has the tied {target} but not {source}, which the first "
-                "stage reads; pp_size=1 works"
+            refuse(
+                f"pp_size={len(stages)}",
+                f"the checkpoint has the tied {target} but not {source}, which the first stage reads",
+                "pp_size=1",
             )

@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
@@ -50,9 +49,10 @@ def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
         online.check(trainer, args, eval_dataset)
         return
-    raise SpecError(
-        f"{kind.__name__} is not known to this version; "
-        "the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work"
+    refuse(
+        kind.__name__,
+        "not known to this version",
+        do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
 
 
