@@ -78,16 +78,18 @@ def set_parameter(
     original(model, name, value, info, *args, **kwargs)
 
 
-@patch("transformers.modeling_utils:PreTrainedModel._initialize_missing_keys", "stages would draw alike")
-def initialize_missing(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+@patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "stages would draw alike")
+def initialize_missing(original: Callable, self: Any) -> None:
     """Stages draw new weights one after the other, so that each draws what one process would."""
     mesh, state = runtime.mesh(), runtime.parallel_state(self)
-    if state is not None and state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
+    if state is None or mesh.size("pp") == 1:
+        return original(self)
+    if state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
         # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
         self._initialize_weights(self.get_input_embeddings())
     for stage in range(mesh.size("pp")):
         if stage == mesh.index("pp"):
-            original(self, *args, **kwargs)
+            original(self)
         runtime.equalise_random_state("pp", stage)
 
 
