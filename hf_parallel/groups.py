@@ -99,7 +99,7 @@ def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup 
     return own
 
 
-def _is_split(default: Any) -> bool:
+def _is_split(default: object) -> bool:
     return getattr(default, "bound_device_id", None) is not None
 
 

@@ -78,7 +78,7 @@ class ParallelState:
 
 
 def parallelize(
-    model: Any,
+    model: nn.Module,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
@@ -113,7 +113,7 @@ def parallelize(
     return model
 
 
-def apply(model: Any, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
+def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
     """Do what the plan says. From inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
     building = Building(mesh, plan.anatomy.on_meta, [(model, transformer_blocks(model))], pack)
     if not building.on_meta:
@@ -168,7 +168,7 @@ def _parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -
     return model
 
 
-def state_of(model: Any) -> ParallelState | None:
+def state_of(model: nn.Module) -> ParallelState | None:
     """The parallel state of `model`, or None if it was not made parallel."""
     return getattr(model, "_hf_parallel", None)
 

@@ -5,7 +5,7 @@ transformers' own functions draw the new rows, from the weights and random numbe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def resize_token_embeddings(
@@ -43,7 +46,7 @@ def resize_token_embeddings(
     return model.get_input_embeddings()
 
 
-def _check(model: Any, rows: int, new_rows: int) -> dict[str, str]:
+def _check(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str, str]:
     """The parameters that change, each with the one that it is tied to, or itself; the embedding's is the first."""
     modules = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -130,7 +133,7 @@ def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows
         add_late_parameters(state.root)
 
 
-def _set(model: Any, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:
+def _set(model: PreTrainedModel, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:
     owner, leaf = _owner(model, name)
     if isinstance(owner, StandIn):
         owner.register_parameter(leaf, parameter)
@@ -140,7 +143,7 @@ def _set(model: Any, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> 
         shard_parameter(owner, leaf, mesh["tp"], 0, mesh.device)
 
 
-def _owner(model: Any, name: str) -> tuple[Any, str]:
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf
 

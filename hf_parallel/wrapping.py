@@ -78,7 +78,9 @@ def replace_methods_around(model: nn.Module, parts: dict[str, Any], mesh: Parall
     bind(model, "load_state_dict", _load_state_dict)
 
 
-def _save(parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
+def _save(
+    parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: nn.Module, *args: object, **kwargs: object
+) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
     assert_all_ranks("save_pretrained")
@@ -90,7 +92,7 @@ def _save(parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: An
 
 
 @contextlib.contextmanager
-def _as_in_one_process(model: Any, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def _as_in_one_process(model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """In here this rank has a module of whole weights that runs by itself, as for the examples of a model card."""
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     with contextlib.ExitStack() as stack:
@@ -104,7 +106,7 @@ def _as_in_one_process(model: Any, parts: dict[str, Any], tensors: dict[str, tor
         yield
 
 
-def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: Any) -> None:
+def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: object) -> None:
     """Until the stack is closed."""
     if key in table:
         stack.callback(table.__setitem__, key, table[key])
@@ -151,7 +153,9 @@ def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def _load_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> Any:
     """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())

@@ -12,11 +12,14 @@ buffer, nor give twice, as schedules need that take a backward apart.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.collectives.kept import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"}
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
@@ -56,11 +59,11 @@ class _Products(TorchDispatchMode):
         self.within.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.within.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if self.store.computing or not is_kept(func, args, kwargs):
             return func(*args, **kwargs)

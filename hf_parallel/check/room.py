@@ -51,7 +51,7 @@ class Room:
         self._advance()
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Of every rank, by rank, on rank 0; nothing on the others. All ranks call it in the same order."""
         self._count += 1
         self._advance()

@@ -92,7 +92,7 @@ def full_state_dict(
     return {entry.name: found[entry.name] for entry in entries if entry.name in found}
 
 
-def list_entries(model: Any, mesh: ParallelMesh) -> list[Entry]:
+def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     """Every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
     skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     skip |= set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())

@@ -37,7 +37,7 @@ class Within:
         self.store.used = 0 if self.recomputing else None
         _stores.append(self.store)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _stores.remove(self.store)
 
 
@@ -92,7 +92,7 @@ class Kept:
         return torch.ops.aten._unsafe_view(self.tensor, self.tensor.shape)
 
 
-def noted(result: Any) -> Any:
+def noted(result: object) -> Any:
     """A result, with tensors as what is kept of them."""
     return tree_map(lambda one: Kept.of(one) if torch.is_tensor(one) else one, result)
 

@@ -90,7 +90,7 @@ class Recorder(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
@@ -177,7 +177,7 @@ class Recorder(TorchDispatchMode):
 
     # ---- communication -------------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, args: tuple, result: Any) -> None:
+    def _collective(self, name: str, args: tuple, result: object) -> None:
         name = name.lstrip("_")
         kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
         group = _group_of(args)

@@ -87,7 +87,7 @@ class Patch:
 DECLARED: list[Patch] = []
 
 
-def patch(target: str, why: str, **options: Any) -> Callable[[Callable], Callable]:
+def patch(target: str, why: str, **options: object) -> Callable[[Callable], Callable]:
     """Call the decorated function where `target` is called, with the original before the arguments.
 
     Args:
@@ -125,8 +125,8 @@ def around(function: Callable) -> Callable[[Any], Callable]:
     signature = inspect.signature(function)
     taken = signature.replace(parameters=list(signature.parameters.values())[1:])
 
-    def make(original: Any) -> Callable:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable) -> Callable:
+        def replacement(*args: object, **kwargs: object) -> Any:
             return function(original, *args, **kwargs)
 
         replacement.__signature__ = taken  # type: ignore[attr-defined]
@@ -203,7 +203,7 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
         _set(place, name, replacement, done)
 
 
-def _importers(original: Any, name: str, home: Any) -> list[Any]:
+def _importers(original: Callable, name: str, home: Any) -> list[Any]:
     """Modules that have imported a function before it is replaced; those that follow import the replacement."""
     return [
         m for m in list(sys.modules.values()) if m is not home and getattr(m, "__dict__", {}).get(name) is original
@@ -242,7 +242,7 @@ def _cannot(patch: Patch, why: str, done: list[tuple[Any, str, Any]]) -> None:
         undo(done)
         refuse_with(text)
 
-    def refuses(*args: Any, **kwargs: Any) -> NoReturn:
+    def refuses(*args: object, **kwargs: object) -> NoReturn:
         refuse_with(text)
 
     with contextlib.suppress(AttributeError, ModuleNotFoundError):

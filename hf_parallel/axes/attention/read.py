@@ -12,6 +12,8 @@ from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.model.anatomy import text_config
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_parallel.config import ParallelConfig
 
 #: Where models write how much of their scores they drop.
@@ -94,7 +96,7 @@ def _device() -> tuple[str, tuple[int, int]]:
     return found.type, torch.cuda.get_device_capability() if found.type == "cuda" else (0, 0)
 
 
-def _why_not(model: Any, name: str) -> str | None:
+def _why_not(model: nn.Module, name: str) -> str | None:
     """Tried on a model without layers; the first line of what transformers says."""
     kind: Any = type(model)
     shell = kind.__new__(kind)

@@ -11,6 +11,8 @@ from hf_parallel.model.anatomy import attention_heads, stacks, text_config, text
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_parallel.config import ParallelConfig
 
 #: Backbones that look positions up in a table, and take those they are given.
@@ -42,7 +44,7 @@ class ContextFacts:
     dense: str | None = None
 
 
-def read_context(model: Any) -> ContextFacts:
+def read_context(model: nn.Module) -> ContextFacts:
     """Heads, masks and obstacles of a model, which is not changed."""
     if getattr(model, "config", None) is None:
         return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
@@ -57,7 +59,7 @@ def read_context(model: Any) -> ContextFacts:
     )
 
 
-def _obstacle(model: Any, config: Any) -> str | None:
+def _obstacle(model: nn.Module, config: Any) -> str | None:
     name, readers = type(model).__name__, token_readers(model)
     if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(stacks(model)) != 1:
         return f"{name} is not one stack of layers that reads tokens"
@@ -82,7 +84,7 @@ def _rotations(config: Any) -> list[str]:
     return [str(found.get("rope_type") or found.get("type")) for found in sets]
 
 
-def _dense(model: Any, config: Any) -> str | None:
+def _dense(model: nn.Module, config: Any) -> str | None:
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap:
         return f"attn_logit_softcapping={softcap}"

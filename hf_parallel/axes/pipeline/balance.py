@@ -14,13 +14,16 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_parallel.axes.recompute import every
 from hf_parallel.model.anatomy import Backbone, text_config
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
 #: this, and attention over more would make the head look cheap.
@@ -53,7 +56,7 @@ class Costs:
         return total + self.after if last == len(self.layers) else total
 
 
-def block_costs(model: Any, backbone: Any, plan: Backbone, sequence_length: int | None = None) -> Costs:
+def block_costs(model: PreTrainedModel, backbone: Any, plan: Backbone, sequence_length: int | None = None) -> Costs:
     """Count a whole model, on any device.
 
     Args:

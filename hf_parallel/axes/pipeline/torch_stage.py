@@ -56,10 +56,10 @@ class TorchStage(PipelineStage):
             return []
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-    def _validate_stage_tensors(self, *args: Any, **kwargs: Any) -> None:
+    def _validate_stage_tensors(self, *args: object, **kwargs: object) -> None:
         """Of every message, under TORCH_DISTRIBUTED_DEBUG=DETAIL, against the shape of the first step."""
 
-    def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
+    def _validate_fwd_outputs(self, *args: object, **kwargs: object) -> None:
         """The same in torch 2.11."""
 
     # ---- messages --------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ gathered with the tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from hf_parallel.collectives import (
 )
 from hf_parallel.local import holding, local, with_added
 from hf_parallel.model.experts import ExpertFacts, expert_facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SplitExperts(TensorParallelLayer):
@@ -75,7 +78,11 @@ def gather_router_logits(reader: Any, group: dist.ProcessGroup, switch: Sequence
 
 
 def split_experts(
-    model: Any, styles: dict[str, str], mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag
+    model: PreTrainedModel,
+    styles: dict[str, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    switch: SequenceParallelFlag,
 ) -> None:
     """Split the experts that `styles` names over the one-axis `mesh`, in place; as `tensor_parallel` does linears."""
     for name in (name for name, style in styles.items() if style == "experts"):

@@ -27,7 +27,7 @@ _WIDTHS_OF_SCRIPTS = ("embed_dim", "hidden_size", "d_model", "output_dim")
 PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
 
 
-def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
+def use_local_heads(model: nn.Module, owner: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the head counts that `owner` keeps, reads from its config, or receives as biases of all heads."""
     counts = attention_heads(model)
     if counts is None or not any(_is_head_count(key, value) for key, value in vars(owner).items()):
@@ -48,7 +48,7 @@ def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
         owner.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _is_head_count(key: str, value: Any) -> bool:
+def _is_head_count(key: str, value: object) -> bool:
     return isinstance(value, int) and re.search(r"(^|_)(heads?|n_head)$", key) is not None
 
 
@@ -81,7 +81,7 @@ def _use_local_config(owner: Any, local: dict[int, int]) -> None:
 def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> Any:
     """Pre-hook: masks and biases of all heads, [b, heads, q, k] or BLOOM's [b * heads, q, k], to this rank's heads."""
 
-    def sliced(value: Any, name: str = "") -> Any:
+    def sliced(value: object, name: str = "") -> Any:
         if not torch.is_tensor(value):
             return value
         if value.dim() == 4 and value.shape[1] == heads:

@@ -31,7 +31,7 @@ _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "
 _LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 
 
-def infer_styles(model: Any) -> Styles:
+def infer_styles(model: nn.Module) -> Styles:
     """Styles of all layers of the text part, by full module name.
 
     Raises:
@@ -61,7 +61,7 @@ def packed_style(owner: nn.Module, name: str) -> str | None:
     return "colwise" if known and getattr(owner, "multi_query", None) is False else known
 
 
-def latent_attention(model: Any) -> Styles:
+def latent_attention(model: nn.Module) -> Styles:
     """Multi-latent attention (DeepSeek-V2, section 2.1): what expands the latents is cut by heads."""
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
@@ -72,7 +72,7 @@ def latent_attention(model: Any) -> Styles:
     return styles
 
 
-def by_heads(model: Any) -> Styles:
+def by_heads(model: nn.Module) -> Styles:
     """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases."""
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
@@ -85,7 +85,7 @@ def by_heads(model: Any) -> Styles:
     return styles
 
 
-def shared_experts(model: Any) -> Styles:
+def shared_experts(model: nn.Module) -> Styles:
     """The MLPs beside a layer's experts, which every token meets; some plans leave them out."""
     styles: Styles = {}
     hidden = getattr(text_config(model), "hidden_size", None)
@@ -100,7 +100,7 @@ def shared_experts(model: Any) -> Styles:
     return styles
 
 
-def named_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every layer of every stack of the text part, by full name."""
     names = {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model):

@@ -81,11 +81,11 @@ class LazyLogits(torch.Tensor):
         logits = self.plain()
         return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return repr(self.full_tensor())
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -95,7 +95,7 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.full_tensor, (args, kwargs or {}))
         return func(*args, **kwargs)

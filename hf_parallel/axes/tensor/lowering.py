@@ -29,7 +29,7 @@ class _Watched(torch.Tensor):
     read: bool
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _SHAPE:
                 for value in (*args, *(kwargs or {}).values()):

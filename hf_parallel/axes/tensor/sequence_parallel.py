@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,11 @@ from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
 from hf_parallel.model.experts import named_experts
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def obstacle(model: Any, styles: dict[str, str]) -> str | None:
+
+def obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
     part = text_part(model)
     for stack in stacks(model):
@@ -71,7 +74,7 @@ def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) ->
     return None
 
 
-def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag) -> None:
+def sequence_parallel(model: nn.Module, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag) -> None:
     """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
     group = mesh.get_group()
     for stack in stacks(model):
@@ -112,7 +115,7 @@ def _join_output(
 # ---- lengths that tp does not divide ----------------------------------------------------------------------------
 
 
-def pad_sequences(model: Any, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
+def pad_sequences(model: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
     """Pad to a multiple of tp around the forward of whatever reads tokens: before the pipeline is attached.
 
     Args:
@@ -146,7 +149,7 @@ def _padded_forward(
     return padded
 
 
-def _whole_sequences(switch: SequenceParallelFlag, forward: Any, batch: dict[str, Any]) -> Any:
+def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, Any]) -> Any:
     switch.on = False
     try:
         return forward(**batch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,9 +22,13 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import count
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.utils.data import DataLoader
+
 
 @patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
-def prepare_data_loader(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
     mesh = runtime.mesh()
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
@@ -45,7 +49,7 @@ def _by_data_rank(prepared: Any, shared: bool) -> Any:
 
 
 @patch("accelerate.data_loader:skip_first_batches", "forgets shares, the remainder, the order", copies=True)
-def skip_first_batches(original: Callable, dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: int = 0) -> object:
     """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
     from transformers.trainer_utils import has_length
 
@@ -60,7 +64,7 @@ def skip_first_batches(original: Callable, dataloader: Any, num_batches: int = 0
     return rest
 
 
-def _skipping_sampler(dataloader: Any) -> Any:
+def _skipping_sampler(dataloader: DataLoader) -> Any:
     from accelerate.data_loader import SkipBatchSampler
 
     samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
@@ -117,7 +121,7 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     base.collate_fn = collated
 
 
-def refuse_cut_examples(dataloader: Any) -> None:
+def refuse_cut_examples(dataloader: DataLoader) -> None:
     """The last batch of a stream is shared out row by row: examples of several rows would be torn apart.
 
     Raises:
@@ -135,13 +139,13 @@ def refuse_cut_examples(dataloader: Any) -> None:
 
 
 @patch("transformers.trainer:LengthGroupedSampler", "groups by process")
-def length_grouped_sampler(original: Callable, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+def length_grouped_sampler(original: Callable, batch_size: int, *args: object, **kwargs: object) -> object:
     """Rows of like length for each batch of all data ranks together."""
     return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
 
 
 @patch("accelerate.utils.operations:_gpu_gather", "gathers over all processes")
-def gather(original: Callable, tensor: Any) -> Any:
+def gather(original: Callable, tensor: torch.Tensor) -> object:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
     from accelerate.utils.operations import recursively_apply
 
@@ -173,7 +177,9 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
 
 
 @patch("accelerate.accelerator:Accelerator.gather_for_metrics", "takes numbers per rank for rows")
-def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    original: Callable, self: Accelerator, input_data: Any, use_gather_object: bool = False
+) -> object:
     """A number per data rank is no row: none of them is a repeat to be dropped."""
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
@@ -190,7 +196,7 @@ def gather_object(original: Callable, object: Any) -> list:
 
 
 @patch("accelerate.accelerator:reduce", "reduces over all processes")
-def reduce(original: Callable, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(original: Callable, tensor: torch.Tensor, reduction: str = "mean", scale: float = 1.0) -> object:
     """Sum, mean or maximum over data ranks."""
     from accelerate.utils.operations import recursively_apply
 
@@ -225,7 +231,7 @@ def is_ragged(gradient_state: Any) -> bool:
     return not _drops_last(gradient_state.active_dataloader)  # a batch sampler may, which accelerate does not look at
 
 
-def _drops_last(dataloader: Any) -> bool:
+def _drops_last(dataloader: DataLoader) -> bool:
     return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
 
 

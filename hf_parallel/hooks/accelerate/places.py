@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: In the folder of a state.
 FILE = "data_order.pt"
@@ -119,7 +122,7 @@ def _parts(loader: Any) -> list[Any]:
     return found
 
 
-def _held(part: Any, name: str) -> Any:
+def _held(part: nn.Module, name: str) -> Any:
     return getattr(part, "__dict__", {}).get(name)
 
 

@@ -17,7 +17,7 @@ from hf_parallel.spec import refuse
 
 
 @patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", "kernels take no DTensor")
-def step(original: Callable, self: Any, closure: Callable | None = None) -> Any:
+def step(original: Callable, self: Any, closure: Callable | None = None) -> object:
     """A step on the local parts of all parameters."""
     loss = None
     if closure is not None:

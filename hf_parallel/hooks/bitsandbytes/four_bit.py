@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
@@ -30,6 +30,9 @@ from hf_parallel.model.packed import StoredOrder
 from hf_parallel.resolve import Plan
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig
+
 
 def check(config: Any) -> None:
     """Refuse what is not 4 bits by bitsandbytes, and versions of it that were not looked at."""
@@ -47,7 +50,7 @@ def check(config: Any) -> None:
 class Pack:
     """Between splitting and sharding: let the linears that bitsandbytes would replace expect packed weights."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: BitsAndBytesConfig) -> None:
         self.config = config
 
     def check(self, model: Any, plan: Plan) -> None:
@@ -75,7 +78,7 @@ class Pack:
         for _, module in self._linears(model):
             pack_linear(module, self.config.bnb_4bit_quant_type, double, compute)
 
-    def _linears(self, model: Any) -> list[tuple[str, Any]]:
+    def _linears(self, model: nn.Module) -> list[tuple[str, Any]]:
         from transformers.quantizers.base import HfQuantizer
         from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -122,7 +125,7 @@ def _rounded(value: Any, packing: Packing, order: StoredOrder | None) -> torch.T
     return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
 
 
-def mark(model: Any, config: Any) -> None:
+def mark(model: Any, config: BitsAndBytesConfig) -> None:
     """What bitsandbytes' own loading leaves on a model, by which Trainer, PEFT and TRL know it."""
     from transformers.quantizers import AutoHfQuantizer
 
@@ -133,18 +136,18 @@ def mark(model: Any, config: Any) -> None:
 
 
 @patch("peft.utils.other:prepare_model_for_kbit_training", "casts shards", copies=True)
-def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_for_training(original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
     """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
     if runtime.parallel_state(model) is not None:
         _cast_to_fp32(model)
     return original(model, *args, **kwargs)
 
 
-def _cast_to_fp32(model: Any) -> None:
+def _cast_to_fp32(model: nn.Module) -> None:
     _replace(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
 
 
-def finish_casts(model: Any) -> None:
+def finish_casts(model: nn.Module) -> None:
     """`p.data = p.data.float()`, as the function does that a script has imported before, casts no stored part."""
     _replace(
         model,
@@ -156,7 +159,7 @@ def finish_casts(model: Any) -> None:
     )
 
 
-def _replace(model: Any, change: Callable[[Any], Any]) -> None:
+def _replace(model: nn.Module, change: Callable[[Any], Any]) -> None:
     changed: dict[int, Any] = {}  # a tied weight stays one
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -166,10 +169,10 @@ def _replace(model: Any, change: Callable[[Any], Any]) -> None:
             module._parameters[name] = changed.get(id(p))
 
 
-def _refuse_saving(*args: Any, **kwargs: Any) -> None:
+def _refuse_saving(*args: object, **kwargs: object) -> None:
     raise NotImplementedError("hf_parallel: a base in 4 bits is not saved; save the adapters")
 
 
-def is_packed(module: Any, name: str) -> bool:
+def is_packed(module: nn.Module, name: str) -> bool:
     """Is this parameter packed?"""
     return isinstance(module, FourBit) and name == "weight"

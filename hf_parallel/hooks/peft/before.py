@@ -6,7 +6,7 @@ They are taken out, the base becomes parallel, and the same adapters are put in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,12 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.peft import settings as peft_settings
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
-def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
+
+def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[Any], Any]) -> None:
     """Make the base of a PeftModel parallel by `parallelize`. Collective; rank 0's adapters win.
 
     Raises:
@@ -50,7 +54,7 @@ def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
     tuner.set_adapter(active, inference_mode=not trains)
 
 
-def _from_first_rank(tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+def _from_first_rank(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     state: Any = runtime.parallel_state(model)
     device, equal = state.mesh.device, {}
     for key in sorted(tensors):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -18,8 +18,12 @@ from hf_parallel.hooks.peft.adapter_state import AdapterState
 from hf_parallel.parallelize import ParallelState
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
 
-def place(model: Any, state: ParallelState) -> None:
+
+def place(model: PreTrainedModel, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
     place_copies(model, state)
     if hasattr(model, "_hf_parallel_adapter_dtype"):
@@ -38,7 +42,7 @@ def place(model: Any, state: ParallelState) -> None:
         waiting.remove()
 
 
-def place_copies(model: Any, state: ParallelState) -> None:
+def place_copies(model: nn.Module, state: ParallelState) -> None:
     """Give copies of sharded modules parameters of their own, and show them to the stages."""
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -78,12 +82,12 @@ def _axes(parameter: DTensor) -> tuple[str, ...]:
     return parameter.device_mesh.mesh_dim_names or ("",)
 
 
-def _innermost(wrapper: Any) -> Any:
+def _innermost(wrapper: BaseTunerLayer) -> Any:
     """What a wrapper is around; those of several weights of one module are around each other."""
     return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
 
 
-def _split(name: str, wrapper: Any, state: ParallelState) -> None:
+def _split(name: str, wrapper: BaseTunerLayer, state: ParallelState) -> None:
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
     base, mesh, device = _innermost(wrapper), state.mesh["tp"], state.mesh.device

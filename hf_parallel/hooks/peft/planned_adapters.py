@@ -9,7 +9,7 @@ The planner knows nothing of peft and bitsandbytes: what it needs of them is han
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,11 @@ from hf_parallel.hooks.patching import apply, undo
 from hf_parallel.parallelize import state_of
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from torch import nn
 
-def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[Any], None]:
+
+def lora(rank: int, targets: Any = "all-linear", **settings: object) -> Callable[[Any], None]:
     """What puts adapters of `rank` into a parallel model on the meta device, as get_peft_model does into any.
 
     Args:
@@ -30,7 +33,7 @@ def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[A
     if rank < 1:
         refuse(f"lora={rank}", "adapters have a rank of one at least", "16")
 
-    def adapt(model: Any) -> None:
+    def adapt(model: nn.Module) -> None:
         from peft import LoraConfig, get_peft_model
 
         from hf_parallel.hooks.patches import all_patches

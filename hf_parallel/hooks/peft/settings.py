@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -15,6 +15,12 @@ from hf_parallel.hooks.patching import patch, refuse_unpatched
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import has_tied_embedding
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from peft.tuners.tuners_utils import BaseTuner
+    from torch import nn
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
 _KEPT = {
@@ -53,7 +59,7 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
         _refuse(setting.name, value)
 
 
-def _check_start(model: Any, config: Any) -> None:
+def _check_start(model: nn.Module, config: PeftConfig) -> None:
     """What a base of 4 bits does not bear, and where adapters of weights start."""
     if getattr(model, "is_loaded_in_4bit", False):
         if config.use_dora:
@@ -66,14 +72,14 @@ def _check_start(model: Any, config: Any) -> None:
         refuse(f"init_lora_weights={config.init_lora_weights!r}", "not with target_parameters", "True")
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """LoRA-FA multiplies the A of each adapter with itself, and keeps its moments under names of pairs."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if kind == "LoraFAOptimizer":
         refuse(kind, "needs whole adapters, of which ranks hold parts", "AdamW")
 
 
-def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
+def check_copies(model: nn.Module, names: Any, mesh: ParallelMesh) -> None:
     """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
     for name, module in model.named_modules():
         if not any(name.endswith(target) for target in names):
@@ -87,13 +93,13 @@ def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
         refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
 
 
-def _refuse(name: str, value: Any) -> None:
+def _refuse(name: str, value: object) -> None:
     works = _WORKS.get(name, "its default")
     refuse(f"LoraConfig({name}={value!r})", "not part of this version of hf_parallel", works)
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
-def refuse_deleting(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_deleting(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
     """FSDP2 keeps the parameters that it has taken in."""
     if runtime.parallel_state(self.model) is None:
         return original(self, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
@@ -10,8 +10,11 @@ from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
-def check_arguments(args: Any) -> None:
+
+def check_arguments(args: TrainingArguments) -> None:
     """Refuse what this version cannot do under the active layout, by name."""
     config = runtime.mesh().config
     for asked, spelled, what, works in _refusals(args, config):
@@ -23,7 +26,7 @@ def check_arguments(args: Any) -> None:
         _check_micro_batches(args.per_device_train_batch_size, config)
 
 
-def _refusals(args: Any, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
+def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
     """Is it asked for, how it is spelled, what is missing, what works."""
     block = config.world_size // config.data_parallel_size
     return [

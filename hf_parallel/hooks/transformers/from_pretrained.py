@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.pipeline.stand_ins import stand_ins
 from hf_parallel.hooks import runtime
@@ -17,6 +17,9 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.parallelize import parallelize
 from hf_parallel.resolve import check_kernels
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Requested:
@@ -30,7 +33,7 @@ class Requested:
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "asks for the layout")
-def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: object) -> object:
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
         refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
@@ -51,7 +54,9 @@ def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) ->
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")
-def prepare(original: Callable, cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: Any) -> Any:
+def prepare(
+    original: Callable, cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: object
+) -> object:
     """Where to load: this rank's device."""
     if not isinstance(distributed_config, Requested):
         return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
@@ -63,7 +68,9 @@ def prepare(original: Callable, cls: type, distributed_config: Any, *, device_ma
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.maybe_distribute_model", "cuts the meta model")
-def distribute(original: Callable, cls: type, model: Any, distributed_config: Any, *mesh: Any, **meshes: Any) -> Any:
+def distribute(
+    original: Callable, cls: type, model: PreTrainedModel, distributed_config: Any, *mesh: object, **meshes: object
+) -> object:
     """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
     if not isinstance(distributed_config, Requested):
         return original(cls, model, distributed_config, *mesh, **meshes)
