@@ -63,7 +63,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor | None) -> Any:
+    def backward(ctx: Context, gradient: torch.Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
         # Strides belong to the spec, so those of the gradient must be the parameter's.

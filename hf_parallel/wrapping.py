@@ -155,7 +155,7 @@ def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 def _load_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-) -> Any:
+) -> _IncompatibleKeys:
     """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())

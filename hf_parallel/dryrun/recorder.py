@@ -16,13 +16,16 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 #: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
 _KINDS = {
@@ -206,7 +209,7 @@ def local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "elem", tensor)
 
 
-def _group_of(args: tuple) -> Any:
+def _group_of(args: tuple) -> dist.ProcessGroup | dist.ProcessGroup | None:
     """The process group among the arguments of a collective: an object, or the name that functional ones take."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 

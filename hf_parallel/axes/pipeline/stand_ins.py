@@ -169,7 +169,7 @@ def stand_in_for(module: nn.Module, kind: type[StandIn] = StandIn) -> Any:
 
 
 @functools.cache
-def _class(kind: type, real: Any) -> Any:
+def _class(kind: type, real: Any) -> type:
     return type(real.__name__, (kind, real), {"__module__": real.__module__})
 
 

@@ -45,7 +45,7 @@ class TorchStage(PipelineStage):
         """All shapes are known: the vote serves to connect the ranks in order, which is done once."""
         return None if self.connected else super()._warmup_forward_vote(*args, **kwargs)
 
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (
             torch.ones((), dtype=torch.int32) if self.connected else super()._warmup_backward_result(*args, **kwargs)
         )
