@@ -209,7 +209,7 @@ def local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "elem", tensor)
 
 
-def _group_of(args: tuple) -> dist.ProcessGroup | dist.ProcessGroup | None:
+def _group_of(args: tuple) -> dist.ProcessGroup | None:
     """The process group among the arguments of a collective: an object, or the name that functional ones take."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 

@@ -178,7 +178,7 @@ def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirect
     return padded
 
 
-def _padded_mask(mask: Any, length: int, extra: int) -> None | torch.Tensor:
+def _padded_mask(mask: Any, length: int, extra: int) -> torch.Tensor | None:
     """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
     if mask is None:
         return None

@@ -120,7 +120,7 @@ class Count(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def _read(value: object) -> torch.Tensor | object:
+def _read(value: object) -> object:
     if not isinstance(value, Count):
         return value
     value.scope.reads_count = True
