@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def resize_token_embeddings(
     model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-) -> Any:
+) -> object:
     """transformers' method, for a parallel model that has no optimizer yet. Collective where the size changes.
 
     Raises:

@@ -28,7 +28,7 @@ from hf_parallel.model_methods import bind
 from hf_parallel.spec import refuse
 
 
-def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
+def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, object]:
     """The models that `model` is around, outermost ones by name: the parallel ones, and under tp any of transformers'.
 
     Raises:
@@ -36,7 +36,7 @@ def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
     """
     if hasattr(model, "base_model_prefix"):
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, module in model.named_modules():
         inside = hasattr(module, "_hf_parallel") or (config.tp_size > 1 and hasattr(module, "base_model_prefix"))
         if name and inside and not any(name.startswith(f"{outer}.") for outer in found):
@@ -63,7 +63,7 @@ def share_own(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> No
     shard_data_parallel(model, model, [], mesh)
 
 
-def tied_inside(parts: dict[str, Any]) -> dict[str, str]:
+def tied_inside(parts: Mapping[str, object]) -> dict[str, str]:
     """Names of tied weights -> names under which they are saved."""
     inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
@@ -117,7 +117,7 @@ def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: ob
 
 def _own_tensors(
     model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
     """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
     inside = {id(module) for part in parts.values() for module in part.modules()}
     for place, module in model.named_modules():

@@ -51,7 +51,7 @@ class AdaptedExperts(nn.Module):
         return functools.reduce(torch.add, (self._product(*each) for each in halves))
 
     def _product(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-        base: Any = self.get_base_layer()
+        base = self.get_base_layer()
         group = base.region.group if isinstance(base, SplitExperts) else base.sharing.tp_group
         if group is not None:
             down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)

@@ -141,7 +141,7 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
 
 def cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
     """Cut A (dim 1) or B (dim 0), whole and equal on all ranks, in the order in which the base's weight is stored."""
-    order: Any = getattr(base, "stored_orders", {}).get("weight")
+    order = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
     for name in names:
         if order is not None and adapter._parameters[name] is not None:
@@ -206,7 +206,7 @@ class SplitMagnitude(TensorParallelLayer):
 def split_magnitude(base: Any, magnitude: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split the magnitudes [out] of one adapter, whole and equal on all ranks."""
     if isinstance(base, ColumnParallel):
-        order: Any = getattr(base, "stored_orders", {}).get("weight")
+        order = getattr(base, "stored_orders", {}).get("weight")
         if order is not None:
             stored = StoredOrder(0, order.rows)
             magnitude.stored_orders = {"weight": stored}
@@ -223,7 +223,7 @@ def can_copy(module: nn.Module) -> bool:
     return isinstance(module, VocabParallel | VocabParallelHead)
 
 
-def copied(module: nn.Module) -> Any:
+def copied(module: nn.Module) -> nn.Module:
     """A copy with parameters of its own that communicates in the same group."""
     shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
     new = copy.deepcopy(without_sharding(module), shared)

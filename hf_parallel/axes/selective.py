@@ -25,7 +25,7 @@ PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grou
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
 
 
-def is_kept(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
+def is_kept(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:
     """The policy: is the output of this operation kept?"""
     name = operation.name().partition("::")[2].partition(".")[0]
     if name in PRODUCTS:
@@ -37,7 +37,7 @@ def is_kept(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
     )
 
 
-def _drops(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
+def _drops(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:
     """Attention with dropout draws random numbers: given back, it would shift those of what comes after it."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
@@ -51,10 +51,10 @@ class _Products(TorchDispatchMode):
     def __init__(self, store: Store, recomputing: bool) -> None:
         super().__init__()
         self.store, self.recomputing, self.within = store, recomputing, Within(store, recomputing)
-        self.kept: list[tuple[Any, Any]] = []
+        self.kept: list[tuple[object, object]] = []
         self.used = 0
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         self.used = 0
         self.within.__enter__()
         return super().__enter__()
@@ -63,7 +63,9 @@ class _Products(TorchDispatchMode):
         super().__exit__(*error)
         self.within.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if self.store.computing or not is_kept(func, args, kwargs):
             return func(*args, **kwargs)

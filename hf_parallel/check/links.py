@@ -123,7 +123,7 @@ def measure(group: dist.ProcessGroup, name: str, device: torch.device, size: int
     return (time.perf_counter() - began) / repeats, right
 
 
-def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> dict[str, Any]:
+def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> dict[str, object]:
     try:
         latency, first = measure(group, name, device, _SMALL * group.size(), _MANY)
         seconds, second = measure(group, name, device, payload, _FEW)

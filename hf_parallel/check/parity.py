@@ -25,6 +25,7 @@ from hf_parallel.whole import full_state_dict
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import LlamaConfig
 
 VOCABULARY, LENGTH, WIDTH, SEED, STEPS, RATE = 515, 33, 8, 7, 3, 0.1
 #: Relative for losses and norms, absolute for weights that the steps move by 1e-3 and more. fp32: sums in another
@@ -89,7 +90,7 @@ def _smallest_factor(number: int) -> int:
 # ---- the model and its rows ------------------------------------------------------------------------------------
 
 
-def tiny_config(config: ParallelConfig) -> Any:
+def tiny_config(config: ParallelConfig) -> LlamaConfig:
     """Sizes that the layout can cut: three query heads for each key/value head, of which every tp rank has one."""
     from transformers import LlamaConfig
 

@@ -64,7 +64,7 @@ class Room:
         self._progress += 1
         self.store.set(f"progress/{self.rank}", str(self._progress))
 
-    def _take(self, key: str) -> Any:
+    def _take(self, key: str) -> object:
         while not self.store.check([key]):  # `get` would end at the store's own time-out
             time.sleep(0.005)
         value = pickle.loads(self.store.get(key))

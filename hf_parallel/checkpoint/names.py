@@ -51,6 +51,6 @@ def of_stages(own: Any, mesh: ParallelMesh) -> list[Any]:
     """What each stage says, in the order of stages' ranks. Collective over stages."""
     if mesh.size("pp") == 1:
         return [own]
-    found: list[Any] = [None] * mesh.size("pp")
+    found: list[object] = [None] * mesh.size("pp")
     dist.all_gather_object(found, own, group=mesh.group("pp"))
     return found

@@ -65,7 +65,7 @@ def save_pretrained(
         saving.stream(taken(model.state_dict(), items, mesh), write_all)
 
 
-def taken(tensors: Mapping[str, Any], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, Any]:
+def taken(tensors: Mapping[str, object], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, Any]:
     """Of these the ones of which this rank's part is written or sent."""
     return {entry.name: tensors[entry.name] for item in items for entry in item.held_by(mesh.rank)}
 
@@ -131,7 +131,7 @@ def _write_weights(
                 write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
-def write_index(directory: str, stem: str, index: dict[str, Any]) -> None:
+def write_index(directory: str, stem: str, index: dict[str, object]) -> None:
     """Which tensor is in which file, as on the Hub."""
     with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)

@@ -22,7 +22,7 @@ class Store:
 
     def __init__(self, kinds: frozenset[str]) -> None:
         self.kinds = kinds
-        self.results: list[Any] = []
+        self.results: list[object] = []
         self.used: int | None = None  # how many of them a second run has taken; None in the first
         self.computing = 0  # how many results are being computed, one for another
 

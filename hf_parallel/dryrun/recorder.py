@@ -97,7 +97,7 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
         if DTensor in types:
             return NotImplemented  # it calls its own operations on local tensors: those are seen
         if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
@@ -135,8 +135,8 @@ class Recorder(TorchDispatchMode):
         del self._watchers[address]
         self._grow(number, 0)
 
-    def _resizing(self) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+    def _resizing(self) -> object:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = self._resize(storage, size)
             number = self._numbers.get(storage._cdata)
             if number is not None:

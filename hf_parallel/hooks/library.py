@@ -24,7 +24,7 @@ from hf_parallel.parallelize import state_of
 if TYPE_CHECKING:
     from torch import nn
 
-_undo_list: list[tuple[Any, str, Any]] = []
+_undo_list: list[tuple[object, str, object]] = []
 
 
 @functools.wraps(make_parallel)

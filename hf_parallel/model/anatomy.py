@@ -54,7 +54,7 @@ class Anatomy:
     sums_over_tokens: bool
     reads_item_count: bool
     flops_per_token: float
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
 
 
 def read(model: nn.Module, config: ParallelConfig) -> Anatomy:

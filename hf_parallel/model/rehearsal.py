@@ -47,7 +47,7 @@ class StandIn:
     def __len__(self) -> int:
         return 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         return iter(())
 
     __hash__ = object.__hash__

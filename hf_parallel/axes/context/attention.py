@@ -8,7 +8,6 @@ other time, as in `generate`, both do what the model's own kernel would.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def mask(*args: object, **kwargs: object) -> Any:
+def mask(*args: object, **kwargs: object) -> object:
     """The cut while a batch is; else what scaled-dot-product attention takes."""
     if current.cut is not None:
         return current.cut

@@ -63,7 +63,7 @@ def block_costs(model: PreTrainedModel, backbone: Any, plan: Backbone, sequence_
         backbone: the part of `model` that `plan` names the parts of.
         sequence_length: tokens per row; default: the longest the model reads, at most 4096.
     """
-    config: Any = text_config(model)
+    config = text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
     layers = [_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
     outside = [child for child in model.children() if backbone not in child.modules()]

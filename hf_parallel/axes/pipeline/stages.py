@@ -71,7 +71,7 @@ def _put(swaps: list[Swap]) -> list[Swap]:
 def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tuple[list[StageView], RemoteModules]:
     """Keep the modules of pipeline rank `rank`'s stages in `model`, replace the others, which are returned too."""
     plan, backbone = part.facts.plan, model.get_submodule(part.facts.backbone)
-    layers: Any = backbone.get_submodule(plan.layers)
+    layers = backbone.get_submodule(plan.layers)
     ranges, own = layer_ranges(part), part.config.stages_of_rank(rank)
     whole = dict(model.named_modules(remove_duplicate=False))
     is_last, kept = len(ranges) - 1 in own, None

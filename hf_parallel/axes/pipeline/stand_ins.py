@@ -29,7 +29,7 @@ class Described(torch.Tensor):
         return described.requires_grad_(tensor.requires_grad)
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         own = next(value for value in _flat((*args, *kwargs.values())) if isinstance(value, Described))
         if func == _DEVICE:
@@ -58,7 +58,7 @@ _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "c
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flat(values: Any) -> Iterator[object]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flat(value)
@@ -115,7 +115,7 @@ class PassThrough(StandIn):
     def forward(self, *args: object, **kwargs: object) -> Any:
         return self._as_layer(args[0] if args else next(iter(kwargs.values())))
 
-    def _as_layer(self, hidden: Any) -> Any:
+    def _as_layer(self, hidden: Any) -> object:
         return (hidden, None) if self.tuples else hidden
 
 

@@ -73,8 +73,8 @@ class TorchStage(PipelineStage):
             self._make_buffers(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        infos: Any = self.args_recv_info[fwd_chunk_id]
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> object:
+        infos = self.args_recv_info[fwd_chunk_id]
         for info in infos:
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())
@@ -82,7 +82,7 @@ class TorchStage(PipelineStage):
         _forget(infos)
         return received
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> object:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
         _forget(self.grad_recv_info[bwd_chunk_id])
         return received
@@ -91,7 +91,7 @@ class TorchStage(PipelineStage):
         self._fill_gradients(bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
-    def get_local_bwd_output(self, mb_index: int) -> Any:
+    def get_local_bwd_output(self, mb_index: int) -> object:
         self._fill_gradients(mb_index)
         return super().get_local_bwd_output(mb_index)
 

@@ -51,7 +51,7 @@ class SplitExperts(TensorParallelLayer):
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
         return (gather_sequence if self.region.sequence_parallel else copy_to_group)(tensor, self.region.group)
 
-    def _own_weights(self) -> dict[str, Any]:
+    def _own_weights(self) -> dict[str, object]:
         widths = self.expert_facts.widths.items()
         return {name: with_added(self, name, self._own_weight(self._parameters[name], dim)) for name, dim in widths}
 

@@ -78,10 +78,10 @@ def _use_local_config(owner: Any, local: dict[int, int]) -> None:
         owner.config = LocalConfig(config, **counts)
 
 
-def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> object:
     """Pre-hook: masks and biases of all heads, [b, heads, q, k] or BLOOM's [b * heads, q, k], to this rank's heads."""
 
-    def sliced(value: object, name: str = "") -> Any:
+    def sliced(value: object, name: str = "") -> object:
         if not torch.is_tensor(value):
             return value
         if value.dim() == 4 and value.shape[1] == heads:

@@ -167,7 +167,7 @@ def _is_mlp(part: nn.Module) -> bool:
     return all(isinstance(module, LINEARS) or is_norm(module) for module in owners)
 
 
-def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, Any]) -> bool:
+def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, object]) -> bool:
     if attention:
         return len(readers) < 3
     writer = next((name for name, role in roles.items() if role == "rowwise"), None)

@@ -69,7 +69,7 @@ class _HeadForward:
 
 
 _steps = [0]  # of all optimizers, once one model is lean
-_counted: list[Any] = []
+_counted: list[object] = []
 
 
 def _count(*_: object) -> None:
@@ -85,7 +85,7 @@ def attach(model: PreTrainedModel) -> None:
     head.forward = _HeadForward(wanted, model, head)
 
     @functools.wraps(forward)
-    def with_loss(*args: object, **kwargs: object) -> Any:
+    def with_loss(*args: object, **kwargs: object) -> object:
         args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         former, wanted.loss = wanted.loss, _wants_loss(batch)
@@ -103,7 +103,7 @@ def finish(model: PreTrainedModel) -> None:
     model.register_forward_hook(_whole_when_read)
 
 
-def _wants_loss(batch: dict[str, Any]) -> bool:
+def _wants_loss(batch: dict[str, object]) -> bool:
     asked = batch.get("labels") is not None or batch.get("shift_labels") is not None
     return asked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
@@ -215,7 +215,7 @@ class _Chunked(torch.autograd.Function):
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
         same = scaling == Scaling()
-        into: Any = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
+        into = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)

@@ -124,9 +124,7 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         tensors = (hidden, weight, bias)
-        into: Any = [
-            torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip(tensors, wanted, strict=True)
-        ]
+        into = [torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip(tensors, wanted, strict=True)]
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
             x = hidden[chunk].to(ctx.dtype)

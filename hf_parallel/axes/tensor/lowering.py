@@ -11,7 +11,6 @@ import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ class _Watched(torch.Tensor):
     read: bool
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         with torch._C.DisableTorchFunctionSubclass():
             if func not in _SHAPE:
                 for value in (*args, *(kwargs or {}).values()):
@@ -66,7 +65,7 @@ def only_multiplied(owner: nn.Module, name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _on_meta(owner: nn.Module, linears: dict[str, Any]) -> Iterator[None]:
+def _on_meta(owner: nn.Module, linears: dict[str, object]) -> Iterator[None]:
     """In here the owner's linears are stand-ins, and its attention is written out."""
     modules, config = dict(owner._modules), vars(owner).get("config")
     owner._modules.update({key: _Product(child) for key, child in linears.items()})
@@ -85,7 +84,7 @@ def _reads_nothing(owner: nn.Module, name: str, more: bool) -> bool:
     """Whether a pass gets to its end without reading the input itself; `more`: with inputs that may be left out."""
     head = int(getattr(owner, "head_dim", None) or 8)
     for angles in (head, getattr(owner, "rotary_ndims", head), head // 2):
-        watched: Any = _empty(1, _TOKENS, _WIDTH).as_subclass(_Watched)
+        watched = _empty(1, _TOKENS, _WIDTH).as_subclass(_Watched)
         watched.read = False
         values = {key: value.to("meta") for key, value in (*owner.named_parameters(), *owner.named_buffers())}
         with contextlib.suppress(Exception):  # whatever its code does with what it is not given
@@ -95,10 +94,10 @@ def _reads_nothing(owner: nn.Module, name: str, more: bool) -> bool:
     return False
 
 
-def _besides(owner: nn.Module, angles: int, more: bool) -> dict[str, Any]:
+def _besides(owner: nn.Module, angles: int, more: bool) -> dict[str, object]:
     """The other inputs of the owner that it needs, and those that may decide what it does."""
     width = getattr(getattr(owner, "config", None), "hidden_size", None) or _WIDTH
-    known: dict[str, Any] = {"position_embeddings": (_empty(1, _TOKENS, angles),) * 2}
+    known: dict[str, object] = {"position_embeddings": (_empty(1, _TOKENS, angles),) * 2}
     known["residual"] = _empty(1, 1, 1)  # fits what it is added to
     if more:
         known["attention_mask"] = _empty(1, 1, _TOKENS, _TOKENS)

@@ -104,7 +104,7 @@ def _split_input(
 
 def _join_output(
     group: dist.ProcessGroup, switch: SequenceParallelFlag, module: nn.Module, args: Any, output: Any
-) -> Any:
+) -> object:
     if not switch.on:
         return output
     if isinstance(output, tuple):
@@ -134,7 +134,7 @@ def _padded_forward(
     names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
-    def padded(*args: Any, **kwargs: Any) -> Any:
+    def padded(*args: Any, **kwargs: Any) -> object:
         args = args[1:] if args and args[0] is reader else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
@@ -149,7 +149,7 @@ def _padded_forward(
     return padded
 
 
-def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, Any]) -> Any:
+def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, object]) -> object:
     switch.on = False
     try:
         return forward(**batch)
@@ -157,7 +157,7 @@ def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dic
         switch.on = True
 
 
-def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, Any]:
+def _padded_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:
     """What has one entry per token gets `extra` more; encoder outputs beside it keep their own length."""
     padded = dict(batch)
     for key, value in batch.items():
@@ -191,7 +191,7 @@ def _padded_mask(mask: Any, length: int, extra: int) -> torch.Tensor | None:
     return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
 
 
-def _cut(outputs: Any, length: int, extra: int) -> Any:
+def _cut(outputs: Any, length: int, extra: int) -> object:
     hidden = outputs[0]
     if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
         if isinstance(outputs, tuple):

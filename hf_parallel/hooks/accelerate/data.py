@@ -38,7 +38,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
 
-def _by_data_rank(prepared: Any, shared: bool) -> Any:
+def _by_data_rank(prepared: Any, shared: bool) -> object:
     from accelerate.data_loader import DataLoaderDispatcher
 
     if isinstance(prepared, DataLoaderDispatcher):
@@ -64,7 +64,7 @@ def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: 
     return rest
 
 
-def _skipping_sampler(dataloader: DataLoader) -> Any:
+def _skipping_sampler(dataloader: DataLoader) -> object:
     from accelerate.data_loader import SkipBatchSampler
 
     samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
@@ -75,7 +75,7 @@ def _describe(sampler: Any) -> None:
     """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
     if sampler is None:
         return
-    inner: Any = sampler.batch_sampler
+    inner = sampler.batch_sampler
     for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
         if hasattr(inner, name):
             setattr(sampler, name, getattr(inner, name))
@@ -103,7 +103,7 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     )
     inner = dataloader.slice_fn
 
-    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> object:
         if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
             wanted = slice(0, -wanted.start)
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
@@ -112,7 +112,7 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     base = dataloader.base_dataloader
     collate = base.collate_fn
 
-    def collated(examples: list) -> Any:
+    def collated(examples: list) -> object:
         batch = collate(examples)
         if len(examples) < (base.batch_size or 0) and (count(batch) or 0) > len(examples):
             refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
@@ -145,7 +145,7 @@ def length_grouped_sampler(original: Callable, batch_size: int, *args: object, *
 
 
 @patch("accelerate.utils.operations:_gpu_gather", "gathers over all processes")
-def gather(original: Callable, tensor: torch.Tensor) -> object:
+def gather(original: Callable, tensor: object) -> object:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
     from accelerate.utils.operations import recursively_apply
 
@@ -190,13 +190,13 @@ def gather_for_metrics(
 def gather_object(original: Callable, object: Any) -> list:
     """The lists of all data ranks, joined in their order."""
     mesh = runtime.mesh()
-    gathered: list[Any] = [None] * mesh.data_size
+    gathered: list[object] = [None] * mesh.data_size
     dist.all_gather_object(gathered, object, group=mesh.data_group)
     return [item for part in gathered for item in part]
 
 
 @patch("accelerate.accelerator:reduce", "reduces over all processes")
-def reduce(original: Callable, tensor: torch.Tensor, reduction: str = "mean", scale: float = 1.0) -> object:
+def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: float = 1.0) -> object:
     """Sum, mean or maximum over data ranks."""
     from accelerate.utils.operations import recursively_apply
 

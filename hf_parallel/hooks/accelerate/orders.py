@@ -31,7 +31,7 @@ def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, 
     return prepared
 
 
-def is_seeded(kwargs: dict[str, Any]) -> bool:
+def is_seeded(kwargs: dict[str, object]) -> bool:
     """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
     return bool(kwargs.get("use_seedable_sampler", False))
 

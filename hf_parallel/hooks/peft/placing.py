@@ -55,7 +55,7 @@ def place_copies(model: nn.Module, state: ParallelState) -> None:
     if state.pipeline is not None:
         around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
         for stage in state.pipeline.stages:
-            parts: Any = cast(Any, stage).parts
+            parts = cast(Any, stage).parts
             for i, part in enumerate(parts):
                 parts[i] = around.get(id(part), part)
 

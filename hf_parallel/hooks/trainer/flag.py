@@ -27,7 +27,7 @@ _HELP = (
 _undo: list[Callable[[], None]] = []
 
 
-def _make_field() -> dataclasses.Field[Any]:
+def _make_field() -> dataclasses.Field[object]:
     flag = dataclasses.field(default=None, kw_only=True, metadata={"help": _HELP})
     return dataclasses.fields(dataclasses.make_dataclass("Flag", [(NAME, str | None, flag)]))[0]  # type: ignore[list-item]
 

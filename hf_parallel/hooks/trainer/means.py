@@ -115,7 +115,7 @@ class Count(torch.Tensor):
         return count
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         args, kwargs = tree_map(_read, (args, kwargs or {}))
         return func(*args, **kwargs)
 

@@ -36,7 +36,7 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
 
 
 @contextlib.contextmanager
-def _last_one(trainer: Trainer, run: restarts.Run, chosen: Any) -> Iterator[Any]:
+def _last_one(trainer: Trainer, run: restarts.Run, chosen: Any) -> Iterator[object]:
     """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
     own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
     newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None

@@ -97,7 +97,7 @@ def without_stand_in(value: object, real: int) -> Any:
     return tree_map(lambda item: item[:0] if torch.is_tensor(item) and item.ndim else item, value)
 
 
-def _first(value: object, kept: int, rows: int, blocks: int) -> Any:
+def _first(value: object, kept: int, rows: int, blocks: int) -> object:
     if not torch.is_tensor(value) or value.ndim == 0:
         return value
     if value.shape[0] == rows:

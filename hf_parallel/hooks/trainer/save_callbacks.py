@@ -36,7 +36,7 @@ def on_save(
     state: TrainerState,
     control: TrainerControl,
     **kwargs: object,
-) -> Any:
+) -> object:
     """Callbacks are told of a checkpoint when it has its name; at once if it was not written in the background."""
     unfinished = record_of(trainer).unfinished_save
     if unfinished is None:

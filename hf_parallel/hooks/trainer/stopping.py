@@ -59,7 +59,7 @@ class StepsTogether(TrainerCallback):
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> Any:
+    ) -> object:
         self.pending.wait()
         stops, writing, failed = self.agreed.tolist()
         if stops:
@@ -79,7 +79,7 @@ def steps_together(trainer: Trainer) -> Iterator[None]:
         yield
         return
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    ready: list[Any] = [None] * dist.get_world_size()
+    ready: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(ready, free)
     if not all(ready) and not runtime.mesh().config.async_save:
         yield

@@ -24,10 +24,10 @@ from hf_parallel.whole import full_tensor, order_of
 class Rows(torch.Tensor):
     """Rows of a weight that is cut over ranks: what is written to them goes there. All ranks of it do the same."""
 
-    place: tuple[DTensor, Any, torch.Tensor]  # the weight, which rows, and these
+    place: tuple[DTensor, object, torch.Tensor]  # the weight, which rows, and these
 
     @classmethod
-    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         plain = [_plain(arg) for arg in args]
         result = func(*plain, **(kwargs or {}))
         if not args or not isinstance(args[0], Rows):
@@ -39,8 +39,8 @@ class Rows(torch.Tensor):
         return _rows(result, args[0].place) if is_view else result
 
 
-def _rows(tensor: torch.Tensor, place: tuple[DTensor, Any, torch.Tensor]) -> Any:
-    rows: Any = tensor.as_subclass(Rows)
+def _rows(tensor: torch.Tensor, place: tuple[DTensor, object, torch.Tensor]) -> object:
+    rows = tensor.as_subclass(Rows)
     rows.place = place
     return rows
 
@@ -126,7 +126,7 @@ def _tell() -> None:
     )
 
 
-def _inside(obj: object, depth: int = 6) -> Iterator[Any]:
+def _inside(obj: object, depth: int = 6) -> Iterator[object]:
     """An object and what it contains; of long lists, which hold data, only themselves."""
     yield obj
     values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()
