@@ -77,7 +77,7 @@ def _call_hooks_of_forward(model: nn.Module) -> None:
     bind(model, "forward", with_hooks)
 
 
-def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> None:
+def _save_pretrained(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     if kwargs.get("state_dict") is None:
         assert_all_ranks("save_pretrained")
     save_pretrained(model, mesh, *args, **kwargs)
@@ -103,7 +103,7 @@ def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: Any)
     state_dict.is_part_of_model = True
 
 
-def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: Any, memo: dict) -> object:
+def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: PreTrainedModel, memo: dict) -> object:
     """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
@@ -140,7 +140,9 @@ def _set_use_kernels(
     type(model).set_use_kernels(model, use_kernels, *args, **kwargs)
 
 
-def _prepare_together(kind: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, object]:
+def _prepare_together(
+    kind: Any, model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> dict[str, object]:
     """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
 
     That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.

@@ -26,8 +26,11 @@ if TYPE_CHECKING:
 
 
 def resize_token_embeddings(
-    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-) -> object:
+    model: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
     """transformers' method, for a parallel model that has no optimizer yet. Collective where the size changes.
 
     Raises:
@@ -69,7 +72,7 @@ def _leaves(end: Any) -> list[str]:
     return [leaf for leaf in ("weight", "bias") if getattr(end, leaf, None) is not None]
 
 
-def _resized(model: Any, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
+def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
     """The new weights, whole, by name; those of rank 0."""
     whole = _everywhere(model, set(names.values()))
     (first, *others), mesh = names, model._hf_parallel.mesh
@@ -100,7 +103,7 @@ def _same_rows(tensor: torch.Tensor, old: int, mesh: ParallelMesh) -> None:
         tensor[old:] = drawn
 
 
-def _everywhere(model: Any, names: set[str]) -> dict[str, torch.Tensor]:
+def _everywhere(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
     mesh, found = model._hf_parallel.mesh, {}
     gathered = full_state_dict(model, mesh, wanted=names.__contains__)
     for name in sorted(names):
@@ -111,7 +114,7 @@ def _everywhere(model: Any, names: set[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int) -> None:
+def _put(model: PreTrainedModel, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int) -> None:
     """Each rank's part, in the place of the former one."""
     state, ends = model._hf_parallel, (model.get_input_embeddings(), model.get_output_embeddings())
     local = [end for end in ends if end is not None and not isinstance(end, StandIn)]

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -24,9 +24,12 @@ from hf_parallel.checkpoint.saving import Saving, current, lost_peer, wait_for_w
 from hf_parallel.checkpoint.writers import Item, all_to, assign, rounds
 from hf_parallel.mesh import ParallelMesh, stored
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def save_pretrained(
-    model: Any,
+    model: PreTrainedModel,
     mesh: ParallelMesh,
     save_directory: str | os.PathLike,
     is_main_process: bool = True,
@@ -100,7 +103,7 @@ def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     return entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 
 
-def _write_configs(model: Any, directory: str) -> None:
+def _write_configs(model: PreTrainedModel, directory: str) -> None:
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)

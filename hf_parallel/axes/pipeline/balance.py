@@ -23,7 +23,7 @@ from hf_parallel.model.anatomy import Backbone, text_config
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
 #: this, and attention over more would make the head look cheap.
@@ -88,7 +88,7 @@ def checkpointed(recompute: str, layers: int) -> list[bool]:
     return [each > 0 and place % each == 0 for place in range(layers)]
 
 
-def _layer_cost(layer: nn.Module, config: Any, length: float) -> Cost:
+def _layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
     attention = (_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal"))
     weights = _weights_cost(layer, _active_share(layer, config))
     return Cost(weights.flops + sum(attention), weights.memory)
@@ -104,7 +104,7 @@ def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
     return Cost(flops, sum(p.numel() * p.element_size() for p in module.parameters()))
 
 
-def _active_share(layer: nn.Module, config: Any) -> float:
+def _active_share(layer: nn.Module, config: PretrainedConfig) -> float:
     """Which part of a layer's experts works for one token; the modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
@@ -113,7 +113,7 @@ def _active_share(layer: nn.Module, config: Any) -> float:
     return min(1, chosen / experts) if chosen and experts else 1
 
 
-def _attention_flops(attention: Any, config: Any, length: float) -> float:
+def _attention_flops(attention: Any, config: PretrainedConfig, length: float) -> float:
     """Scores and their product with the values, per token, over the keys that a causal mask shows on average."""
     heads = getattr(attention, "num_heads", None) or config.num_attention_heads
     width = getattr(attention, "head_dim", None) or config.hidden_size // heads

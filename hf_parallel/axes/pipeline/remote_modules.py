@@ -39,7 +39,7 @@ class RemoteModules:
                 self.modules[name], owner._modules[leaf] = owner._modules[leaf], here[name]
 
     @contextlib.contextmanager
-    def counted(self, model: Any) -> Iterator[None]:
+    def counted(self, model: PreTrainedModel) -> Iterator[None]:
         """The same, and both ends of a tie are one parameter, where one of them is another stage's: to count them."""
         former = []
         with self.shown(model):

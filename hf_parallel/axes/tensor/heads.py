@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,9 @@ from hf_parallel.axes.tensor.infer import linear_sizes
 from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.model.anatomy import attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
 #: Widths of all heads: `output.reshape(batch, length, self.inner_dim)`, `qkv.split((self.split_size, …))`.
@@ -55,7 +58,7 @@ def _is_head_count(key: str, value: object) -> bool:
 class LocalConfig:
     """A view of a config with other head counts; everything else is the config itself, now and later."""
 
-    def __init__(self, config: Any, **counts: int) -> None:
+    def __init__(self, config: PretrainedConfig, **counts: int) -> None:
         self.__dict__.update(_config=config, **counts)
 
     def __getattr__(self, name: str) -> Any:

@@ -108,7 +108,7 @@ def _wants_loss(batch: dict[str, object]) -> bool:
     return asked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> torch.Tensor:
+def _forward(wanted: _Wanted, model: PreTrainedModel, head: Any, input: torch.Tensor) -> torch.Tensor:
     """The head's forward; what it is by then, tp and FSDP2 have decided."""
     plain = functools.partial(type(head).forward, head)
     if not wanted.loss or getattr(head, "adapted", False) or not _multiplies(head):

@@ -24,6 +24,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.state import GradientState
     from torch.utils.data import DataLoader
 
 
@@ -224,7 +225,7 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(own)
 
 
-def is_ragged(gradient_state: Any) -> bool:
+def is_ragged(gradient_state: GradientState) -> bool:
     """Is this a last batch that data ranks have unequal shares of? All of them say the same."""
     if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return False
@@ -235,7 +236,7 @@ def _drops_last(dataloader: DataLoader) -> bool:
     return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
 
 
-def real_rows(gradient_state: Any, rows: int) -> int:
+def real_rows(gradient_state: GradientState, rows: int) -> int:
     """How many rows of this rank's batch are not repeated to fill a ragged last batch.
 
     Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
@@ -245,7 +246,7 @@ def real_rows(gradient_state: Any, rows: int) -> int:
     return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))
 
 
-def share_of_rows(gradient_state: Any, rows: int) -> float:
+def share_of_rows(gradient_state: GradientState, rows: int) -> float:
     """How much this rank's mean over its real rows weighs in the data ranks' average: 1 where all have as many."""
     if not is_ragged(gradient_state):
         return 1.0

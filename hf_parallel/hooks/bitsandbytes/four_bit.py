@@ -31,7 +31,7 @@ from hf_parallel.resolve import Plan
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
-    from transformers import BitsAndBytesConfig
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 def check(config: Any) -> None:
@@ -53,7 +53,7 @@ class Pack:
     def __init__(self, config: BitsAndBytesConfig) -> None:
         self.config = config
 
-    def check(self, model: Any, plan: Plan) -> None:
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
         part = plan.part(TENSOR)
         if plan.part(EXPERTS) is not None:
@@ -73,7 +73,7 @@ class Pack:
             if style is not None and part is not None and part.overlap:
                 refuse("tp_overlap=true", "products with weights of 4 bits are not overlapped", "false")
 
-    def __call__(self, model: Any) -> None:
+    def __call__(self, model: PreTrainedModel) -> None:
         double, compute = self.config.bnb_4bit_use_double_quant, self.config.bnb_4bit_compute_dtype
         for _, module in self._linears(model):
             pack_linear(module, self.config.bnb_4bit_quant_type, double, compute)
@@ -125,7 +125,7 @@ def _rounded(value: Any, packing: Packing, order: StoredOrder | None) -> torch.T
     return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
 
 
-def mark(model: Any, config: BitsAndBytesConfig) -> None:
+def mark(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
     """What bitsandbytes' own loading leaves on a model, by which Trainer, PEFT and TRL know it."""
     from transformers.quantizers import AutoHfQuantizer
 

@@ -47,7 +47,9 @@ _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "sees one stage, and draws random numbers for it only")
-def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str, *args: object, **kwargs: Any) -> None:
+def inject_adapter(
+    original: Callable, self: BaseTuner, model: PreTrainedModel, adapter_name: str, *args: object, **kwargs: Any
+) -> None:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
     config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
     if state is None and runtime.current() is None:
@@ -101,7 +103,7 @@ def first_magnitudes(original: Callable, self: Any, *, base_layer: nn.Module, **
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.{pissa,olora}_init", "factorises shards")
-def start_from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
+def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *args: Any) -> None:
     """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
     base, adapter = self.get_base_layer(), adapter_name
     weight = base.weight
@@ -176,7 +178,7 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 
 
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
-def save_pretrained(original: Callable, self: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
+def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: Any, **kwargs: Any) -> None:
     """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
     state = runtime.parallel_state(self)
     if state is None:

@@ -60,7 +60,7 @@ def place_copies(model: nn.Module, state: ParallelState) -> None:
                 parts[i] = around.get(id(part), part)
 
 
-def _cast_trainable(model: Any, dtype: torch.dtype) -> None:
+def _cast_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:

@@ -21,6 +21,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
 
 
 def lora(rank: int, targets: Any = "all-linear", **settings: object) -> Callable[[Any], None]:
@@ -59,7 +60,7 @@ def four_bit(double: bool = False) -> Packing:
     class PackFrozen(packing.Pack):
         """Gradients of what is packed do not exist; adapters come with theirs."""
 
-        def __call__(self, model: Any) -> None:
+        def __call__(self, model: PreTrainedModel) -> None:
             super().__call__(model)
             model.requires_grad_(False)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from peft.tuners.tuners_utils import BaseTuner
     from torch import nn
+    from transformers import PreTrainedModel
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
 _KEPT = {
@@ -37,7 +38,7 @@ _WORKS = {
 }
 
 
-def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
+def check(tuner: BaseTuner, model: PreTrainedModel, config: Any, low_cpu_mem_usage: bool) -> None:
     """Before anything is changed."""
     from peft import LoraModel, PeftType
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @patch("transformers.trainer:Trainer.train", "reads what is damaged", without_layout=True)
-def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+def train(original: Callable, self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> object:
     """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
     chosen = resume_from_checkpoint
     if chosen is True:

@@ -47,7 +47,7 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             yield rows.opened(batch)
 
 
-def _last(trainer: Any, batch: Any, count: int, blocks: int) -> LastBatch:
+def _last(trainer: Trainer, batch: Any, count: int, blocks: int) -> LastBatch:
     state = trainer.accelerator.gradient_state
     real = real_rows(state, count)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.

@@ -86,7 +86,7 @@ def distribute(
     return model
 
 
-def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:
+def _ignore_foreign(model: PreTrainedModel, foreign: set[str], local: set[str]) -> None:
     """Names that other stages load are no surprise in the checkpoint, whatever prefix it uses."""
     if not foreign:
         return

@@ -61,7 +61,7 @@ def _writes(name: str) -> bool:
 
 
 @patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
-def get_rows(original: Callable, self: Any, index: Any) -> object:
+def get_rows(original: Callable, self: DTensor, index: Any) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
     if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)

@@ -42,7 +42,7 @@ def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None:
+def check(trainer: Trainer, args: Any, eval_dataset: Any, model: PreTrainedModel | None = None) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is not None:
