@@ -47,8 +47,8 @@ def open_by_reading(
 @patch("transformers.core_model_loading:spawn_materialize", "converts slices, which mixes up joined tensors")
 def materialize(
     original: Callable,
-    thread_pool: Any,
-    tensor: torch.Tensor,
+    thread_pool: object,
+    tensor: object,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     *args: object,
