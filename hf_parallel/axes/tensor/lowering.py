@@ -50,18 +50,20 @@ class _Product(nn.Module):
         return _empty(*input.shape[:-1], self.width)
 
 
-#: Owner's class, linears and input -> the answer: layers of one kind are alike.
-_known: dict[tuple[type, tuple[str, ...], str], bool] = {}
+#: Owner's class, config, linears and input -> the answer, and the config, whose id is no other's while it is here.
+_known: dict[tuple[type, int, tuple[str, ...], str], tuple[bool, object]] = {}
 
 
 def only_multiplied(owner: nn.Module, name: str) -> bool:
     """Does the forward of this attention or MLP read its input `name` with linears of its own alone?"""
     linears = {key: child for key, child in owner.named_children() if isinstance(child, nn.Linear | Conv1D)}
-    key = (type(owner), tuple(linears), name)
-    if key not in _known:
+    config = vars(owner).get("config")
+    key = (type(owner), id(config), tuple(linears), name)
+    if key not in _known:  # layers of one model are alike
         with _on_meta(owner, linears):
-            _known[key] = bool(linears) and all(_reads_nothing(owner, name, more) for more in (False, True))
-    return _known[key]
+            answer = bool(linears) and all(_reads_nothing(owner, name, more) for more in (False, True))
+        _known[key] = answer, config
+    return _known[key][0]
 
 
 @contextlib.contextmanager
