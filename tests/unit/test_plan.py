@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -77,6 +78,12 @@ def test_every_refusal_has_the_one_form():
         calls = [node.func for node in raised if isinstance(node, ast.Call)]
         bare = [node for node in calls if "SpecError" in (getattr(node, "id", None), getattr(node, "attr", None))]
         assert not bare or path == ROOM / "spec.py", f"{path}:{bare[0].lineno}: refuse(what, why, works)"
+
+
+def test_no_source_of_a_model_is_read():
+    """What a model does is declared in `families.py`, or seen by running it on stand-ins or the meta device."""
+    for path in ROOM.rglob("*.py"):
+        assert not re.search(r"getsource|import (ast|dis)\b", path.read_text()), path
 
 
 def test_the_mesh_and_the_plan_are_frozen():

@@ -199,7 +199,10 @@ _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
 def knows_processes(trainer: Any) -> bool:
-    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?"""
+    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
+
+    By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.
+    """
     from transformers import Trainer
 
     overrides = (vars(cls).get("compute_loss") for cls in _before(type(trainer), Trainer))
