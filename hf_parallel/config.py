@@ -28,7 +28,7 @@ from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
-from hf_parallel.spec import SpecError, convert, read, refuse, spell, unknown_key
+from hf_parallel.spec import SpecError, convert, read, refuse, refuse_with, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
@@ -70,12 +70,6 @@ class ParallelConfig(
         _check_choices(self)
         for axis in self.axes():
             axis.check(self)
-        self._check_built()
-
-    def _check_built(self) -> None:
-        """Keys of the grammar that this version understands but cannot do are named, never ignored."""
-        for _, refusal in not_built(self):
-            raise SpecError(refusal)
 
     @classmethod
     def axes(cls) -> tuple[Axis, ...]:
@@ -117,7 +111,7 @@ class ParallelConfig(
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
-                raise SpecError(unknown_key(str(key), _names(cls)))
+                refuse_with(unknown_key(str(key), _names(cls)))
             if name in chosen:
                 refuse(key, f"given twice (as {name} and its short form)", do="give it once")
             chosen[name] = convert(name, known[name].type, value)
@@ -135,11 +129,11 @@ class ParallelConfig(
         used = math.prod(size for size in sizes.values() if size != -1)
         if free:
             if world_size % used:
-                raise SpecError(_sizes_message(sizes, used, world_size))
+                refuse_with(_sizes_message(sizes, used, world_size))
             rest: dict[str, Any] = {f"{free[0]}_size": world_size // used}
             return _sized(dataclasses.replace(self, **rest))
         if used != world_size:
-            raise SpecError(_sizes_message(sizes, used, world_size))
+            refuse_with(_sizes_message(sizes, used, world_size))
         return _sized(self)
 
     @property
@@ -233,36 +227,12 @@ def _check_choices(config: ParallelConfig) -> None:
             refuse(f"{key.name}={spell(value)}", f"not one of {', '.join(map(str, choices))}")
 
 
-def not_built(config: ParallelConfig) -> list[tuple[str, str]]:
-    """What of a config this version cannot do, as `cp_size=4`, and the line that refuses it; empty: it runs."""
-    found = []
-    for key in dataclasses.fields(config):
-        value = getattr(config, key.name)
-        for missing in key.metadata["not_built"]:
-            if value != key.default if missing.values is None else value in missing.values:
-                spelled = f"{key.name}={spell(value)}"
-                found.append(
-                    (spelled, f"{spelled}: {missing.what} is not part of this version; {missing.works} works")
-                )
-    return found
-
-
 def key_table(cls: type[ParallelConfig]) -> str:
-    """The keys that this version runs, as the README's table: name, default and one line each."""
+    """All keys as the README's table: name, default and one line each."""
     rows, fields = [], {key.name: key for key in dataclasses.fields(cls)}
     for name in _names(cls):
         key = fields[name]
-        if any(missing.values is None for missing in key.metadata["not_built"]):
-            continue
         short = f" (`{name.removesuffix('_size')}`)" if name.endswith("_size") else ""
         default = key.metadata["shown"] or ("none" if key.default is None else f"`{spell(key.default)}`")
         rows.append(f"| `{name}`{short} | {default} | {key.metadata['doc']} |")
     return "\n".join(rows)
-
-
-@dataclass(frozen=True)
-class PlannedConfig(ParallelConfig):
-    """A config to think about, whether or not this version runs it."""
-
-    def _check_built(self) -> None:
-        pass

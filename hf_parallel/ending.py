@@ -65,7 +65,7 @@ def _finished(status: int) -> int:
     return status
 
 
-def _files() -> list[Any]:
+def _files() -> list[object]:
     base: Any = io.IOBase.__base__  # of all of them; looked for by type, as objects may answer for others' classes
     return [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
 

@@ -99,11 +99,11 @@ def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup 
     return own
 
 
-def _is_split(default: Any) -> bool:
+def _is_split(default: object) -> bool:
     return getattr(default, "bound_device_id", None) is not None
 
 
-def _high_priority(device: torch.device) -> Any:
+def _high_priority(device: torch.device) -> object:
     """Options of a group whose kernels run on a stream of high priority; None where the device has no such thing."""
     if device.type != "cuda" or not dist.is_nccl_available() or "nccl" not in dist.get_backend_config():
         return None

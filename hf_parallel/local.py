@@ -6,15 +6,20 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from hf_parallel.collectives.context import Context
+
 
 @contextlib.contextmanager
-def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
+def holding(module: nn.Module, changed: dict[str, Any]) -> Iterator[None]:
     """In here `module` holds other tensors in place of some parameters."""
     before = {name: module._parameters[name] for name in changed}
     module._parameters.update(changed)
@@ -26,7 +31,7 @@ def holding(module: Any, changed: dict[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def adding(module: Any, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
+def adding(module: nn.Module, name: str, make: Callable[[], torch.Tensor]) -> Iterator[None]:
     """In here `module` computes with the sum of what it stores under this name and of `make()`."""
     added = vars(module).setdefault("_hf_parallel_added", {})
     added[name] = make
@@ -36,7 +41,7 @@ def adding(module: Any, name: str, make: Callable[[], torch.Tensor]) -> Iterator
         del added[name]
 
 
-def with_added(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+def with_added(module: nn.Module, name: str, value: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter with what is to be added to it."""
     make = vars(module).get("_hf_parallel_added", {}).get(name)
     return value if make is None else value + make().to(value.dtype)
@@ -58,7 +63,7 @@ class _Local(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> Any:
+    def backward(ctx: Context, gradient: torch.Tensor | None) -> DTensor | None:
         if gradient is None:
             return None
         # Strides belong to the spec, so those of the gradient must be the parameter's.
@@ -66,6 +71,6 @@ class _Local(torch.autograd.Function):
 
 
 @functools.cache
-def in_front(mixin: Any, cls: Any) -> type:
+def in_front(mixin: Any, cls: type) -> type:
     """The class `cls` with a mixin before it, by the same name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})

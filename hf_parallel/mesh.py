@@ -71,7 +71,7 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     return {axis: place[axis] for axis in config.sizes}
 
 
-def stored(tensor: Any) -> torch.Tensor:
+def stored(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this rank stores, as a plain tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -6,7 +6,7 @@ import copy
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,8 +22,11 @@ from hf_parallel.resizing import resize_token_embeddings
 from hf_parallel.resolve import check_kernels
 from hf_parallel.whole import remember
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callable[[nn.Module], Any]) -> None:
+
+def replace_methods(model: nn.Module, mesh: ParallelMesh, pipeline: Any, again: Callable[[nn.Module], Any]) -> None:
     """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
 
     Args:
@@ -53,40 +56,40 @@ def replace_methods(model: Any, mesh: ParallelMesh, pipeline: Any, again: Callab
         model.register_state_dict_post_hook(_mark_as_part)
 
 
-def bind(model: Any, name: str, replacement: Callable) -> None:
+def bind(model: nn.Module, name: str, replacement: Callable) -> None:
     """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
 
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: Any, *args: object, **kwargs: object) -> object:
         return replacement(self, *args, **kwargs)
 
     functools.update_wrapper(method, getattr(type(model), name, replacement))
     vars(model)[name] = types.MethodType(method, model)
 
 
-def _call_hooks_of_forward(model: Any) -> None:
+def _call_hooks_of_forward(model: nn.Module) -> None:
     """Modules around a model may call `model.forward` itself, past the hooks that gather its weights."""
     forward, called = model.forward, "_hf_parallel_called"
 
-    def with_hooks(model: Any, *args: Any, **kwargs: Any) -> Any:
+    def with_hooks(model: nn.Module, *args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs) if model.__dict__.pop(called, False) else model(*args, **kwargs)
 
     model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
     bind(model, "forward", with_hooks)
 
 
-def _save_pretrained(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> None:
+def _save_pretrained(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
     if kwargs.get("state_dict") is None:
         assert_all_ranks("save_pretrained")
     save_pretrained(model, mesh, *args, **kwargs)
 
 
-def _of_all_stages(pipeline: Any, original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _of_all_stages(pipeline: Any, original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
     """What one process counts."""
     with pipeline.remote_modules.counted(model):
         return original(model, *args, **kwargs)
 
 
-def _apply(model: Any, fn: Callable, *args: Any, **kwargs: Any) -> Any:
+def _apply(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:
     """What `to`, `half` and `bfloat16` do. FSDP2 keeps memory of the dtype in which it has once gathered weights."""
     wanted = fn(torch.empty((), dtype=model.dtype)).dtype
     if wanted != model.dtype and any(have_gathered(unit) for unit in sharded_modules(model)):
@@ -100,7 +103,7 @@ def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: Any)
     state_dict.is_part_of_model = True
 
 
-def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: Any, memo: dict) -> Any:
+def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: PreTrainedModel, memo: dict) -> object:
     """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
@@ -129,13 +132,17 @@ def _take_values(new: nn.Module, model: nn.Module) -> None:
         module.training = other.training
 
 
-def _set_use_kernels(config: ParallelConfig, model: Any, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+def _set_use_kernels(
+    config: ParallelConfig, model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any
+) -> None:
     if use_kernels:
         check_kernels(config)
     type(model).set_use_kernels(model, use_kernels, *args, **kwargs)
 
 
-def _prepare_together(kind: Any, model: Any, input_ids: torch.Tensor, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def _prepare_together(
+    kind: Any, model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+) -> dict[str, object]:
     """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
 
     That is transformers' doing. Without a key/value cache it lets their masks grow, too: longer than the rows.
@@ -147,7 +154,7 @@ def _prepare_together(kind: Any, model: Any, input_ids: torch.Tensor, *args: Any
     return kind.prepare_inputs_for_generation(model, input_ids, *args, **kwargs)
 
 
-def _generate_without_cache(mesh: ParallelMesh, model: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate_without_cache(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> object:
     """`generate` through a pipeline: every token runs the whole row, as stages keep no key/value cache."""
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; leave use_cache out")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from hf_parallel.model_methods import replace_methods
 from hf_parallel.resolve import Plan, resolve
 from hf_parallel.spec import refuse
 from hf_parallel.wrapping import models_inside, replace_methods_around, share_own, tied_inside
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass
@@ -78,7 +81,7 @@ class ParallelState:
 
 
 def parallelize(
-    model: Any,
+    model: nn.Module,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
@@ -113,7 +116,7 @@ def parallelize(
     return model
 
 
-def apply(model: Any, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
+def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None = None) -> ParallelState:
     """Do what the plan says. From inside a layer outwards: kernels, recomputation, matrices, layers, storage."""
     building = Building(mesh, plan.anatomy.on_meta, [(model, transformer_blocks(model))], pack)
     if not building.on_meta:
@@ -130,7 +133,7 @@ def apply(model: Any, plan: Plan, mesh: ParallelMesh, pack: Packing | None = Non
     return state
 
 
-def _attach(model: Any, state: ParallelState) -> None:
+def _attach(model: PreTrainedModel, state: ParallelState) -> None:
     """Put the state on the model, with methods that know it."""
     watch()
     step_on_local_parts()
@@ -152,7 +155,7 @@ def _compare_batches(model: nn.Module, state: ParallelState) -> None:
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
-def _parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -> Any:
+def _parallelize_around(model: PreTrainedModel, parts: dict[str, Any], mesh: ParallelMesh) -> Any:
     """Make a module parallel that is around transformers models, which may be so already; the same object."""
     for part in parts.values():
         if state_of(part) is None:
@@ -168,7 +171,7 @@ def _parallelize_around(model: Any, parts: dict[str, Any], mesh: ParallelMesh) -
     return model
 
 
-def state_of(model: Any) -> ParallelState | None:
+def state_of(model: nn.Module) -> ParallelState | None:
     """The parallel state of `model`, or None if it was not made parallel."""
     return getattr(model, "_hf_parallel", None)
 

@@ -5,7 +5,7 @@ transformers' own functions draw the new rows, from the weights and random numbe
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,16 @@ from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import text_config
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def resize_token_embeddings(
-    model: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-) -> Any:
+    model: PreTrainedModel,
+    new_num_tokens: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    mean_resizing: bool = True,
+) -> nn.Module:
     """transformers' method, for a parallel model that has no optimizer yet. Collective where the size changes.
 
     Raises:
@@ -43,7 +49,7 @@ def resize_token_embeddings(
     return model.get_input_embeddings()
 
 
-def _check(model: Any, rows: int, new_rows: int) -> dict[str, str]:
+def _check(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str, str]:
     """The parameters that change, each with the one that it is tied to, or itself; the embedding's is the first."""
     modules = {id(module): name for name, module in model.named_modules()}
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -66,7 +72,7 @@ def _leaves(end: Any) -> list[str]:
     return [leaf for leaf in ("weight", "bias") if getattr(end, leaf, None) is not None]
 
 
-def _resized(model: Any, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
+def _resized(model: PreTrainedModel, names: dict[str, str], rows: int, mean: bool) -> dict[str, torch.Tensor]:
     """The new weights, whole, by name; those of rank 0."""
     whole = _everywhere(model, set(names.values()))
     (first, *others), mesh = names, model._hf_parallel.mesh
@@ -97,7 +103,7 @@ def _same_rows(tensor: torch.Tensor, old: int, mesh: ParallelMesh) -> None:
         tensor[old:] = drawn
 
 
-def _everywhere(model: Any, names: set[str]) -> dict[str, torch.Tensor]:
+def _everywhere(model: PreTrainedModel, names: set[str]) -> dict[str, torch.Tensor]:
     mesh, found = model._hf_parallel.mesh, {}
     gathered = full_state_dict(model, mesh, wanted=names.__contains__)
     for name in sorted(names):
@@ -108,7 +114,7 @@ def _everywhere(model: Any, names: set[str]) -> dict[str, torch.Tensor]:
     return found
 
 
-def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int) -> None:
+def _put(model: PreTrainedModel, names: dict[str, str], whole: dict[str, torch.Tensor], rows: int) -> None:
     """Each rank's part, in the place of the former one."""
     state, ends = model._hf_parallel, (model.get_input_embeddings(), model.get_output_embeddings())
     local = [end for end in ends if end is not None and not isinstance(end, StandIn)]
@@ -130,7 +136,7 @@ def _put(model: Any, names: dict[str, str], whole: dict[str, torch.Tensor], rows
         add_late_parameters(state.root)
 
 
-def _set(model: Any, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:
+def _set(model: PreTrainedModel, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> None:
     owner, leaf = _owner(model, name)
     if isinstance(owner, StandIn):
         owner.register_parameter(leaf, parameter)
@@ -140,7 +146,7 @@ def _set(model: Any, name: str, parameter: nn.Parameter, mesh: ParallelMesh) -> 
         shard_parameter(owner, leaf, mesh["tp"], 0, mesh.device)
 
 
-def _owner(model: Any, name: str) -> tuple[Any, str]:
+def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf
 

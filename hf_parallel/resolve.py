@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hf_parallel.axes.axis import Axis
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import Anatomy
-from hf_parallel.spec import refuse
+from hf_parallel.spec import refuse, refuse_with
 
 Part = TypeVar("Part")
 
@@ -46,7 +46,7 @@ def resolve(config: ParallelConfig, anatomy: Anatomy) -> Plan:
     """
     plan = draft(config, anatomy)
     if plan.problems:
-        raise SpecError(plan.problems[0])
+        refuse_with(plan.problems[0])
     return plan
 
 
@@ -63,7 +63,7 @@ def _with_axis(plan: Plan, axis: Axis) -> Plan:
     try:
         reason = _why_not_inside(plan, axis) if axis.inside else None
         if reason is not None:
-            raise SpecError(reason)
+            refuse_with(reason)
         part = axis.resolve(plan.config, plan.anatomy, plan.anatomy.facts[axis.name])
     except SpecError as error:
         return replace(plan, problems=(*plan.problems, str(error)))
@@ -100,7 +100,7 @@ def _general_problems(anatomy: Anatomy) -> list[str]:
         ),
         (
             anatomy.of_quantised and not anatomy.is_quantised,
-            "quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits",
+            "quantised checkpoints: not part of this version; load in bf16, or pack that in 4 bits",
         ),
         (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
     ]

@@ -29,6 +29,11 @@ def refuse(
     raise SpecError(f"{what}: {why}" + (f"; {advice}" if advice else "")) from cause
 
 
+def refuse_with(refusal: str) -> NoReturn:
+    """Stop with a line that was made before: the first problem of a plan, or what another rank ran into."""
+    raise SpecError(refusal)
+
+
 def read(text: str) -> dict[str, Any]:
     """The keys and values of a spec, or of the YAML file that it names.
 

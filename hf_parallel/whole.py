@@ -78,7 +78,7 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     return None
 
 
-def _shares_memory(tensor: Any, other: Any) -> bool:
+def _shares_memory(tensor: torch.Tensor, other: object) -> bool:
     if not isinstance(other, DTensor) or tensor.shape != other.shape:
         return False
     address = stored(tensor).data_ptr()

@@ -28,7 +28,7 @@ from hf_parallel.model_methods import bind
 from hf_parallel.spec import refuse
 
 
-def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
+def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, object]:
     """The models that `model` is around, outermost ones by name: the parallel ones, and under tp any of transformers'.
 
     Raises:
@@ -36,7 +36,7 @@ def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, Any]:
     """
     if hasattr(model, "base_model_prefix"):
         return {}
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for name, module in model.named_modules():
         inside = hasattr(module, "_hf_parallel") or (config.tp_size > 1 and hasattr(module, "base_model_prefix"))
         if name and inside and not any(name.startswith(f"{outer}.") for outer in found):
@@ -63,7 +63,7 @@ def share_own(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> No
     shard_data_parallel(model, model, [], mesh)
 
 
-def tied_inside(parts: dict[str, Any]) -> dict[str, str]:
+def tied_inside(parts: Mapping[str, object]) -> dict[str, str]:
     """Names of tied weights -> names under which they are saved."""
     inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
@@ -78,7 +78,9 @@ def replace_methods_around(model: nn.Module, parts: dict[str, Any], mesh: Parall
     bind(model, "load_state_dict", _load_state_dict)
 
 
-def _save(parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: Any, *args: Any, **kwargs: Any) -> None:
+def _save(
+    parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: nn.Module, *args: object, **kwargs: object
+) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
     assert_all_ranks("save_pretrained")
@@ -90,7 +92,7 @@ def _save(parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: An
 
 
 @contextlib.contextmanager
-def _as_in_one_process(model: Any, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def _as_in_one_process(model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
     """In here this rank has a module of whole weights that runs by itself, as for the examples of a model card."""
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     with contextlib.ExitStack() as stack:
@@ -104,7 +106,7 @@ def _as_in_one_process(model: Any, parts: dict[str, Any], tensors: dict[str, tor
         yield
 
 
-def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: Any) -> None:
+def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: object) -> None:
     """Until the stack is closed."""
     if key in table:
         stack.callback(table.__setitem__, key, table[key])
@@ -115,7 +117,7 @@ def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: An
 
 def _own_tensors(
     model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]
-) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
+) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
     """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
     inside = {id(module) for part in parts.values() for module in part.modules()}
     for place, module in model.named_modules():
@@ -151,7 +153,9 @@ def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
-def _load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+def _load_state_dict(
+    model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+) -> _IncompatibleKeys:
     """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
     own = model.state_dict()
     missing, unexpected = sorted(own.keys() - state_dict.keys()), sorted(state_dict.keys() - own.keys())

@@ -24,9 +24,26 @@ each replacement.
 Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or
 takes other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with
 an underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
-replacement too. Functions that change together (`{{grpo,rloo}}_trainer:pad`) share one replacement.
+replacement too. Functions that change together (`{{grpo,rloo}}_trainer:pad`) share one replacement, a function here.
 
 {counts}
+
+What was looked at to need fewer, and why it is not done:
+
+- *One subclass of `Accelerator` bound in its place.* It serves no `Accelerator` that exists already: scripts make
+  theirs before `TrainingArguments(parallel=…)`, and `--parallel auto` chooses inside the `prepare` of one. Those would
+  wrap a model in DDP without a word. After it `isinstance(accelerator, Accelerator)` is false for them, and a class
+  that a library has derived, or a name under which it has imported `Accelerator`, stays the old one.
+- *`_register_custom_module` of PEFT.* It is of one `LoraConfig`, for layers that this config makes: not for adapters
+  that a model has when the layout begins, not for `target_parameters` and the layers of DoRA, and it goes before
+  PEFT's own choice of 4-bit layers. `type(layer)` and `print(model)` would show other classes.
+- *One mode (`TorchFunctionMode`) for the losses of `torch.nn.functional`.* It is called for each operation of each
+  forward pass, not for eight functions, and `torch.compile` would see it.
+- *A rule of `DTensor` for random numbers.* `register_sharding` says where an operation runs, not that every rank draws
+  the whole tensor; `__torch_function__` on the class would be called for every operation of the optimizer.
+- *Callbacks in the place of Trainer's private methods.* No event lies between a checkpoint's files and the place that
+  reads them, and scripts override `_save` and call `_get_num_items_in_batch` themselves. A private target that is gone
+  stops the start by name; a callback that comes too late does not.
 
 Where no layout is active, four targets change, so that plain Trainer resumes from the checkpoints of layouts.
 """
@@ -52,11 +69,12 @@ def _of(library: str, patches: list[Patch]) -> list[Patch]:
 
 
 def _counts(patches: list[Patch]) -> str:
-    rows = ["| library | classes and functions | targets | public | private |", "| --- | --- | --- | --- | --- |"]
+    heads = ("library", "classes and functions", "replacements", "targets", "public", "private")
+    rows = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for name, found in [*((name, _of(name, patches)) for name in _libraries(patches)), ("all", patches)]:
         private = sum(patch.is_private for patch in found)
-        owners = len({patch.owner for patch in found})
-        rows.append(f"| {name} | {owners} | {len(found)} | {len(found) - private} | {private} |")
+        owners, made = len({patch.owner for patch in found}), len({patch.make for patch in found})
+        rows.append(f"| {name} | {owners} | {made} | {len(found)} | {len(found) - private} | {private} |")
     return "\n".join(rows)
 
 

@@ -147,29 +147,29 @@ def with_adapters(script: Script, model):
     return model
 
 
+def arguments_of(out: str, data_ranks: int = 1, **changes: Any) -> TrainingArguments:
+    """What scripts here start from: an epoch of plain SGD over `GLOBAL_BATCH` rows per step, on CPUs, without a word.
+
+    Args:
+        changes: what a script has in another way.
+    """
+    given = {
+        "per_device_train_batch_size": GLOBAL_BATCH // data_ranks,
+        "per_device_eval_batch_size": GLOBAL_BATCH // data_ranks,
+        **{"num_train_epochs": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "seed": 0},
+        **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True},
+    }
+    return TrainingArguments(out, **{**given, **changes})
+
+
 def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int = 0) -> Outcome:
     """Train, evaluate, predict and save, as a user's script does."""
-    batch_size = GLOBAL_BATCH // data_ranks
     chosen = {
         "gradient_accumulation_steps": script.accumulation,
-        "optim": "sgd",
-        "learning_rate": 0.1,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        **({"max_steps": 3} if script.stream else {"num_train_epochs": 1}),
+        **({"max_steps": 3} if script.stream else {}),
         **{key: dict(value) if isinstance(value, tuple) else value for key, value in script.arguments},
     }
-    arguments = TrainingArguments(
-        out,
-        per_device_train_batch_size=batch_size,
-        per_device_eval_batch_size=batch_size,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        seed=0,
-        **chosen,
-    )
+    arguments = arguments_of(out, data_ranks, **chosen)
     recorder, kind = (
         Recorder(),
         {key: getattr(script, key) for key in ("stream", "uneven_lengths", "length", "masked")},

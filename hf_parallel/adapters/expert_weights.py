@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -22,6 +22,9 @@ from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.local import adding, in_front
 from hf_parallel.model.packed import StoredOrder
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 class AdaptedExperts(nn.Module):
@@ -48,7 +51,7 @@ class AdaptedExperts(nn.Module):
         return functools.reduce(torch.add, (self._product(*each) for each in halves))
 
     def _product(self, down: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-        base: Any = self.get_base_layer()
+        base = self.get_base_layer()
         group = base.region.group if isinstance(base, SplitExperts) else base.sharing.tp_group
         if group is not None:
             down, up = copy_weight_to_group(down, group), copy_weight_to_group(up, group)
@@ -72,13 +75,13 @@ def _own_rows(base: Any, name: str) -> torch.Tensor:
     return rows.chunk(group.size())[group.rank()]
 
 
-def can_adapt(base: Any, name: str) -> bool:
+def can_adapt(base: nn.Module, name: str) -> bool:
     """Is this a weight of experts of which ranks hold parts?"""
     held: Any = base._parameters[name]
     return isinstance(base, SplitExperts | SharedOut) and held.dim() == 3 and not base.expert_facts.dense
 
 
-def adapt(wrapper: Any) -> None:
+def adapt(wrapper: BaseTunerLayer) -> None:
     """Let a wrapper of a weight of experts add this rank's part."""
     if not isinstance(wrapper, AdaptedExperts):
         wrapper.__class__ = in_front(AdaptedExperts, cast(Any, type(wrapper)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.tensor.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local, rows_on
 from hf_parallel.collectives import copy_weight_to_group
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 BLOCK = 64
 
@@ -64,7 +67,7 @@ class _Product(torch.autograd.Function):
     """x […, in] -> […, out]; only the packed weight is kept for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, packing: Packing) -> torch.Tensor:
+    def forward(ctx: Context, x: torch.Tensor, packed: torch.Tensor, packing: Packing) -> torch.Tensor:
         from bitsandbytes import matmul_4bit
 
         ctx.save_for_backward(packed)
@@ -74,7 +77,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         from bitsandbytes.functional import dequantize_4bit
 
         (packed,) = ctx.saved_tensors
@@ -159,5 +162,5 @@ def pack_linear(module: Any, quant_type: str, double: bool, compute_dtype: torch
 
 
 @functools.cache
-def _in_front(mixin: Any, cls: Any) -> type:
+def _in_front(mixin: Any, cls: type) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})

@@ -17,7 +17,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,9 @@ from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_fro
 from hf_parallel.local import holding, in_front, local
 from hf_parallel.model.packed import StoredOrder
 
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
 
 
@@ -52,7 +55,7 @@ class Adapted(nn.Module):
 
     base_layer: Any
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
         return self.base_layer.leave(super().forward(self.base_layer.enter(x), *args, **kwargs))
 
 
@@ -63,7 +66,7 @@ class AdaptedEmbedding(nn.Module):
     lora_embedding_A: Any
     lora_embedding_B: Any
 
-    def forward(self, ids: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         base, cut, whole = self.base_layer, self.lora_embedding_A, self.lora_embedding_B
         rows, inside, padding = base.locate(ids)
         group, former = base.region.group, base.padding_idx
@@ -79,7 +82,7 @@ class AdaptedEmbedding(nn.Module):
         return reduce_from_group(output * inside.unsqueeze(-1), group)
 
 
-def adapt(wrapper: Any) -> None:
+def adapt(wrapper: BaseTunerLayer) -> None:
     """Let the wrapper communicate instead of its `base_layer`."""
     if isinstance(wrapper, Adapted | AdaptedEmbedding):
         return
@@ -138,7 +141,7 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
 
 def cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
     """Cut A (dim 1) or B (dim 0), whole and equal on all ranks, in the order in which the base's weight is stored."""
-    order: Any = getattr(base, "stored_orders", {}).get("weight")
+    order = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
     for name in names:
         if order is not None and adapter._parameters[name] is not None:
@@ -155,7 +158,7 @@ def split_embedding(down: Any, name: str, mesh: DeviceMesh, device: torch.device
     shard_parameter(down, name, mesh, 1, device)
 
 
-def can_split(base: Any) -> bool:
+def can_split(base: nn.Module) -> bool:
     """Is it known how adapters of this split layer are split?"""
     return isinstance(base, ColumnParallel | RowParallel | SharedHeads | PartialGradient | VocabParallel)
 
@@ -178,7 +181,7 @@ class SplitMagnitude(TensorParallelLayer):
         scaling: float,
         base_layer: Any,
         base_result: Any = None,
-        **_: Any,
+        **_: object,
     ) -> torch.Tensor:
         weight, bias = local_weight(base_layer), local(base_layer.bias)
         rows = rows_on(base_layer, x.device) if hasattr(base_layer, "rows") else None
@@ -203,7 +206,7 @@ class SplitMagnitude(TensorParallelLayer):
 def split_magnitude(base: Any, magnitude: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split the magnitudes [out] of one adapter, whole and equal on all ranks."""
     if isinstance(base, ColumnParallel):
-        order: Any = getattr(base, "stored_orders", {}).get("weight")
+        order = getattr(base, "stored_orders", {}).get("weight")
         if order is not None:
             stored = StoredOrder(0, order.rows)
             magnitude.stored_orders = {"weight": stored}
@@ -215,12 +218,12 @@ def split_magnitude(base: Any, magnitude: Any, mesh: DeviceMesh, device: torch.d
 # ---- copies that are trained whole -------------------------------------------------------------------------------
 
 
-def can_copy(module: Any) -> bool:
+def can_copy(module: nn.Module) -> bool:
     """Is this split module independent of its neighbours, so that a copy can stand in its place?"""
     return isinstance(module, VocabParallel | VocabParallelHead)
 
 
-def copied(module: Any) -> Any:
+def copied(module: nn.Module) -> nn.Module:
     """A copy with parameters of its own that communicates in the same group."""
     shared = {id(held): held for part in module.modules() for held in map(vars(part).get, ("region", "mesh")) if held}
     new = copy.deepcopy(without_sharding(module), shared)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +33,9 @@ from hf_parallel.axes.tensor.layers import (
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.local import holding, in_front, local
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 class AdaptedWeight(nn.Module):
@@ -78,7 +81,7 @@ def _factor(half: Any) -> torch.Tensor:
     )
 
 
-def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
+def split_weight(wrapper: BaseTunerLayer, mesh: DeviceMesh, device: torch.device) -> None:
     """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split."""
     base, kind = wrapper.base_layer, type(wrapper)
     if not isinstance(wrapper, AdaptedWeight):
@@ -95,13 +98,13 @@ def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
             become(halves[1 - dim], WholeAdapter, base.region)
 
 
-def can_split(base: Any, name: str) -> bool:
+def can_split(base: nn.Module, name: str) -> bool:
     """Is it known how an adapter of this layer's parameter `name` is split?"""
     known = ColumnParallel | RowParallel | SharedHeads | VocabParallel | HeadsEmbedding | PartialGradient
     return isinstance(base, known) and name == "weight"
 
 
-def _cut_dim(base: Any) -> int | None:
+def _cut_dim(base: nn.Module) -> int | None:
     if isinstance(base, ColumnParallel | VocabParallel):
         return int(isinstance(base, Conv1D))
     return int(not isinstance(base, Conv1D)) if isinstance(base, RowParallel) else None

@@ -163,5 +163,5 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _memory(parameter: Any) -> int:
+def _memory(parameter: nn.Parameter) -> int:
     return getattr(parameter, "_local_tensor", parameter).untyped_storage()._cdata

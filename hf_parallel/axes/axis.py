@@ -25,22 +25,7 @@ Facts = TypeVar("Facts")  # what an axis reads of a model
 Part = TypeVar("Part")  # what an axis will do: its part of the plan
 
 
-@dataclass(frozen=True)
-class NotBuilt:
-    """Values of a key that this version understands but cannot do."""
-
-    what: str
-    works: str
-    values: tuple[Any, ...] | None = None  # None: all but the default
-
-
-def key(
-    default: Any,
-    doc: str,
-    choices: tuple[Any, ...] = (),
-    shown: str | None = None,
-    not_built: tuple[NotBuilt, ...] = (),
-) -> Any:
+def key(default: Any, doc: str, choices: tuple[Any, ...] = (), shown: str | None = None) -> Any:
     """A spec key: a dataclass field with what the parser, the README's table and the planner need to know of it.
 
     Args:
@@ -48,7 +33,7 @@ def key(
         choices: all values, where they can be listed.
         shown: how the table names the default.
     """
-    return field(default=default, metadata={"doc": doc, "choices": choices, "shown": shown, "not_built": not_built})
+    return field(default=default, metadata={"doc": doc, "choices": choices, "shown": shown})
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -67,7 +69,7 @@ class Compression(Axis[None, list[str]]):
     def notes(self, part: list[str]) -> list[str]:
         return part
 
-    def finish(self, model: Any, part: list[str], building: Building) -> None:
+    def finish(self, model: nn.Module, part: list[str], building: Building) -> None:
         """Give each unit its collectives."""
         from hf_parallel.axes.data.compressed import compress
 

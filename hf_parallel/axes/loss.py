@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -37,7 +39,7 @@ class Loss(Axis[str, bool]):
         if config.lean_loss == "true" and config.pp_size != 1:
             refuse("lean_loss=true", f"pp_size={config.pp_size} is not supported", "lean_loss=false")
 
-    def read(self, model: Any, config: ParallelConfig) -> str | None:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> str | None:
         """Why its head and its loss cannot be one; None if they can."""
         from torch import nn
         from transformers import PreTrainedModel
@@ -55,14 +57,14 @@ class Loss(Axis[str, bool]):
             refuse("lean_loss=true", f"{anatomy.name} {facts}", "lean_loss=false")
         return True
 
-    def apply(self, model: Any, part: bool, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: bool, building: Building) -> None:
         """Before the model is cut."""
         from hf_parallel.axes.tensor.lean_loss import attach
 
         if part:
             attach(model)
 
-    def finish(self, model: Any, part: bool, building: Building) -> None:
+    def finish(self, model: PreTrainedModel, part: bool, building: Building) -> None:
         """After it."""
         from hf_parallel.axes.tensor.lean_loss import finish
 

@@ -12,17 +12,20 @@ buffer, nor give twice, as schedules need that take a backward apart.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.collectives.kept import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"}
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
 
 
-def is_kept(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
+def is_kept(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:
     """The policy: is the output of this operation kept?"""
     name = operation.name().partition("::")[2].partition(".")[0]
     if name in PRODUCTS:
@@ -34,7 +37,7 @@ def is_kept(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
     )
 
 
-def _drops(operation: Any, arguments: tuple, keywords: dict[str, Any]) -> bool:
+def _drops(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:
     """Attention with dropout draws random numbers: given back, it would shift those of what comes after it."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
@@ -48,19 +51,21 @@ class _Products(TorchDispatchMode):
     def __init__(self, store: Store, recomputing: bool) -> None:
         super().__init__()
         self.store, self.recomputing, self.within = store, recomputing, Within(store, recomputing)
-        self.kept: list[tuple[Any, Any]] = []
+        self.kept: list[tuple[object, object]] = []
         self.used = 0
 
-    def __enter__(self) -> Any:
+    def __enter__(self) -> object:
         self.used = 0
         self.within.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.within.__exit__(*error)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if self.store.computing or not is_kept(func, args, kwargs):
             return func(*args, **kwargs)

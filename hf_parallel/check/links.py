@@ -49,22 +49,22 @@ def _sum(group: dist.ProcessGroup) -> float:
     return group.size() * (group.size() + 1) / 2
 
 
-def _all_reduce(group: Any, like: torch.Tensor) -> Any:
+def _all_reduce(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     buffer = _own(group, like)
     return lambda: start_all_reduce(buffer, group).wait(), torch.full_like(like, _sum(group))
 
 
-def _all_gather(group: Any, like: torch.Tensor) -> Any:
+def _all_gather(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     part = _own(group, like[: len(like) // group.size()])
     return lambda: start_all_gather(part, group).wait().flatten(), _numbers(group, like)
 
 
-def _reduce_scatter(group: Any, like: torch.Tensor) -> Any:
+def _reduce_scatter(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     whole = _own(group, like).view(group.size(), -1)
     return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], _sum(group))
 
 
-def _all_to_all(group: Any, like: torch.Tensor) -> Any:
+def _all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     sent, got = _own(group, like), torch.zeros_like(like)
 
     def call() -> torch.Tensor:
@@ -74,7 +74,7 @@ def _all_to_all(group: Any, like: torch.Tensor) -> Any:
     return call, _numbers(group, like)
 
 
-def _broadcast(group: Any, like: torch.Tensor) -> Any:
+def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     buffer, first = _own(group, like), dist.get_global_rank(group, 0)
 
     def call() -> torch.Tensor:
@@ -84,7 +84,7 @@ def _broadcast(group: Any, like: torch.Tensor) -> Any:
     return call, torch.ones_like(like)
 
 
-def _p2p(group: Any, like: torch.Tensor) -> Any:
+def _p2p(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
     """Round the group: each rank sends to the next one and receives from the one before."""
     own, got, place, count = _own(group, like), torch.zeros_like(like), dist.get_rank(group), group.size()
     to, source = (dist.get_global_rank(group, (place + step) % count) for step in (1, -1))
@@ -123,7 +123,7 @@ def measure(group: dist.ProcessGroup, name: str, device: torch.device, size: int
     return (time.perf_counter() - began) / repeats, right
 
 
-def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> dict[str, Any]:
+def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> dict[str, object]:
     try:
         latency, first = measure(group, name, device, _SMALL * group.size(), _MANY)
         seconds, second = measure(group, name, device, payload, _FEW)

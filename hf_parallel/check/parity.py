@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,10 @@ from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import clip_grad_norm, parallelize
 from hf_parallel.whole import full_state_dict
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import LlamaConfig
 
 VOCABULARY, LENGTH, WIDTH, SEED, STEPS, RATE = 515, 33, 8, 7, 3, 0.1
 #: Relative for losses and norms, absolute for weights that the steps move by 1e-3 and more. fp32: sums in another
@@ -86,7 +90,7 @@ def _smallest_factor(number: int) -> int:
 # ---- the model and its rows ------------------------------------------------------------------------------------
 
 
-def tiny_config(config: ParallelConfig) -> Any:
+def tiny_config(config: ParallelConfig) -> LlamaConfig:
     """Sizes that the layout can cut: three query heads for each key/value head, of which every tp rank has one."""
     from transformers import LlamaConfig
 
@@ -125,7 +129,7 @@ def batch(config: ParallelConfig, share: int | None, device: torch.device, step:
     return {"input_ids": tokens.to(device), "labels": tokens.to(device)}
 
 
-def train(model: Any, config: ParallelConfig, share: int | None, device: torch.device) -> tuple[list, list]:
+def train(model: nn.Module, config: ParallelConfig, share: int | None, device: torch.device) -> tuple[list, list]:
     """Losses, as tensors, and gradient norms of the steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, foreach=True)  # foreach: CUDA's default
     losses, norms = [], []

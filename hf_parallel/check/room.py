@@ -51,7 +51,7 @@ class Room:
         self._advance()
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: object) -> list[Any]:
         """Of every rank, by rank, on rank 0; nothing on the others. All ranks call it in the same order."""
         self._count += 1
         self._advance()
@@ -64,7 +64,7 @@ class Room:
         self._progress += 1
         self.store.set(f"progress/{self.rank}", str(self._progress))
 
-    def _take(self, key: str) -> Any:
+    def _take(self, key: str) -> object:
         while not self.store.check([key]):  # `get` would end at the store's own time-out
             time.sleep(0.005)
         value = pickle.loads(self.store.get(key))

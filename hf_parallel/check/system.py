@@ -9,7 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from hf_parallel.check.report import FAILED, NOTE, OK, SLOW, Row, ranks_text
 from hf_parallel.config import SpecError
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.hardware import Cluster, Link
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
 #: Of which other versions on other ranks mean other numbers, or calls that the peers do not make.
@@ -29,7 +32,7 @@ SLOW_SHARE = 0.5
 
 def facts(device: torch.device) -> dict[str, Any]:
     """What is true of this rank."""
-    found: dict[str, Any] = {"host": socket.gethostname(), "python": platform.python_version()}
+    found: dict[str, object] = {"host": socket.gethostname(), "python": platform.python_version()}
     found |= {name: version for name in _LIBRARIES if (version := _version(name))}
     found |= {"pid": os.getpid(), "backend": dist.get_backend(), "device": "cpu", "place": "", "cuda": None}
     found["nccl"] = None
@@ -58,12 +61,12 @@ def rows(ranks: list[dict[str, Any]]) -> Iterator[Row]:
     yield _settings()
 
 
-def _versions(first: dict[str, Any]) -> Row:
+def _versions(first: dict[str, object]) -> Row:
     shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
     return Row("system", "versions", ", ".join(shown), values=dict(first))
 
 
-def _disagreements(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+def _disagreements(ranks: Sequence[dict[str, object]]) -> Iterator[Row]:
     for name in _MUST_AGREE:
         holders: dict[Any, list[int]] = {}
         for number, rank in enumerate(ranks):

@@ -22,7 +22,7 @@ _BLOCK = 256
 _NESTED = "__bnb_optimizer_quant_state__"
 
 
-def plain_slots(slots: Mapping[str, Any], parameter: Any = None) -> dict[str, Any]:
+def plain_slots(slots: Mapping[str, Any], parameter: torch.Tensor | None = None) -> dict[str, object]:
     """The slots of one parameter without codes; tensors of local values as parts of `parameter`."""
     slots = {**slots, **slots.get(_NESTED, {})}
     slots.pop(_NESTED, None)

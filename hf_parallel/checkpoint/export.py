@@ -16,7 +16,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,6 +30,9 @@ from hf_parallel.checkpoint.resume import has_optimizer, write_plain
 from hf_parallel.checkpoint.save import shards, write_index
 from hf_parallel.checkpoint.saving import CheckpointError, Saving
 from hf_parallel.checkpoint.slices import Part, read
+
+if TYPE_CHECKING:
+    from torch import nn
 
 ADAPTER = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -225,7 +228,7 @@ class _Values:
             yield value.to(kind)
 
 
-def _lazy(tensor: Any) -> LazyTensor:
+def _lazy(tensor: torch.Tensor) -> LazyTensor:
     return tensor if isinstance(tensor, LazyTensor) else lazy_tensor(tensor)
 
 
@@ -240,7 +243,7 @@ def _on_meta(folder: str) -> Any:
         return kind(config)
 
 
-def _merge(model: Any, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:
+def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, stack: contextlib.ExitStack) -> None:
     """Replace what an adapter changes by its sum with the base, computed when it is read."""
     with open(os.path.join(checkpoint, ADAPTER), encoding="utf-8") as file:
         config = json.load(file)
@@ -269,7 +272,7 @@ def _merge(model: Any, tensors: dict[str, LazyTensor], checkpoint: str, stack: c
         tensors[weight] = _sum(tensors[weight], factors, scaling)
 
 
-def _targeted(model: Any, path: str, config: dict[str, Any]) -> list[str]:
+def _targeted(model: nn.Module, path: str, config: dict[str, Any]) -> list[str]:
     """The parameters of a module that have adapters of their own, in the order in which PEFT wraps them."""
     targets = config.get("target_parameters") or ()
     names = [name for name, _ in model.get_submodule(path).named_parameters(recurse=False)]
@@ -288,7 +291,9 @@ def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _factors(weight: LazyTensor, a: Any, b: Any, module: Any, by_input: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _factors(
+    weight: LazyTensor, a: Any, b: Any, module: nn.Module, by_input: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Two matrices, or two stacks of one per expert, whose product has the weight's shape; fp32.
 
     Args:

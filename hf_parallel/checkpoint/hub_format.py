@@ -10,13 +10,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor
 from hf_parallel.checkpoint.slices import Part, read
 from hf_parallel.model.packed import StoredOrder
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ class Group:
         return iter(tensors.values()) if self.conversion is None else self.conversion(tensors)
 
 
-def hub_groups(model: Any, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
+def hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool = True) -> list[Group]:
     """The tensors of the model, grouped by what transformers makes of them when it saves, in their order.
 
     Raises:
@@ -106,7 +110,7 @@ def _later(entry: Entry, gathered: dict[str, torch.Tensor]) -> LazyTensor:
     return LazyTensor(part, entry.shape, entry.dtype, origins=frozenset([entry.name]))
 
 
-def _revert(model: Any, own: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
+def _revert(model: nn.Module, own: dict[str, LazyTensor]) -> dict[str, LazyTensor]:
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

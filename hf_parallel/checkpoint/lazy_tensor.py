@@ -58,7 +58,7 @@ class LazyTensor(torch.Tensor):
         return self.part(whole_part(self.shape))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:  # type: ignore[override]
         return _FOLLOWED[func](*args, **(kwargs or {})) if func in _FOLLOWED else _deferred(func, args, kwargs or {})
 
 

@@ -63,7 +63,7 @@ def _files(directory: str, stem: str) -> list[str]:
     return [f"{stem}.safetensors"]
 
 
-def converted(model: Any, own: dict[str, Any], tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def converted(model: nn.Module, own: dict[str, Any], tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The tensors under the model's own names, joined and split as transformers does while loading."""
     if not hasattr(model, "base_model_prefix"):  # not a transformers model
         yield from ((key, tensor) for key, tensor in tensors.items() if key in own)
@@ -85,7 +85,7 @@ def converted(model: Any, own: dict[str, Any], tensors: dict[str, Any]) -> Itera
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def _conversions(model: Any) -> tuple[list[Any], list[Any]]:
+def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
     """The renamings and the conversions that the model was loaded with, or those of its class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming

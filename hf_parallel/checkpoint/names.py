@@ -10,7 +10,7 @@ from torch import nn
 from hf_parallel.mesh import ParallelMesh
 
 
-def named(model: Any) -> dict[str, nn.Parameter]:
+def named(model: nn.Module) -> dict[str, nn.Parameter]:
     """This rank's parameters; a tied one has the name under which it is saved."""
     tied = _tied(model)
     found: dict[str, nn.Parameter] = {}
@@ -19,7 +19,7 @@ def named(model: Any) -> dict[str, nn.Parameter]:
     return found
 
 
-def names_in_order(model: Any, mesh: ParallelMesh) -> list[str]:
+def names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     """The names of all stages' parameters, in the order of the whole model. Collective over stages."""
     tied = _tied(model)
     places: dict[str, tuple] = {}
@@ -31,7 +31,7 @@ def names_in_order(model: Any, mesh: ParallelMesh) -> list[str]:
     return sorted(places, key=lambda name: places[name])
 
 
-def _tied(model: Any) -> dict[str, str]:
+def _tied(model: nn.Module) -> dict[str, str]:
     keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
     return dict(keys) if isinstance(keys, dict) else {}
 
@@ -51,6 +51,6 @@ def of_stages(own: Any, mesh: ParallelMesh) -> list[Any]:
     """What each stage says, in the order of stages' ranks. Collective over stages."""
     if mesh.size("pp") == 1:
         return [own]
-    found: list[Any] = [None] * mesh.size("pp")
+    found: list[object] = [None] * mesh.size("pp")
     dist.all_gather_object(found, own, group=mesh.group("pp"))
     return found

@@ -25,7 +25,7 @@ class OptimizerState:
     groups: list[dict[str, Any]] = field(default_factory=list)  # options of every one, also of empty ones
 
 
-def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
+def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
     """This rank's part of the state, by name.
 
     Raises:
@@ -53,7 +53,7 @@ def read_state(model: nn.Module, optimizer: Any) -> OptimizerState:
     return state
 
 
-def kind_of(optimizer: Any) -> str:
+def kind_of(optimizer: torch.optim.Optimizer) -> str:
     """Its class, and the library it is from: an AdamW that is not torch's has other states."""
     library = type(optimizer).__module__.partition(".")[0]
     return type(optimizer).__name__ if library in ("torch", "__main__") else f"{library}.{type(optimizer).__name__}"
@@ -68,7 +68,7 @@ def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter:
         )
 
 
-def as_json(kind: str, key: str, value: Any) -> Any:
+def as_json(kind: str, key: str, value: object) -> Any:
     """For the index: a number, text, or a list of them; a tensor of one number keeps its dtype."""
     if torch.is_tensor(value) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
@@ -82,7 +82,7 @@ def as_json(kind: str, key: str, value: Any) -> Any:
     )
 
 
-def from_json(value: Any, like: Any = None) -> Any:
+def from_json(value: object, like: Any = None) -> Any:
     """The inverse of `as_json`; a list becomes a tuple where `like` is one."""
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))

@@ -48,7 +48,7 @@ class RangeFile:
     def __enter__(self) -> RangeFile:
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         os.close(self.handle)
 
     def keys(self) -> list[str]:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
@@ -24,9 +24,12 @@ from hf_parallel.checkpoint.saving import Saving, current, lost_peer, wait_for_w
 from hf_parallel.checkpoint.writers import Item, all_to, assign, rounds
 from hf_parallel.mesh import ParallelMesh, stored
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def save_pretrained(
-    model: Any,
+    model: PreTrainedModel,
     mesh: ParallelMesh,
     save_directory: str | os.PathLike,
     is_main_process: bool = True,
@@ -65,7 +68,7 @@ def save_pretrained(
         saving.stream(taken(model.state_dict(), items, mesh), write_all)
 
 
-def taken(tensors: Mapping[str, Any], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, Any]:
+def taken(tensors: Mapping[str, object], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, Any]:
     """Of these the ones of which this rank's part is written or sent."""
     return {entry.name: tensors[entry.name] for item in items for entry in item.held_by(mesh.rank)}
 
@@ -92,7 +95,7 @@ def full_state_dict(
     return {entry.name: found[entry.name] for entry in entries if entry.name in found}
 
 
-def list_entries(model: Any, mesh: ParallelMesh) -> list[Entry]:
+def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     """Every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
     skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     skip |= set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
@@ -100,7 +103,7 @@ def list_entries(model: Any, mesh: ParallelMesh) -> list[Entry]:
     return entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 
 
-def _write_configs(model: Any, directory: str) -> None:
+def _write_configs(model: PreTrainedModel, directory: str) -> None:
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(directory)
@@ -131,7 +134,7 @@ def _write_weights(
                 write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
-def write_index(directory: str, stem: str, index: dict[str, Any]) -> None:
+def write_index(directory: str, stem: str, index: dict[str, object]) -> None:
     """Which tensor is in which file, as on the Hub."""
     with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)

@@ -70,7 +70,7 @@ def rows_of(target: torch.Tensor, part: Part) -> torch.Tensor | None:
     return target[ranges[0][0]] if all(len(found) == 1 for found in ranges) else None
 
 
-def axes_and_dims(tensor: Any) -> list[tuple[int, int]]:
+def axes_and_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """(mesh axis, dim) of all that is cut, in the order of cutting: FSDP2 (strided) cuts what tp has left."""
     if not isinstance(tensor, DTensor):
         return []

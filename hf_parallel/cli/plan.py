@@ -53,9 +53,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
     out = parser.add_argument_group("output")
     out.add_argument("--parallel", metavar="SPEC", help="a layout you expect: why is it not the first?")
-    out.add_argument(
-        "--include-unsupported", action="store_true", help="rank what this version does not run, too, marked as such"
-    )
     out.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (10)")
     out.add_argument("--json", action="store_true", help="the same as JSON")
     out.add_argument("--specs", metavar="FOLDER", help="write each layout as a YAML file that --parallel takes")
@@ -104,7 +101,6 @@ def _plan_model(args: argparse.Namespace) -> int:
         top=_positive("--top", args.top),
         accept=None if isinstance(model, dict) else accepted(model),
         expected=args.parallel,
-        include_unsupported=args.include_unsupported,
         adapt=_adapters(args),
     )
     if args.json:
@@ -112,7 +108,7 @@ def _plan_model(args: argparse.Namespace) -> int:
     elif found.choices:
         show(found, args.dollars)
     if found.best is None:
-        print("\n".join([f"hf_parallel: nothing fits: {found.advice}", *found.beyond]), file=sys.stderr)
+        print(f"hf_parallel: nothing fits: {found.advice}", file=sys.stderr)
         return 1
     if args.specs:
         write_specs(args.specs, found)
@@ -217,7 +213,7 @@ def _draw(args: argparse.Namespace, found: Any) -> None:
     if args.picture:
         write_memory(args.picture, found)
     if args.timeline:
-        piped = [choice for choice in found.choices if choice.config.pp_size > 1 and not choice.not_built]
+        piped = [choice for choice in found.choices if choice.config.pp_size > 1]
         if not piped:
             refuse(f"--timeline {args.timeline}", "none of the layouts has a pipeline to draw")
         print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,18 +10,21 @@ from torch.autograd.function import once_differentiable
 
 from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
+
 
 class _AllToAll(torch.autograd.Function):
     """All-to-all of equal parts, which is its own way back."""
 
     @staticmethod
-    def forward(ctx: Any, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _all_to_all(parts, None, None, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _all_to_all(gradient, None, None, ctx.group), None
 
 
@@ -30,14 +33,14 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        ctx: Context, rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
         return kept_or(lambda: _all_to_all(rows, sent, received, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return _all_to_all(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
@@ -45,13 +48,13 @@ class _ScaleGradient(torch.autograd.Function):
     """Identity forward, a factor backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, factor: float) -> torch.Tensor:
         ctx.factor = factor
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient * ctx.factor, None
 
 

@@ -12,7 +12,7 @@ and nothing is copied before or after a collective; a part of [batch, seq, hidde
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,18 +21,21 @@ from torch.autograd.function import once_differentiable
 from hf_parallel.collectives.asynchronous import start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
+
 
 class _Copy(torch.autograd.Function):
     """f: identity forward, all-reduce backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return all_reduce(gradient, ctx.group), None
 
 
@@ -40,13 +43,13 @@ class _CopyWeight(torch.autograd.Function):
     """f for a weight: what ranks add to its gradient is added in fp32, as few bits of a sum of many would be left."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, weight: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         wide = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         return all_reduce(wide, ctx.group).to(gradient.dtype), None
 
@@ -55,12 +58,12 @@ class _Reduce(torch.autograd.Function):
     """g: all-reduce forward, identity backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         return kept_or(lambda: all_reduce(tensor, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
 
 
@@ -68,13 +71,13 @@ class _GatherSequence(torch.autograd.Function):
     """All-gather of tokens forward, reduce-scatter backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _scattered(gradient, ctx.group), None
 
 
@@ -82,13 +85,13 @@ class _ReduceScatterSequence(torch.autograd.Function):
     """Reduce-scatter of tokens forward, all-gather backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return kept_or(lambda: _scattered(tensor, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _gathered(gradient, ctx.group), None
 
 
@@ -96,13 +99,13 @@ class _SplitSequence(torch.autograd.Function):
     """This rank's tokens forward, all-gather backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return parts_of_sequence(tensor, group)[group.rank()].clone()  # the whole may go
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _gathered(gradient, ctx.group), None
 
 
@@ -110,13 +113,13 @@ class _JoinSequence(torch.autograd.Function):
     """All-gather of tokens forward, this rank's part of the gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _gathered(tensor, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return parts_of_sequence(gradient, ctx.group)[ctx.group.rank()], None
 
 
@@ -124,13 +127,13 @@ class _GatherLastDim(torch.autograd.Function):
     """All-gather of features forward, reduce-scatter backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _with_last_dims_of_all(tensor, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         parts = gradient.unflatten(-1, (ctx.group.size(), -1)).movedim(-2, 0)
         return start_reduce_scatter(parts, ctx.group).wait(), None
 
@@ -139,13 +142,13 @@ class _JoinLastDim(torch.autograd.Function):
     """All-gather of features forward, this rank's part of the gradient backward."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _with_last_dims_of_all(tensor, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient.chunk(ctx.group.size(), dim=-1)[ctx.group.rank()].contiguous(), None
 
 

@@ -22,7 +22,7 @@ class Store:
 
     def __init__(self, kinds: frozenset[str]) -> None:
         self.kinds = kinds
-        self.results: list[Any] = []
+        self.results: list[object] = []
         self.used: int | None = None  # how many of them a second run has taken; None in the first
         self.computing = 0  # how many results are being computed, one for another
 
@@ -37,7 +37,7 @@ class Within:
         self.store.used = 0 if self.recomputing else None
         _stores.append(self.store)
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         _stores.remove(self.store)
 
 
@@ -92,7 +92,7 @@ class Kept:
         return torch.ops.aten._unsafe_view(self.tensor, self.tensor.shape)
 
 
-def noted(result: Any) -> Any:
+def noted(result: object) -> Any:
     """A result, with tensors as what is kept of them."""
     return tree_map(lambda one: Kept.of(one) if torch.is_tensor(one) else one, result)
 

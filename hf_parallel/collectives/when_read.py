@@ -21,7 +21,7 @@ class WholeWhenRead:
             return tuple(self.values())[key]
         return self._whole(key, dict.__getitem__(self, key))  # type: ignore[index]
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> object:
         return self[key] if dict.__contains__(self, key) else default  # type: ignore[operator]
 
     def __getattribute__(self, name: str) -> Any:
@@ -50,7 +50,7 @@ class WholeWhenRead:
 
 
 @functools.cache
-def _class(cls: Any) -> type:
+def _class(cls: type) -> type:
     return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.axes.pipeline.axis import PIPELINE, PipelinePart
@@ -19,6 +19,9 @@ from hf_parallel.model import build
 from hf_parallel.model.anatomy import Anatomy, read
 from hf_parallel.resolve import Plan, draft
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
@@ -40,7 +43,7 @@ def build_on_meta(source: str) -> Any:
         refuse(source, first_line(error), cause=error)
 
 
-def examine(model: Any, config: ParallelConfig, processes: int | None = None) -> Report:
+def examine(model: nn.Module, config: ParallelConfig, processes: int | None = None) -> Report:
     """What `config` would do to `model`, which is not changed.
 
     Args:

@@ -44,7 +44,7 @@ class Observed:
 
 
 def observe(
-    model: Any,
+    model: nn.Module,
     batches: list[dict[str, torch.Tensor]],
     optimizer: str = "adamw",
     autocast: torch.dtype | None = None,
@@ -85,7 +85,7 @@ def observe(
         return Observed(recorder.peaks(kinds), kept, traffic)
 
 
-def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
+def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]], autocast: torch.dtype | None) -> None:
     """Forward and backward of each batch, as Trainer runs them."""
     state = state_of(model)
     assert state is not None
@@ -97,7 +97,7 @@ def _accumulate(model: Any, batches: list[dict[str, torch.Tensor]], autocast: to
             loss.backward()
 
 
-def build_optimizer(name: str, model: Any) -> torch.optim.Optimizer:
+def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     """As Trainer builds it: AdamW in one kernel where all parameters are of one sort.
 
     Raises:

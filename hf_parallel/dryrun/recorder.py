@@ -16,13 +16,16 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 #: Starts of names of torch's collectives, in-place, functional and coalesced ones alike.
 _KINDS = {
@@ -90,11 +93,11 @@ class Recorder(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
         if DTensor in types:
             return NotImplemented  # it calls its own operations on local tensors: those are seen
         if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
@@ -132,8 +135,8 @@ class Recorder(TorchDispatchMode):
         del self._watchers[address]
         self._grow(number, 0)
 
-    def _resizing(self) -> Any:
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+    def _resizing(self) -> object:
+        def resize_(storage: torch.UntypedStorage, size: int) -> object:
             result = self._resize(storage, size)
             number = self._numbers.get(storage._cdata)
             if number is not None:
@@ -177,7 +180,7 @@ class Recorder(TorchDispatchMode):
 
     # ---- communication -------------------------------------------------------------------------------------------
 
-    def _collective(self, name: str, args: tuple, result: Any) -> None:
+    def _collective(self, name: str, args: tuple, result: object) -> None:
         name = name.lstrip("_")
         kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
         group = _group_of(args)
@@ -206,7 +209,7 @@ def local(tensor: Any) -> torch.Tensor:
     return getattr(tensor, "elem", tensor)
 
 
-def _group_of(args: tuple) -> Any:
+def _group_of(args: tuple) -> dist.ProcessGroup | None:
     """The process group among the arguments of a collective: an object, or the name that functional ones take."""
     from torch.distributed.distributed_c10d import _resolve_process_group
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.hooks.patching import Patch, apply, check_torch, newer_libraries, undo
+from hf_parallel.spec import refuse
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
@@ -36,19 +37,19 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     current = runtime.current()
     if spec == AUTO:
         if current is not None and not current.source.endswith("(auto)"):
-            raise SpecError(f"{source} asks for auto, but {current.source} set {current.config.to_spec()}; drop one")
+            refuse(f"{source} asks for auto", f"{current.source} set {current.config.to_spec()}", do="drop one")
         if current is None and _world_size() > 1:
             auto.wait(source)
         return
     config = ParallelConfig.parse(spec).resolve(_world_size())
     if auto.waiting() is not None:
-        raise SpecError(f"{source} asks for {config.to_spec()}, but {auto.waiting()} for auto; give one of them")
+        refuse(f"{source} asks for {config.to_spec()}", f"{auto.waiting()} asks for auto", do="give one of them")
     if current is not None:
         _check_same(source, config, current.source, current.config)
         return
     if config.world_size == 1:
         if config.async_save:
-            raise SpecError("async_save=true: one process saves as plain Trainer does; async_save=false works")
+            refuse("async_save=true", "one process saves as plain Trainer does", "async_save=false")
         read_checkpoints()
         return  # one process: plain Trainer is already what was asked for
     notes = [*check_torch(), *newer_libraries()]
@@ -82,9 +83,10 @@ def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, 
 
 def _check_same(source: str, config: ParallelConfig, other_source: str, other: ParallelConfig) -> None:
     if other != config:
-        raise SpecError(
-            f"{source} asks for {config.to_spec()}, but {other_source} set {other.to_spec()}; "
-            "give one of them, or the same in both"
+        refuse(
+            f"{source} asks for {config.to_spec()}",
+            f"{other_source} set {other.to_spec()}",
+            do="give one of them, or the same in both",
         )
 
 

@@ -6,7 +6,10 @@ import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -34,7 +37,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         if loader is not None:
             execute = loader.exec_module
 
-            def exec_module(module: Any) -> None:
+            def exec_module(module: nn.Module) -> None:
                 loader.exec_module = execute
                 try:
                     execute(module)

@@ -15,6 +15,7 @@ from typing import Any
 
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks.patching import Patch, apply, around, undo
+from hf_parallel.spec import refuse
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
@@ -61,9 +62,10 @@ def check_chosen() -> None:
         SpecError: it never showed a model, so that every process ran it alone.
     """
     if _source is not None:
-        raise SpecError(
-            f"{_source} asks for auto, but the script showed no Transformers model to from_pretrained, Trainer or "
-            "Accelerator.prepare; tp=2,dp_shard=-1 works"
+        refuse(
+            f"{_source} asks for auto",
+            "the script showed no Transformers model to from_pretrained, Trainer or Accelerator.prepare",
+            "tp=2,dp_shard=-1",
         )
 
 
@@ -93,7 +95,7 @@ def _at_trainer(original: Callable, self: Any, model: Any = None, args: Any = No
     global _arguments
     _arguments = args or _arguments
     if model is None:
-        raise SpecError(f"{_source} asks for auto, but Trainer(model_init=…) shows its model too late; tp=2 works")
+        refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
     choose(getattr(model, "config", model), _dtype_of(model))
     from transformers import Trainer
 
@@ -138,7 +140,7 @@ def choose(config: Any, dtype: Any = None, lowered: str | None = None) -> None:
     spec, lines, refusal = chosen
     stop()
     if refusal is not None:
-        raise SpecError(f"parallel=auto: {refusal}")
+        refuse("parallel=auto", refusal)
     if dist.get_rank() == 0:
         for line in lines:
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
@@ -166,7 +168,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
         accept=accepted(config),
     )
     if found.best is None:
-        raise SpecError(f"no layout of {dist.get_world_size()} processes fits: {found.advice}")
+        refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
     rows, precision = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens", batch["precision"]
     counted = f"{rows} per data rank, precision {precision}"
     lines = [f"auto, for {found.goal.cluster.gpus} x {found.goal.cluster.gpu.name} and {counted}, chooses"]

@@ -4,31 +4,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer
+
 _ENDED = "decide alike on all ranks when to stop: control.should_training_stop of one rank stops that one alone"
 
 
 @patch("transformers.trainer:Trainer.{evaluate,predict}", "waits for ranks that will not come")
-def attended(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def attended(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
     """The others come too, and the first batches of the loader that follows are compared."""
     begin(self.model, f"trainer.{original.__name__}")
     return original(self, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def trains(trainer: Any) -> Iterator[None]:
+def trains(trainer: Trainer) -> Iterator[None]:
     """All ranks begin, and all end after the same step."""
     begin(trainer.model, "trainer.train")
     yield
     assert_all_ranks("the end of trainer.train", _ENDED)
 
 
-def begin(model: Any, call: str) -> None:
+def begin(model: nn.Module, call: str) -> None:
     """All ranks of the model are here, and compare their first batches once more."""
     assert_all_ranks(call)
     state = None if model is None else runtime.parallel_state(model)

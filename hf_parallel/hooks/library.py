@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel import hooks
 from hf_parallel.axes.axis import Packing
@@ -21,12 +21,15 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of
 
-_undo_list: list[tuple[Any, str, Any]] = []
+if TYPE_CHECKING:
+    from torch import nn
+
+_undo_list: list[tuple[object, str, object]] = []
 
 
 @functools.wraps(make_parallel)
 def parallelize(
-    model: Any,
+    model: nn.Module,
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,

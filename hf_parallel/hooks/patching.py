@@ -11,12 +11,12 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from packaging.version import Version
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.after_import import AfterImport
+from hf_parallel.spec import refuse, refuse_with
 
 #: First and last minor version of each library that the patches were checked on.
 CHECKED = {
@@ -87,7 +87,7 @@ class Patch:
 DECLARED: list[Patch] = []
 
 
-def patch(target: str, why: str, **options: Any) -> Callable[[Callable], Callable]:
+def patch(target: str, why: str, **options: object) -> Callable[[Callable], Callable]:
     """Call the decorated function where `target` is called, with the original before the arguments.
 
     Args:
@@ -125,8 +125,8 @@ def around(function: Callable) -> Callable[[Any], Callable]:
     signature = inspect.signature(function)
     taken = signature.replace(parameters=list(signature.parameters.values())[1:])
 
-    def make(original: Any) -> Callable:
-        def replacement(*args: Any, **kwargs: Any) -> Any:
+    def make(original: Callable) -> Callable:
+        def replacement(*args: object, **kwargs: object) -> Any:
             return function(original, *args, **kwargs)
 
         replacement.__signature__ = taken  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def refuse_unpatched(*modules: str) -> None:
     """
     for module in modules:
         if module in _unusable:
-            raise SpecError(_unusable[module])
+            refuse_with(_unusable[module])
 
 
 def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
@@ -203,7 +203,7 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
         _set(place, name, replacement, done)
 
 
-def _importers(original: Any, name: str, home: Any) -> list[Any]:
+def _importers(original: Callable, name: str, home: Any) -> list[Any]:
     """Modules that have imported a function before it is replaced; those that follow import the replacement."""
     return [
         m for m in list(sys.modules.values()) if m is not home and getattr(m, "__dict__", {}).get(name) is original
@@ -240,15 +240,15 @@ def _cannot(patch: Patch, why: str, done: list[tuple[Any, str, Any]]) -> None:
     text = f"{patch.library} {_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
     if patch.library not in OPTIONAL:
         undo(done)
-        raise SpecError(text)
+        refuse_with(text)
 
-    def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise SpecError(text)
+    def refuses(*args: object, **kwargs: object) -> NoReturn:
+        refuse_with(text)
 
     with contextlib.suppress(AttributeError, ModuleNotFoundError):
         owner, name = patch.owner_and_name()
         if hasattr(owner, name) or inspect.isclass(owner):
-            _set(owner, name if hasattr(owner, name) else "__init__", refuse, done)
+            _set(owner, name if hasattr(owner, name) else "__init__", refuses, done)
             return
     _unusable[patch.module] = text
 
@@ -307,9 +307,7 @@ def check_torch() -> list[str]:
     """
     found, (first, last) = Version(importlib.metadata.version("torch")), TORCH
     if found.release < Version(first).release and os.environ.get(ALLOW_UNKNOWN) != "1":
-        raise SpecError(
-            f"torch {found} is too old; torch {first} to {last} work ({ALLOW_UNKNOWN}=1 goes on regardless)"
-        )
+        refuse(f"torch {found}", "too old", do=f"torch {first} to {last} work ({ALLOW_UNKNOWN}=1 goes on regardless)")
     if found.release[:2] > Version(last).release:
         return [f"torch {found} is newer than those this version was checked on ({first} to {last})"]
     return []

@@ -23,7 +23,7 @@ _PAUSE_S = 0.02
 _LIMIT_S = 1800.0  # as torch waits for ranks
 
 
-def own_store() -> dict[str, Any]:
+def own_store() -> dict[str, object]:
     """What `init_process_group` needs under torchrun; nothing elsewhere, where each start has a store of its own."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
         return {}

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,10 @@ from hf_parallel.doctor.examine import report_of
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer
 
 _GIB = 2**30
 
@@ -34,7 +38,7 @@ def say_here(mesh: Any, message: str) -> None:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
-def at_first_batch(trainer: Any, batches: list) -> None:
+def at_first_batch(trainer: Trainer, batches: list) -> None:
     """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective."""
     state = runtime.parallel_state(trainer.model)
     if state is None or state.reported or not batches:
@@ -51,7 +55,7 @@ def at_first_batch(trainer: Any, batches: list) -> None:
         json.dump(facts, file, indent=2)
 
 
-def describe(trainer: Any, batches: list) -> dict[str, Any]:
+def describe(trainer: Trainer, batches: list) -> dict[str, Any]:
     """The facts of this run, JSON-ready. Collective."""
     mesh, model = runtime.mesh(), trainer.model
     state = runtime.parallel_state(model)
@@ -78,7 +82,7 @@ def describe(trainer: Any, batches: list) -> dict[str, Any]:
     }
 
 
-def _attention(model: Any) -> str | None:
+def _attention(model: nn.Module) -> str | None:
     """The kernel as a spec spells it."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
     return TORCH_FLASH if name == REGISTERED else name
@@ -107,7 +111,7 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 
 
-def _inexact(trainer: Any, data_ranks: int) -> list[str]:
+def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:
     """What is known not to be that of one process."""
     if data_ranks == 1:
         return []
@@ -123,7 +127,7 @@ def _inexact(trainer: Any, data_ranks: int) -> list[str]:
     return notes
 
 
-def _state_bytes(trainer: Any, parameters: int) -> int:
+def _state_bytes(trainer: Trainer, parameters: int) -> int:
     """Weights, gradients and the optimizer's moments of a rank; activations come on top."""
     width = next(p.dtype.itemsize for p in trainer.model.parameters())
     moments = 2 if "adam" in str(trainer.args.optim).lower() else 0

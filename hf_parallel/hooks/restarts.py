@@ -13,7 +13,7 @@ import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from transformers import TrainerCallback
@@ -22,6 +22,9 @@ from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
 
 #: Seconds after which a network file system takes the locks of a lost node away (90 by default in NFS 4).
 LEASE_S = 120.0
@@ -36,7 +39,7 @@ class Run:
 
 
 @contextlib.contextmanager
-def own_folder(trainer: Any) -> Iterator[Run]:
+def own_folder(trainer: Trainer) -> Iterator[Run]:
     """Nobody else writes to the output folder inside. Collective.
 
     Raises:
@@ -103,14 +106,14 @@ class Signature(TrainerCallback):
 
     PLACE = "hf_parallel"
 
-    def __init__(self, run: Run, trainer: Any):
+    def __init__(self, run: Run, trainer: Trainer):
         self.facts = {"run": run.identity, "global_batch": trainer.get_total_train_batch_size(trainer.args)}
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: object) -> None:
         state.stateful_callbacks[self.PLACE] = self.facts
 
 
-def keep_rows_per_step(trainer: Any, rows: int | None, data_ranks: int) -> None:
+def keep_rows_per_step(trainer: Trainer, rows: int | None, data_ranks: int) -> None:
     """With fewer or more data ranks than before: as many rows per step, by other accumulation or smaller batches.
 
     Else rows would be skipped or repeated, and the learning rate would be another one per row.

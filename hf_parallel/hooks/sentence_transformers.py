@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -12,14 +12,18 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import gather_sequence
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer, TrainingArguments
 
 
 @patch("sentence_transformers.base.trainer:distributed_evaluation", "splits by rank")
 @contextlib.contextmanager
-def distributed_evaluation(original: Callable, model: Any, enabled: bool = True) -> Iterator[bool]:
+def distributed_evaluation(original: Callable, model: nn.Module, enabled: bool = True) -> Iterator[bool]:
     """Every rank runs the evaluator: its rows are not shared out over ranks that hold parts of one model."""
     with original(model, enabled=enabled and runtime.parallel_state(model) is None) as runs:
         yield runs
@@ -29,7 +33,7 @@ def distributed_evaluation(original: Callable, model: Any, enabled: bool = True)
     "sentence_transformers.base.training_args:BaseTrainingArguments.__post_init__",
     "drops the last batch where ranks of one model read it together",
 )
-def keep_last_batch(original: Callable, self: Any) -> None:
+def keep_last_batch(original: Callable, self: TrainingArguments) -> None:
     """With one data rank no other one waits for the last batch: it is dropped only if the script says so."""
     asked = self.dataloader_drop_last
     original(self)
@@ -38,7 +42,7 @@ def keep_last_batch(original: Callable, self: Any) -> None:
 
 
 @patch("sentence_transformers.base.trainer:BaseTrainer.prepare_loss", "may hold own weights")
-def prepare_loss(original: Callable, self: Any, loss: Any, model: Any) -> Any:
+def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.Module) -> object:
     """What the loss and the model share is sharded; weights of the loss alone no data rank would average.
 
     Raises:
@@ -47,15 +51,16 @@ def prepare_loss(original: Callable, self: Any, loss: Any, model: Any) -> Any:
     prepared, mesh = original(self, loss, model), runtime.mesh()
     alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if alone and mesh.data_size > 1:
-        raise SpecError(
-            f"{type(prepared).__name__} trains {alone[0]}, which {mesh.data_size} data ranks would train apart; "
-            f"tp={mesh.config.world_size} works, and so does a layer in the model"
+        refuse(
+            f"{type(prepared).__name__} trains {alone[0]}",
+            f"{mesh.data_size} data ranks would train it apart",
+            do=f"tp={mesh.config.world_size} works, and so does a layer in the model",
         )
     return prepared
 
 
 @patch("sentence_transformers.base.trainer:BaseTrainer._save", "expects to run on one rank")
-def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+def save(original: Callable, self: Trainer, output_dir: str | None = None, state_dict: Any = None) -> None:
     """All ranks give their weights, one writes."""
     with folders.current(runtime.mesh()) as saving, saving.noting():
         if self.args.should_save:
@@ -68,7 +73,7 @@ def save(original: Callable, self: Any, output_dir: str | None = None, state_dic
     "sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
     "makes another model of the sharded one's class",
 )
-def load_from_checkpoint(original: Callable, self: Any, checkpoint_path: str) -> None:
+def load_from_checkpoint(original: Callable, self: Trainer, checkpoint_path: str) -> None:
     """A model of the script's class is loaded, and gives its weights: FSDP2's class of the model cannot be loaded."""
     kind = type(self.model)
     self.model.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))

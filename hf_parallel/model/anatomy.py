@@ -18,6 +18,8 @@ from hf_parallel.model.families import BACKBONES, Backbone
 from hf_parallel.model.rehearsal import keywords_of_loss
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.config import ParallelConfig
 
 
@@ -52,10 +54,10 @@ class Anatomy:
     sums_over_tokens: bool
     reads_item_count: bool
     flops_per_token: float
-    facts: Mapping[str, Any]
+    facts: Mapping[str, object]
 
 
-def read(model: Any, config: ParallelConfig) -> Anatomy:
+def read(model: nn.Module, config: ParallelConfig) -> Anatomy:
     """The anatomy of a model as far as this config asks for it; the model is not changed."""
     named, known = list(model.named_parameters(remove_duplicate=False)), hasattr(model, "base_model_prefix")
     axes = [axis for axis in config.axes() if axis.is_on(config) and (known or not axis.inside)]
@@ -99,7 +101,7 @@ class Stack:
     norm: nn.Module | None
 
 
-def backbone_plan(backbone: Any) -> Backbone | None:
+def backbone_plan(backbone: nn.Module) -> Backbone | None:
     """The published pipeline plan of a backbone, else the known one, else None."""
     plan = list(getattr(getattr(backbone, "config", None), "base_model_pp_plan", None) or {})
     known = BACKBONES.get(type(backbone).__name__)
@@ -111,7 +113,7 @@ def backbone_plan(backbone: Any) -> Backbone | None:
     return known
 
 
-def text_part(model: Any) -> Any:
+def text_part(model: PreTrainedModel) -> Any:
     """The part that reads tokens: of a vision-language model its language model, else the whole backbone."""
     backbone = getattr(model, "base_model", model)
     config = getattr(model, "config", None)
@@ -119,7 +121,7 @@ def text_part(model: Any) -> Any:
     return model.get_decoder() if is_composite and hasattr(model, "get_decoder") else backbone
 
 
-def stacks(model: Any) -> list[Stack]:
+def stacks(model: nn.Module) -> list[Stack]:
     """The stacks of layers of the text part: one, or two of an encoder-decoder model."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -139,14 +141,14 @@ def stacks(model: Any) -> list[Stack]:
     return found
 
 
-def token_readers(model: Any) -> list[Any]:
+def token_readers(model: nn.Module) -> list[Any]:
     """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
     part = text_part(model)
     readers = [reader_of(part, stack) for stack in stacks(model)]
     return list({id(reader): reader for reader in readers if reader is not None}.values())
 
 
-def reader_of(part: Any, stack: Stack) -> Any:
+def reader_of(part: nn.Module, stack: Stack) -> Any:
     """The innermost module around a stack of `part` that takes tokens, or None."""
     name = stack.name
     while name and not _takes_tokens(part.get_submodule(name)):
@@ -175,7 +177,7 @@ def owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: PreTrainedModel) -> Any:
     """The config that describes the text part, or that of a model of images alone, such as CLIP's with a head."""
     config = model.config
     if text_part(model) is model:  # nothing inside that names itself the base: the config may be of more than is there
@@ -183,7 +185,7 @@ def text_config(model: Any) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def attention_heads(model: Any) -> tuple[int, int] | None:
+def attention_heads(model: nn.Module) -> tuple[int, int] | None:
     """Number of query heads and of key/value heads, or None for a model without attention."""
     config = text_config(model)
     heads = getattr(config, "num_attention_heads", None)
@@ -195,7 +197,7 @@ def attention_heads(model: Any) -> tuple[int, int] | None:
     return heads, kv_heads
 
 
-def input_embedding(model: Any) -> Any:
+def input_embedding(model: PreTrainedModel) -> Any:
     """What the model names as its input embedding, or None: some that read images name none, not even None."""
     try:
         return model.get_input_embeddings()
@@ -203,7 +205,7 @@ def input_embedding(model: Any) -> Any:
         return None
 
 
-def tied_to_embedding(model: Any) -> list[str]:
+def tied_to_embedding(model: nn.Module) -> list[str]:
     """Full names of all token embeddings: the one the model names, and those that share its weight."""
     embedding = input_embedding(model)
     if not isinstance(embedding, nn.Embedding):
@@ -216,7 +218,7 @@ def tied_to_embedding(model: Any) -> list[str]:
     return sorted(key.removesuffix(".weight") for key in own | (sources & set(named)) | shared)
 
 
-def has_tied_embedding(model: Any) -> bool:
+def has_tied_embedding(model: PreTrainedModel) -> bool:
     """Do the embedding and the head share their weight?"""
     embedding, head = input_embedding(model), model.get_output_embeddings()
     weight, head_weight = getattr(embedding, "weight", None), getattr(head, "weight", None)
@@ -229,7 +231,7 @@ def has_tied_embedding(model: Any) -> bool:
     return weight is head_weight or by_name
 
 
-def backbone_of(model: Any) -> Any:
+def backbone_of(model: nn.Module) -> Any:
     """The part that embeds tokens and runs the layers; the head is outside."""
     readers = token_readers(model)
     return readers[0] if len(readers) == 1 and readers[0] is not model else None
@@ -249,7 +251,7 @@ def _parameter_count(modules: Iterable[nn.Module]) -> int:
     return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
-def loss_sums_over_tokens(model: Any) -> bool:
+def loss_sums_over_tokens(model: nn.Module) -> bool:
     """Is the model's loss a token sum divided by `num_items_in_batch`? Then micro-batch losses add up exactly."""
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
@@ -260,7 +262,7 @@ def loss_sums_over_tokens(model: Any) -> bool:
     return causal and reads_item_count(model)
 
 
-def reads_item_count(model: Any) -> bool:
+def reads_item_count(model: nn.Module) -> bool:
     """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not.
 
     Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def build_on_meta(config: Any) -> Any:
+
+def build_on_meta(config: PretrainedConfig) -> Any:
     """The model of a config on the meta device: of the class it names, else of the one that fits its kind.
 
     Raises:

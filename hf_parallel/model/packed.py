@@ -10,9 +10,12 @@ about which FSDP2 and the optimizer need not know; whoever reads or writes whole
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,7 @@ def packed_order(segments: list[int], tp_size: int, dim: int) -> StoredOrder:
     return StoredOrder(dim, torch.cat(parts))
 
 
-def stored_order(model: Any, key: str) -> StoredOrder | None:
+def stored_order(model: nn.Module, key: str) -> StoredOrder | None:
     """The order in which the tensor of this full name is stored, or None if it is the model's own."""
     owner, _, name = key.rpartition(".")
     return getattr(model.get_submodule(owner), "stored_orders", {}).get(name)

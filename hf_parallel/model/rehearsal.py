@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: Operations after which a function that is still running is given up.
 _LIMIT = 2_000
@@ -21,10 +24,10 @@ _OPERATIONS = (
 class StandIn:
     """Whatever is done with it, another one comes out; it is false, empty, and has the attributes it is given."""
 
-    def __init__(self, left: list[int], **known: Any) -> None:
+    def __init__(self, left: list[int], **known: object) -> None:
         vars(self).update(known, _left=left)
 
-    def _another(self, *args: Any, **kwargs: Any) -> StandIn:
+    def _another(self, *args: object, **kwargs: object) -> StandIn:
         self._left[0] -= 1
         if self._left[0] < 0:
             raise RecursionError("it does not end on stand-ins")
@@ -35,7 +38,7 @@ class StandIn:
             raise AttributeError(name)
         return self._another()
 
-    def __setitem__(self, key: Any, value: Any) -> None:
+    def __setitem__(self, key: object, value: object) -> None:
         pass
 
     def __bool__(self) -> bool:
@@ -44,13 +47,13 @@ class StandIn:
     def __len__(self) -> int:
         return 0
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> object:
         return iter(())
 
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> StandIn:
+    def __torch_function__(cls, function: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> StandIn:
         return StandIn([_LIMIT])
 
 
@@ -62,11 +65,11 @@ class _Reached(Exception):
     """The call that was looked for."""
 
 
-def keywords_of_loss(model: Any, **given: Any) -> set[str]:
+def keywords_of_loss(model: nn.Module, **given: object) -> set[str]:
     """The keywords with which a model's forward calls `self.loss_function` if it is given labels and these."""
     found: set[str] = set()
 
-    def loss_function(*args: Any, **kwargs: Any) -> None:
+    def loss_function(*args: object, **kwargs: object) -> None:
         found.update(kwargs)
         raise _Reached
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
-from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, runs, sizes_of
+from hf_parallel.config import ParallelConfig
+from hf_parallel.planner.candidates import WAYS, Goal, heads_divide, sizes_of
 from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
@@ -15,9 +15,6 @@ from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
 LARGE_BATCH = 16e6
-#: A setting that this version does not run is worth a line if it would be so many times faster.
-MUCH_BETTER = 1.15
-_MOST_LINES = 3
 #: What the kinds of memory are that a name alone does not tell.
 _KINDS = {
     "temporaries": "temporaries (logits, or a layer computed again)",
@@ -148,28 +145,6 @@ def notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
         yield f"--seq {goal.seq}: the model was made for {positions} positions"
 
 
-def better_but_refused(others: Any, best: Choice | None, accepts: Callable[[Any], bool]) -> list[str]:
-    """A line for each set of settings that this version does not run and that would be much better, or would fit.
-
-    Fewer settings come first; one more must be much better still.
-    """
-    shown: dict[frozenset[str], Any] = {}
-    for choice in sorted(others, key=lambda choice: (len(choice.not_built), choice.seconds_per_row)):
-        kinds = frozenset(name.partition("=")[0] for name in choice.not_built)
-        known = [best, *(other for seen, other in shown.items() if seen <= kinds)]
-        paces = [other.seconds_per_row for other in known if other is not None]
-        if (not paces or choice.seconds_per_row * MUCH_BETTER < min(paces)) and accepts(choice):
-            shown[kinds] = choice
-    return [_refused_line(choice, best) for choice in list(shown.values())[:_MOST_LINES]]
-
-
-def _refused_line(choice: Choice, best: Choice | None) -> str:
-    gain = (
-        "would fit" if best is None else f"would take {choice.seconds_per_row / best.seconds_per_row:.2f} x the time"
-    )
-    return f"{' and '.join(choice.not_built)} {gain} ({choice.config.to_spec()}), which this version does not run"
-
-
 # ---- layouts that one would expect ----------------------------------------------------------------------------------
 
 
@@ -194,12 +169,9 @@ def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
 
 
 def why_not_expected(goal: Goal, expected: ParallelConfig | str, best: Choice | None) -> tuple[str, str]:
-    """What is to be said of the layout that the user expects, whether this version runs it or not."""
-    config = PlannedConfig.parse(expected) if isinstance(expected, str) else expected
-    config = config.resolve(goal.cluster.gpus)
-    refused = "; ".join(refusal for _, refusal in not_built(config))
-    reason = explain_absence(goal, config, best)
-    return f"yours ({config.to_spec()})", f"{reason}; {refused}" if refused else reason
+    """What is to be said of the layout that the user expects."""
+    config = ParallelConfig.parse(expected).resolve(goal.cluster.gpus)
+    return f"yours ({config.to_spec()})", explain_absence(goal, config, best)
 
 
 def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> str:
@@ -213,8 +185,7 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
         return f"a global batch of {goal.global_batch} does not divide among {ranks} data ranks"
     given = config.activation_checkpointing != "none" or config.offload != "none"
     mine = {"activation_checkpointing": config.activation_checkpointing, "offload": config.offload}
-    ways = [mine] if given else [way for way in WAYS if runs(configured(**way))]
-    found = list(variants(goal, config, math.inf, ways))
+    found = list(variants(goal, config, math.inf, [mine] if given else WAYS))
     if not found:
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]

@@ -1,7 +1,4 @@
-"""Every layout that a model, a cluster and a batch allow: all axes and settings of the grammar, within reason.
-
-What this version of the engine does not run is among them: `not_built` of config.py knows which.
-"""
+"""Every layout that a model, a cluster and a batch allow: all axes and settings of the grammar, within reason."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.axes.pipeline.axis import recomputes_in_parts
-from hf_parallel.config import ParallelConfig, PlannedConfig, not_built
+from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import ModelShape
@@ -56,21 +53,8 @@ class Goal:
 
 
 def configured(base: ParallelConfig | None = None, /, **settings: Any) -> ParallelConfig:
-    """A config with these settings changed: a `PlannedConfig` if this version does not run it."""
-    values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)} if base else {}
-    planned = PlannedConfig(**{**values, **settings})
-    return planned if not_built(planned) else ParallelConfig(**{**values, **settings})
-
-
-def runs(config: ParallelConfig) -> bool:
-    """Whether this version of the engine takes its settings; what a model forbids is another question."""
-    return not not_built(config)
-
-
-def runnable_part(config: ParallelConfig) -> ParallelConfig:
-    """The config without the settings that this version does not run: what a model can be asked about."""
-    keys = {spelled.partition("=")[0] for spelled, _ in not_built(config)}
-    return configured(config, **{f.name: f.default for f in dataclasses.fields(config) if f.name in keys})
+    """A config with these settings changed."""
+    return dataclasses.replace(base or ParallelConfig(), **settings)
 
 
 def sizes_of(config: ParallelConfig) -> tuple:

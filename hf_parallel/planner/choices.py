@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, not_built
+from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import Goal, configured, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
@@ -30,11 +30,6 @@ class Choice:
     rows: int
     accumulation: int
     warnings: tuple[str, ...] = ()
-
-    @property
-    def not_built(self) -> list[str]:
-        """Its settings that this version does not run, as `cp_size=4`."""
-        return [spelled for spelled, _ in not_built(self.config)]
 
     @property
     def needed_gib(self) -> float:
@@ -57,7 +52,6 @@ class Choice:
         rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
         return {
             "spec": self.config.to_spec(),
-            "not_run_by_this_version": self.not_built,
             "per_device_train_batch_size": self.rows,
             "gradient_accumulation_steps": self.accumulation,
             **{name: getattr(p, name) for name in rates},
@@ -69,18 +63,14 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at.
-
-    `beyond`: lines about layouts that this version does not run and that would be much better.
-    """
+    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at."""
 
     goal: Goal
     choices: list[Choice]
-    best: Choice | None = None  # the fastest that this version runs
+    best: Choice | None = None  # the fastest
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
-    beyond: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)  # of the plan as a whole
 
     def to_dict(self) -> dict[str, Any]:
@@ -98,7 +88,6 @@ class Found:
             "layouts": [choice.to_dict() for choice in self.choices],
             "why_not": dict(self.why_not),
             "advice": self.advice,
-            "not_run_by_this_version": self.beyond,
             "notes": self.notes,
         }
 

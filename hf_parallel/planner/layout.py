@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.config import SpecError
 from hf_parallel.spec import refuse
 
 #: Bytes per element of what matrix products read and write. "bf16", "fp16", "fp8" are mixed precision as Megatron-LM,
@@ -231,10 +230,9 @@ def _checked(layout: Layout, gpus: int | None) -> Layout:
         refuse(f"gpus={gpus}", "there must be one at least", "gpus=8")
     if gpus is not None and layout.gpus != gpus:
         fits = gpus // (layout.tp * layout.pp * layout.cp)
-        raise SpecError(
-            f"layout: tp={layout.tp} x pp={layout.pp} x cp={layout.cp} x dp={layout.dp} = {layout.gpus}, "
-            f"but there are {gpus} GPUs" + (f"; dp={fits} works" if fits * layout.gpus // layout.dp == gpus else "")
-        )
+        product = f"tp={layout.tp} x pp={layout.pp} x cp={layout.cp} x dp={layout.dp} = {layout.gpus}"
+        works = f"dp={fits}" if fits * layout.gpus // layout.dp == gpus else None
+        refuse("layout", f"{product}, but there are {gpus} GPUs", works)
     if layout.zero_stage not in (0, 1, 2, 3):
         refuse("layout", f"zero_stage={layout.zero_stage}: not one of 0, 1, 2, 3")
     if layout.dp % layout.dp_replicate:

@@ -72,7 +72,7 @@ def svg_memory(found: Found) -> str:
 
 def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[str]:
     y, x = _TOP + row * _STEP, float(_LEFT)
-    spec = _name(choice)
+    spec = choice.config.to_spec()
     yield _text(_LEFT - 12, y + 17, spec if len(spec) < 56 else spec[:53] + "…", anchor="end", title=spec)
     for i, kind in enumerate(kinds):
         size = choice.prediction.breakdown.memory.get(kind, 0.0)
@@ -84,10 +84,6 @@ def _bar(row: int, choice: Choice, kinds: list[str], scale: float) -> Iterator[s
             )
         x += wide
     yield _text(x + 8, y + 17, f"{choice.prediction.memory_gib:.1f}", fill=_QUIET)
-
-
-def _name(choice: Choice) -> str:
-    return f"{choice.config.to_spec()}{' (not run by this version)' if choice.not_built else ''}"
 
 
 def _legend(kinds: list[str], y: float) -> Iterator[str]:
@@ -145,7 +141,7 @@ def _png(path: Any, size: tuple[float, float]) -> Iterator[Any]:
 
 
 def _png_memory(path: Any, found: Found) -> None:
-    names, left = [_name(choice) for choice in found.choices], [0.0] * len(found.choices)
+    names, left = [choice.config.to_spec() for choice in found.choices], [0.0] * len(found.choices)
     with _png(path, (12, 1.5 + 0.4 * len(names))) as axes:
         for i, kind in enumerate(kinds_of(found.choices)):
             sizes = [choice.prediction.breakdown.memory.get(kind, 0.0) for choice in found.choices]

@@ -57,7 +57,6 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     if found.why_not:
         yield "Why not"
     yield from (f"  {name}: {reason}" for name, reason in found.why_not)
-    yield from found.beyond
 
 
 def _in_words(choice: Choice, dollars: float | None) -> str:
@@ -90,9 +89,7 @@ def table(found: Found, dollars: float | None = None) -> Any:
     for heading in [*headings, *(["$ / 1e9 tokens"] if dollars else [])]:
         shown.add_column(heading, justify="right")
     for i, choice in enumerate(found.choices, 1):
-        spec = choice.config.to_spec()
-        marked = f"{spec}\n(this version does not run {', '.join(choice.not_built)})" if choice.not_built else spec
-        shown.add_row(str(i), marked, *_cells(choice, dollars))
+        shown.add_row(str(i), choice.config.to_spec(), *_cells(choice, dollars))
     return shown
 
 
@@ -118,11 +115,11 @@ def command(choice: Choice) -> str:
 
 
 def write_specs(folder: str | Path, found: Found) -> list[Path]:
-    """One YAML file per layout that this version runs, as --parallel takes it; predictions stand in comments."""
+    """One YAML file per layout, as --parallel takes it; predictions stand in comments."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for i, choice in enumerate((choice for choice in found.choices if not choice.not_built), 1):
+    for i, choice in enumerate(found.choices, 1):
         path = folder / f"{i:02}.yaml"
         path.write_text(spec_file(found, choice), encoding="utf-8")
         written.append(path)

@@ -15,12 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.run import PRECISIONS, dry_run
 from hf_parallel.planner.activations import counted_as, lowered_parameters
 from hf_parallel.planner.advice import (
-    MUCH_BETTER,
-    better_but_refused,
     notes_about,
     nothing_fits,
     warnings_about,
@@ -30,23 +28,20 @@ from hf_parallel.planner.advice import (
 from hf_parallel.planner.candidates import (
     WAYS,
     Goal,
-    configured,
     layouts,
     other_schedules,
-    runnable_part,
-    runs,
     sizes_of,
 )
 from hf_parallel.planner.choices import Choice, Found, predicted, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Layout, known_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
+from hf_parallel.spec import refuse
 
 _TOKENS = 65536  # of a dry run: so many that nothing but activations decides when memory is fullest
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
-_NEAR = 1.2  # the same for layouts that this version does not run
 
 
 def search(
@@ -64,7 +59,6 @@ def search(
     top: int = 10,
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
-    include_unsupported: bool = False,
     adapt: Callable[[Any], None] | None = None,
 ) -> Found:
     """The `top` fastest layouts that fit.
@@ -78,7 +72,6 @@ def search(
         accept: asked about the layouts that are about to be returned, fastest first; those it does not take are left
             out.
         expected: a layout to compare with the best.
-        include_unsupported: rank what this version of the engine does not run, too; such choices say so.
         adapt: puts adapters into a model, to count what they keep: see `dry_run`.
 
     Raises:
@@ -91,14 +84,14 @@ def search(
     goal = Goal(shape, cluster, seq, global_batch, precision, optimizer, rank, rows, accumulation)
     looking = _Search(goal, accept)
     ranked = looking.run()
-    looked_at, best = looking.looked_at, ranked[0] if ranked else None
-    wanted = _NEAR if include_unsupported else 1 / MUCH_BETTER
-    others = looking.beyond(_pace(best) * wanted if best else math.inf)
-    lines = better_but_refused(others, best, looking.accepts)
-    if not looked_at and not (include_unsupported and others):
-        raise SpecError("; ".join([_cannot_share(goal), *lines]))
-    shown = sorted([*ranked, *others], key=_pace) if include_unsupported else ranked
-    shown = list(itertools.islice(filter(looking.accepts, shown), max(1, top)))
+    best = ranked[0] if ranked else None
+    if not looking.looked_at:
+        refuse(
+            f"global_batch={global_batch}",
+            f"no layout of {cluster.gpus} GPUs can share it out",
+            f"global_batch={4 * cluster.gpus}",
+        )
+    shown = list(itertools.islice(filter(looking.accepts, ranked), max(1, top)))
     yours = [] if expected is None else [why_not_expected(goal, expected, best)]
     return Found(
         goal,
@@ -107,7 +100,6 @@ def search(
         why_not=[*yours, *why_not_usual(goal, best)],
         looked_at=looking.looked_at,
         advice="" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept))),
-        beyond=lines,
         notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
     )
 
@@ -136,30 +128,26 @@ def _pace(choice: Choice) -> float:
 
 
 class _Search:
-    """Two sweeps over the layouts: what this version runs, then what it does not, which must be better to be seen."""
+    """A sweep over the layouts, and what it saw."""
 
     def __init__(self, goal: Goal, accept: Callable[[ParallelConfig], bool] | None) -> None:
         self.goal, self.accept = goal, accept
         self.looked_at, self.leanest = 0, math.inf
-        self.plain: set[tuple] = set()  # sizes that fit without saving memory
-        ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters leave nothing to offload
-        self.runnable = [way for way in ways if runs(configured(**way))]
-        self.refused = [way for way in ways if way not in self.runnable]
+        self.ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters: nothing to offload
 
     def accepts(self, choice: Choice) -> bool:
-        """Whether the engine takes the layout for this model, as far as this version runs it."""
-        return self.accept is None or self.accept(runnable_part(choice.config))
+        """Whether the engine takes the layout for this model."""
+        return self.accept is None or self.accept(choice.config)
 
     def run(self) -> list[Choice]:
-        """The best of each sizes that this version runs, fastest first; other schedules tried for the leading ones."""
+        """The best of each sizes, fastest first; other schedules tried for the leading ones."""
         best: dict[tuple, Choice] = {}
         limit = math.inf
-        for config in filter(runs, layouts(self.goal)):
-            for choice in self._tried(config, self.runnable, limit):
+        for config in layouts(self.goal):
+            for choice in self._tried(config, limit):
                 if _pace(choice) * _WORTH < limit and not self.accepts(choice):
                     break  # one that the model forbids must not set the pace
-                if self._keep(best, choice) and choice.config.activation_checkpointing == "none":
-                    self.plain.add(sizes_of(config))
+                _keep(best, choice)
                 limit = min(limit, _pace(choice) * _WORTH)
         for choice in sorted(best.values(), key=_pace)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
@@ -167,43 +155,24 @@ class _Search:
                 other = predicted(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accepts(other):
-                    self._keep(best, other)
+                    _keep(best, other)
         return sorted(best.values(), key=_pace)
 
-    def beyond(self, limit: float) -> list[Choice]:
-        """The best of each sizes and settings that this version does not run, in less than `limit` per row."""
-        best: dict[tuple, Choice] = {}
-        for config in layouts(self.goal):
-            if not runs(config):
-                for choice in self._tried(config, self.runnable, limit, also=False):
-                    limit = min(limit, _pace(choice) * _NEAR)
-                    self._keep(best, choice)
-                    if choice.config.activation_checkpointing == "none":
-                        self.plain.add(sizes_of(config))
-            if sizes_of(config) not in self.plain:
-                for choice in self._tried(config, self.refused, limit, also=False):
-                    limit = min(limit, _pace(choice) * _NEAR)
-                    self._keep(best, choice)
-        return sorted(best.values(), key=_pace)
-
-    def _tried(
-        self, config: ParallelConfig, ways: list[dict[str, Any]], limit: float, also: bool = True
-    ) -> Iterator[Choice]:
-        """What fits; `also`: what does not counts for the leanest."""
-        for choice in variants(self.goal, config, limit, ways):
+    def _tried(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
+        """What fits; what does not counts for the leanest."""
+        for choice in variants(self.goal, config, limit, self.ways):
             self.looked_at += 1
             if isinstance(choice, Choice):
                 yield choice
-            elif also:
+            else:
                 self.leanest = min(self.leanest, choice.gib)
 
-    def _keep(self, best: dict[tuple, Choice], choice: Choice) -> bool:
-        """Whether it is the fastest of its sizes and settings."""
-        key = (sizes_of(choice.config), tuple(choice.not_built))
-        if key in best and _pace(best[key]) <= _pace(choice):
-            return False
+
+def _keep(best: dict[tuple, Choice], choice: Choice) -> None:
+    """Take it if it is the fastest of its sizes."""
+    key = sizes_of(choice.config)
+    if key not in best or _pace(choice) < _pace(best[key]):
         best[key] = choice
-        return True
 
 
 def measured_shape(model: Any, precision: str, adapt: Callable[[Any], None] | None = None) -> ModelShape:
@@ -264,8 +233,3 @@ def plan(
     """`search` on GPUs of the catalogue; `options` are its own."""
     cluster = make_cluster(gpu, gpus, gpus_per_node, network)
     return search(model=model, cluster=cluster, seq=seq, global_batch=global_batch, **options)
-
-
-def _cannot_share(goal: Goal) -> str:
-    gpus, batch = goal.cluster.gpus, goal.global_batch
-    return f"global_batch={batch}: no layout of {gpus} GPUs can share it out; global_batch={4 * gpus} works"

@@ -4,17 +4,16 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
-from tests.training import Recorder, axes, none, spec_id, weight_differences
+from tests.training import Recorder, arguments_of, axes, none, spec_id, weight_differences
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-BATCH = 8
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
 WEIGHTS = 4 * 128 * (128 + 64 + 64 + 128 + 3 * 256)  # of the linears of four layers
 
@@ -41,20 +40,8 @@ def train(spec, folder, out, settings, targets="all-linear"):
     model = get_peft_model(
         base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=targets)
     )
-    batch = BATCH // (axes(spec)["data_ranks"] if spec else 1)
-    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    arguments = TrainingArguments(
-        out,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        learning_rate=0.1,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        seed=0,
-        num_train_epochs=1,
-        gradient_checkpointing=True,
-        **quiet,
-    )
+    ranks = axes(spec)["data_ranks"] if spec else 1
+    arguments = arguments_of(out, ranks, gradient_checkpointing=True)
     recorder, rows = Recorder(), data("llama", 22, 11)
     trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=data("llama", 13, 12), callbacks=[recorder])
     trainer.train()

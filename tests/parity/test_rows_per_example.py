@@ -4,12 +4,12 @@ import tempfile
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PrinterCallback, Trainer
 
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
-from tests.training import axes, spec_id
+from tests.training import arguments_of, axes, spec_id
 
 
 class PairTrainer(Trainer):
@@ -53,20 +53,7 @@ def train(spec: str | None, initial: str, kind: type[Trainer], rows: int, stream
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
-    batch = 8 // (axes(spec)["data_ranks"] if spec else 1)
-    arguments = TrainingArguments(
-        tempfile.mkdtemp(),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        max_steps=3,
-        optim="sgd",
-        learning_rate=0.1,
-        logging_steps=1,
-        report_to=[],
-        save_strategy="no",
-        use_cpu=True,
-        disable_tqdm=True,
-    )
+    arguments = arguments_of(tempfile.mkdtemp(), axes(spec)["data_ranks"] if spec else 1, max_steps=3)
     examples = [dict(row) for row in data("llama", rows, 1)]
     trainer = kind(
         model=AutoModelForCausalLM.from_pretrained(initial),

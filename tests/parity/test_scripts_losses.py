@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import VOCABULARY, Rows
-from tests.training import Recorder, axes, close, none, spec_id
+from tests.training import Recorder, arguments_of, axes, close, none, spec_id
 
 
 class MeanLoss(Trainer):
@@ -100,10 +100,7 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
-    batch = 8 // (axes(spec)["data_ranks"] if spec else 1)
-    settings = {"optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "num_train_epochs": 1}
-    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    arguments = TrainingArguments(out, per_device_train_batch_size=batch, seed=0, **settings, **quiet)
+    arguments = arguments_of(out, axes(spec)["data_ranks"] if spec else 1, per_device_eval_batch_size=8)
     model = gpt2() if kind == "gpt2" else models.build("llama")
     even = kind in ("mean", "optimizer")  # a mean of one's own is exact only where ranks have as many targets
     data, recorder = Rows(19, 11, even=even), Recorder()

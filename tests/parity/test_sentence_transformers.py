@@ -162,5 +162,5 @@ def _unlike(seen: Outcome, reference: Outcome) -> list[str]:
 
 def test_weights_of_a_loss_are_refused(desk):
     call = partial(train, "dp_shard=2", f"{desk.root}/bert", f"{desk.root}/softmax", "softmax")
-    with pytest.raises(RankFailure, match=r"SoftmaxLoss trains classifier.weight, which 2 data ranks .*; tp=2 works"):
+    with pytest.raises(RankFailure, match=r"SoftmaxLoss trains classifier.weight: 2 data ranks .*; tp=2 works"):
         run(call, 2, init=False)

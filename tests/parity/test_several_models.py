@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import VOCABULARY
-from tests.training import Recorder, axes, close, layouts, none
+from tests.training import Recorder, arguments_of, axes, close, layouts, none
 
 
 class Preferences(Dataset):
@@ -71,19 +71,8 @@ def prefer(spec, folder, out, kind, rows=22):
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
-    batch = 8 // (axes(spec)["data_ranks"] if spec else 1)
-    settings = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "constant", "num_train_epochs": 1}
-    quiet = {"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True}
-    arguments = TrainingArguments(
-        out,
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        seed=0,
-        remove_unused_columns=False,
-        label_names=["margin"],
-        **settings,
-        **quiet,
-    )
+    ranks = axes(spec)["data_ranks"] if spec else 1
+    arguments = arguments_of(out, ranks, learning_rate=0.5, remove_unused_columns=False, label_names=["margin"])
     model, reference = AutoModelForCausalLM.from_pretrained(folder), None
     if kind == "adapters":
         from peft import LoraConfig, get_peft_model

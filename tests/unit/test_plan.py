@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,7 +69,22 @@ def test_nothing_is_refused_once_the_plan_is_made():
     assert len(engine) > 30
     for path in [*engine, ROOM / "model_methods.py"]:
         names = {node.id for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Name)}
-        assert not {"SpecError", "refuse"} & names, path
+        assert not {"SpecError", "refuse", "refuse_with"} & names, path
+
+
+def test_every_refusal_has_the_one_form():
+    """Key, reason, what works: written by `refuse` and nobody else."""
+    for path in ROOM.rglob("*.py"):
+        raised = [node.exc for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+        calls = [node.func for node in raised if isinstance(node, ast.Call)]
+        bare = [node for node in calls if "SpecError" in (getattr(node, "id", None), getattr(node, "attr", None))]
+        assert not bare or path == ROOM / "spec.py", f"{path}:{bare[0].lineno}: refuse(what, why, works)"
+
+
+def test_no_source_of_a_model_is_read():
+    """What a model does is declared in `families.py`, or seen by running it on stand-ins or the meta device."""
+    for path in ROOM.rglob("*.py"):
+        assert not re.search(r"getsource|import (ast|dis)\b", path.read_text()), path
 
 
 def test_the_mesh_and_the_plan_are_frozen():

@@ -156,7 +156,7 @@ def test_torch(versions, monkeypatch):
     versions(torch="2.15.0")
     assert check_torch() == ["torch 2.15.0 is newer than those this version was checked on (2.11 to 2.13)"]
     versions(torch="2.10.1")
-    with pytest.raises(SpecError, match="torch 2.10.1 is too old; torch 2.11 to 2.13 work"):
+    with pytest.raises(SpecError, match="torch 2.10.1: too old; torch 2.11 to 2.13 work"):
         check_torch()
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, key
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.attention.choose import AttentionFacts, Kernel
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
@@ -37,7 +40,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
     def is_on(self, config: ParallelConfig) -> bool:
         return True  # `auto` looks at every model
 
-    def read(self, model: Any, config: ParallelConfig) -> AttentionFacts | None:
+    def read(self, model: nn.Module, config: ParallelConfig) -> AttentionFacts | None:
         """What its attentions are like; None if it is not one of transformers."""
         from hf_parallel.axes.attention.read import read_attention
 
@@ -52,7 +55,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
     def notes(self, part: Kernel | None) -> list[str]:
         return [] if part is None or part.why is None else [f"attention={part.name}: {part.why}"]
 
-    def apply(self, model: Any, part: Kernel | None, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: Kernel | None, building: Building) -> None:
         """Set the kernel, if it is not the model's own."""
         if part is None or part.own:
             return

@@ -88,7 +88,7 @@ def mask(
     mask_function: Callable[..., torch.Tensor] | None = None,
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
-) -> Any:
+) -> object:
     """The documents of a batch; of calls with a cache, what scaled-dot-product attention takes."""
     if kwargs.get("use_vmap"):
         _refuse("a mask that the model or script made itself")

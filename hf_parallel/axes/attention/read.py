@@ -12,6 +12,9 @@ from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.model.anatomy import text_config
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from hf_parallel.config import ParallelConfig
 
 #: Where models write how much of their scores they drop.
@@ -51,7 +54,7 @@ class AttentionFacts:
     dtype: torch.dtype
 
 
-def read_attention(model: Any, config: ParallelConfig) -> AttentionFacts | None:
+def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionFacts | None:
     """The facts; the model is not changed. None of a module that is not one of transformers."""
     if not hasattr(model, "set_attn_implementation"):
         return None
@@ -75,14 +78,14 @@ def read_attention(model: Any, config: ParallelConfig) -> AttentionFacts | None:
     )
 
 
-def _head_size(config: Any) -> int:
+def _head_size(config: PretrainedConfig) -> int:
     wide, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", None)
     if getattr(config, "qk_head_dim", None):  # latent attention
         return int(config.qk_head_dim)
     return int(getattr(config, "head_dim", None) or (wide // heads if isinstance(heads, int) and heads else 0))
 
 
-def _window(config: Any) -> int | None:
+def _window(config: PretrainedConfig) -> int | None:
     window = getattr(config, "sliding_window", None)
     return window if isinstance(window, int) and getattr(config, "use_sliding_window", True) else None
 
@@ -94,7 +97,7 @@ def _device() -> tuple[str, tuple[int, int]]:
     return found.type, torch.cuda.get_device_capability() if found.type == "cuda" else (0, 0)
 
 
-def _why_not(model: Any, name: str) -> str | None:
+def _why_not(model: nn.Module, name: str) -> str | None:
     """Tried on a model without layers; the first line of what transformers says."""
     kind: Any = type(model)
     shell = kind.__new__(kind)

@@ -10,13 +10,16 @@ backward kernel is given both as they are then, and so returns the right share o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.context.attention import one_process
 from hf_parallel.axes.context.layout import Layout
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 _aten: Any = torch.ops.aten
 
@@ -85,7 +88,7 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -104,7 +107,7 @@ class _Varlen(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         gradient, of_sinks = gradient.contiguous(), None
         if sinks is not None:

@@ -8,7 +8,6 @@ other time, as in `generate`, both do what the model's own kernel would.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -56,7 +55,7 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, mask)
 
 
-def mask(*args: Any, **kwargs: Any) -> Any:
+def mask(*args: object, **kwargs: object) -> object:
     """The cut while a batch is; else what scaled-dot-product attention takes."""
     if current.cut is not None:
         return current.cut
@@ -75,7 +74,7 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """[b, h, n, d] queries, [b, h / g, n, d] keys and values of this rank's tokens -> [b, n, h, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

@@ -9,7 +9,7 @@ computed of some tokens is therefore counted `cp` times on the way back, what al
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,15 @@ from torch.autograd.function import once_differentiable
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.collectives import reduce_from_group, scale_gradient, start_all_gather
 
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
+
 
 class _Join(torch.autograd.Function):
     """[b, n, …] of each rank -> [b, s, …] in the original order."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(ctx: Context, tensor: torch.Tensor, layout: Layout, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.layout, ctx.group = layout, group
         gathered = start_all_gather(tensor.contiguous(), group).wait()  # [cp, b, n, …]
         inverse = layout.on(tensor.device)[1]
@@ -32,7 +35,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         own = take(gradient, ctx.layout, ctx.group.rank())
         return own * ctx.group.size(), None, None
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hf_parallel.axes.context.axis import AUTO, RING, ULYSSES
 from hf_parallel.model.anatomy import attention_heads, stacks, text_config, text_part, token_readers
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig
+
     from hf_parallel.config import ParallelConfig
 
 #: Backbones that look positions up in a table, and take those they are given.
@@ -42,7 +45,7 @@ class ContextFacts:
     dense: str | None = None
 
 
-def read_context(model: Any) -> ContextFacts:
+def read_context(model: nn.Module) -> ContextFacts:
     """Heads, masks and obstacles of a model, which is not changed."""
     if getattr(model, "config", None) is None:
         return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
@@ -57,7 +60,7 @@ def read_context(model: Any) -> ContextFacts:
     )
 
 
-def _obstacle(model: Any, config: Any) -> str | None:
+def _obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
     name, readers = type(model).__name__, token_readers(model)
     if getattr(config, "is_encoder_decoder", False) or len(readers) != 1 or len(stacks(model)) != 1:
         return f"{name} is not one stack of layers that reads tokens"
@@ -76,13 +79,13 @@ def _obstacle(model: Any, config: Any) -> str | None:
     return f"its rotary embedding is {growing[0]}, which changes with the length" if growing else None
 
 
-def _rotations(config: Any) -> list[str]:
+def _rotations(config: PretrainedConfig) -> list[str]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return [str(found.get("rope_type") or found.get("type")) for found in sets]
 
 
-def _dense(model: Any, config: Any) -> str | None:
+def _dense(model: nn.Module, config: PretrainedConfig) -> str | None:
     softcap = getattr(config, "attn_logit_softcapping", None)
     if softcap:
         return f"attn_logit_softcapping={softcap}"

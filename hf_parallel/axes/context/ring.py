@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.tiles import Tile
 from hf_parallel.collectives import start_all_gather, start_reduce_scatter
 from hf_parallel.collectives.kept import ATTENTION, kept_or
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -119,7 +122,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
         work = Gradients(gradient, q, out, lse, ctx.scale)
         pair = _backward(work, torch.stack([k, v]), ctx.ring)

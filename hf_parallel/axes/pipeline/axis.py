@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.spec import refuse, spell
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.axes.pipeline.read import StageFacts
     from hf_parallel.config import ParallelConfig
@@ -95,7 +97,7 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
         if config.pipeline_split is not None:
             _check_split(config)
 
-    def read(self, model: Any, config: ParallelConfig) -> StageFacts:
+    def read(self, model: nn.Module, config: ParallelConfig) -> StageFacts:
         """Backbone, layers and their costs."""
         from hf_parallel.axes.pipeline.read import read_stages
 
@@ -115,7 +117,7 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
         again = [f"{schedule} recomputes layers several times; 1f1b is faster here"]
         return [part.line, *(again if recomputes_in_parts(part.config, schedule) else [])]
 
-    def apply(self, model: Any, part: PipelinePart, building: Building) -> None:
+    def apply(self, model: nn.Module, part: PipelinePart, building: Building) -> None:
         """Keep this rank's stages; from here on the roots of the model are its stages."""
         from hf_parallel.axes.pipeline.engine import PipelineEngine
         from hf_parallel.axes.pipeline.stages import cut_into_stages
@@ -125,7 +127,7 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
         building.pipeline = engine
         building.roots = [(stage, view.layers) for stage, view in zip(engine.stages, views, strict=True)]
 
-    def finish(self, model: Any, part: PipelinePart, building: Building) -> None:
+    def finish(self, model: nn.Module, part: PipelinePart, building: Building) -> None:
         """Stand behind `model.forward`; sequences are padded inside of it."""
         assert building.pipeline is not None
         building.pipeline.attach()

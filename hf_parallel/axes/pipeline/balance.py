@@ -14,13 +14,16 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_parallel.axes.recompute import every
 from hf_parallel.model.anatomy import Backbone, text_config
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: Configs give the longest sequence a model can read, up to millions: rows of training data are rarely longer than
 #: this, and attention over more would make the head look cheap.
@@ -53,14 +56,14 @@ class Costs:
         return total + self.after if last == len(self.layers) else total
 
 
-def block_costs(model: Any, backbone: Any, plan: Backbone, sequence_length: int | None = None) -> Costs:
+def block_costs(model: PreTrainedModel, backbone: Any, plan: Backbone, sequence_length: int | None = None) -> Costs:
     """Count a whole model, on any device.
 
     Args:
         backbone: the part of `model` that `plan` names the parts of.
         sequence_length: tokens per row; default: the longest the model reads, at most 4096.
     """
-    config: Any = text_config(model)
+    config = text_config(model)
     length = sequence_length or min(getattr(config, "max_position_embeddings", None) or math.inf, _LONGEST_ASSUMED)
     layers = [_layer_cost(layer, config, length) for layer in backbone.get_submodule(plan.layers)]
     outside = [child for child in model.children() if backbone not in child.modules()]
@@ -85,7 +88,7 @@ def checkpointed(recompute: str, layers: int) -> list[bool]:
     return [each > 0 and place % each == 0 for place in range(layers)]
 
 
-def _layer_cost(layer: nn.Module, config: Any, length: float) -> Cost:
+def _layer_cost(layer: nn.Module, config: PretrainedConfig, length: float) -> Cost:
     attention = (_attention_flops(part, config, length) for part in layer.modules() if hasattr(part, "is_causal"))
     weights = _weights_cost(layer, _active_share(layer, config))
     return Cost(weights.flops + sum(attention), weights.memory)
@@ -101,7 +104,7 @@ def _weights_cost(module: nn.Module, active_share: float = 1) -> Cost:
     return Cost(flops, sum(p.numel() * p.element_size() for p in module.parameters()))
 
 
-def _active_share(layer: nn.Module, config: Any) -> float:
+def _active_share(layer: nn.Module, config: PretrainedConfig) -> float:
     """Which part of a layer's experts works for one token; the modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
@@ -110,7 +113,7 @@ def _active_share(layer: nn.Module, config: Any) -> float:
     return min(1, chosen / experts) if chosen and experts else 1
 
 
-def _attention_flops(attention: Any, config: Any, length: float) -> float:
+def _attention_flops(attention: Any, config: PretrainedConfig, length: float) -> float:
     """Scores and their product with the values, per token, over the keys that a causal mask shows on average."""
     heads = getattr(attention, "num_heads", None) or config.num_attention_heads
     width = getattr(attention, "head_dim", None) or config.hidden_size // heads

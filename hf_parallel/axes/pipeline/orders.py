@@ -87,13 +87,13 @@ class _StandIn:
         self.group_rank, self.stage_index, self.group_size, self.num_stages = rank, index, ranks, stages
         self.actions: list[Action] = []
 
-    def forward_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> None:
+    def forward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
         self.actions.append(Action(FORWARD, self.stage_index, micro_batch))
 
-    def backward_one_chunk(self, micro_batch: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(self, micro_batch: int, *args: object, **kwargs: object) -> None:
         self.actions.append(Action(BACKWARD, self.stage_index, micro_batch))
 
-    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+    def perform_reduce_grad(self, *args: object, **kwargs: object) -> None:
         pass
 
     def _no_messages(self, micro_batch: int) -> list:

@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.active = device, False
-        self._marks: list[tuple[str, int, int, Any, Any]] = []
+        self._marks: list[tuple[str, int, int, object, object]] = []
         self._zero: Any = None
 
     def start(self, group: dist.ProcessGroup) -> None:
@@ -51,7 +51,7 @@ class Recorder:
         whole, half = stage.backward_one_chunk, stage.backward_weight_one_chunk
         forward, index = stage.forward_one_chunk, stage.stage_index
 
-        def forward_one_chunk(micro_batch: int, *args: Any, **kwargs: Any) -> Any:
+        def forward_one_chunk(micro_batch: int, *args: Any, **kwargs: Any) -> object:
             with self.span(FORWARD, index, micro_batch):
                 return forward(micro_batch, *args, **kwargs)
 
@@ -66,7 +66,7 @@ class Recorder:
         stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
         stage.backward_weight_one_chunk = backward_weight_one_chunk
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Now: a number of seconds, or an event that is read at the end."""
         if self.device.type == "cpu":
             return time.perf_counter()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.mesh import ParallelMesh
 
 
@@ -18,7 +19,7 @@ class Pipelines:
     engines: list[Any] = field(default_factory=list)
     session: Any = None  # while a script runs on the last stage alone
 
-    def add(self, engine: Any) -> int:
+    def add(self, engine: PipelineEngine) -> int:
         """Its number."""
         self.engines.append(weakref.ref(engine))
         return len(self.engines) - 1

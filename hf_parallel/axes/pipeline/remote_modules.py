@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class RemoteModules:
@@ -21,7 +24,7 @@ class RemoteModules:
         self.modules = modules
 
     @contextlib.contextmanager
-    def shown(self, model: Any) -> Iterator[None]:
+    def shown(self, model: PreTrainedModel) -> Iterator[None]:
         """In here `model` has all modules. What those of other stages turn into stays aside for the next time."""
         places = {
             name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in self.modules
@@ -36,7 +39,7 @@ class RemoteModules:
                 self.modules[name], owner._modules[leaf] = owner._modules[leaf], here[name]
 
     @contextlib.contextmanager
-    def counted(self, model: Any) -> Iterator[None]:
+    def counted(self, model: PreTrainedModel) -> Iterator[None]:
         """The same, and both ends of a tie are one parameter, where one of them is another stage's: to count them."""
         former = []
         with self.shown(model):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,13 @@ from hf_parallel.axes.pipeline.outputs import detached_node
 from hf_parallel.axes.pipeline.schedules import build_schedule
 from hf_parallel.axes.pipeline.stages import StageView
 
+if TYPE_CHECKING:
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+
 Run = Callable[[StageView, torch.Tensor | None, int], Any]
 
 
-def scheduled(engine: Any, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
+def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
     """The loss of a batch; the gradients are known by then, its backward hands them over.
 
     Args:
@@ -50,7 +53,7 @@ def scheduled(engine: Any, count: int, tokens: torch.Tensor, run: Run) -> torch.
     return detached_node([loss], lambda gradients: engine.accumulate(fresh, _over(gradients[0], scale)))[0]
 
 
-def _schedule_for(engine: Any, micro_batches: int, tokens: torch.Tensor) -> Any:
+def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tensor) -> Any:
     """The schedule for this number of micro-batches, told the shape of what travels in this step."""
     boundary = engine.boundary(tokens, "meta").requires_grad_()
     if micro_batches not in engine.schedules:
@@ -66,7 +69,7 @@ def _schedule_for(engine: Any, micro_batches: int, tokens: torch.Tensor) -> Any:
 
 
 @contextlib.contextmanager
-def _autocast_per_stage(engine: Any) -> Iterator[Callable[[], Any]]:
+def _autocast_per_stage(engine: PipelineEngine) -> Iterator[Callable[[], Any]]:
     """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
     kind = engine.mesh.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

@@ -11,8 +11,6 @@ dualpipe_v                2, in a V         forward beside backward             
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -116,7 +114,7 @@ def build_schedule(
     boundary: torch.Tensor,
     recorder: Recorder,
     connected: bool,
-) -> tuple[Any, list[TorchStage]]:
+) -> tuple[object, list[TorchStage]]:
     """One torch schedule, and its stages, for one number of micro-batches, of any shape.
 
     Args:

@@ -30,6 +30,8 @@ from hf_parallel.axes.pipeline.stand_ins import AddsNothing, Entry, Exit, PassTh
 from hf_parallel.model.anatomy import Backbone
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.pipeline.axis import PipelinePart
 
 Swap = tuple[nn.Module, str, Any]  # owner, name, what stands there
@@ -66,10 +68,10 @@ def _put(swaps: list[Swap]) -> list[Swap]:
     return former
 
 
-def cut_into_stages(model: Any, part: PipelinePart, rank: int) -> tuple[list[StageView], RemoteModules]:
+def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tuple[list[StageView], RemoteModules]:
     """Keep the modules of pipeline rank `rank`'s stages in `model`, replace the others, which are returned too."""
     plan, backbone = part.facts.plan, model.get_submodule(part.facts.backbone)
-    layers: Any = backbone.get_submodule(plan.layers)
+    layers = backbone.get_submodule(plan.layers)
     ranges, own = layer_ranges(part), part.config.stages_of_rank(rank)
     whole = dict(model.named_modules(remove_duplicate=False))
     is_last, kept = len(ranges) - 1 in own, None
@@ -90,7 +92,9 @@ def cut_into_stages(model: Any, part: PipelinePart, rank: int) -> tuple[list[Sta
     return views, _remote_modules(model, whole, kept)
 
 
-def _stage_of(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]]) -> Callable[[str], int]:
+def _stage_of(
+    model: nn.Module, backbone: nn.Module, plan: Backbone, ranges: list[tuple[int, int]]
+) -> Callable[[str], int]:
     """Which stage holds the module of a name in `model`."""
     prefix = "".join(f"{name}." for name, module in model.named_modules() if module is backbone and name)
     stages = {f"{prefix}{name}": 0 for name in plan.before}
@@ -99,14 +103,14 @@ def _stage_of(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int,
     return lambda name: stages.get(name, len(ranges) - 1)
 
 
-def _remote_modules(model: Any, whole: dict[str, nn.Module], kept: nn.Module | None) -> RemoteModules:
+def _remote_modules(model: nn.Module, whole: dict[str, nn.Module], kept: nn.Module | None) -> RemoteModules:
     """What `model` had before it was cut and has no more; and the embedding that a tied head keeps but nobody runs."""
     gone = stand_ins(model)
     embedding = {name: module for name, module in whole.items() if kept is not None and module is kept}
     return RemoteModules({**{name: without_values(whole[name]) for name in gone}, **embedding})
 
 
-def _view(model: Any, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]], stage: int) -> StageView:
+def _view(model: nn.Module, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]], stage: int) -> StageView:
     layers, (first, last) = list(backbone.get_submodule(plan.layers)), ranges[stage]
     own, modules = layers[first:last], layers[first:last]
     shown: list[nn.Module] = [stand_in_for(layer, PassThrough) for layer in layers]
@@ -136,7 +140,7 @@ def _replace(parent: nn.Module, names: Iterable[str]) -> None:
             setattr(parent, name, stand_in_for(getattr(parent, name)))
 
 
-def _pass_by(module: Any) -> nn.Module:
+def _pass_by(module: nn.Module) -> nn.Module:
     return stand_in_for(module, AddsNothing if isinstance(module, nn.Embedding) else PassThrough)
 
 

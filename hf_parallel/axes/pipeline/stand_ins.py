@@ -29,7 +29,7 @@ class Described(torch.Tensor):
         return described.requires_grad_(tensor.requires_grad)
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         own = next(value for value in _flat((*args, *kwargs.values())) if isinstance(value, Described))
         if func == _DEVICE:
@@ -58,7 +58,7 @@ _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "c
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _flat(values: Any) -> Iterator[Any]:
+def _flat(values: Any) -> Iterator[object]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flat(value)
@@ -74,7 +74,7 @@ class StandIn(nn.Module):
     device_here: Callable[[], torch.device]
     same: dict[str, tuple[nn.Module, str]]  # parameters that a module of this rank holds too, being tied
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         raise RuntimeError(f"hf_parallel: {self.where}, so it cannot be called by itself here; call the model")
 
     __call__ = nn.Module.__call__  # the class behind may have one of its own, such as checkpointing
@@ -112,10 +112,10 @@ class PassThrough(StandIn):
 
     tuples = False  # do the layers it stands among return tuples?
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         return self._as_layer(args[0] if args else next(iter(kwargs.values())))
 
-    def _as_layer(self, hidden: Any) -> Any:
+    def _as_layer(self, hidden: Any) -> object:
         return (hidden, None) if self.tuples else hidden
 
 
@@ -139,20 +139,20 @@ class LeaveAtExit(BaseException):  # not an Exception: model code that catches e
 class Exit(PassThrough):
     """Stands where the next stage's first layer was: what reaches it leaves for that stage."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         raise LeaveAtExit(args[0] if args else kwargs["hidden_states"])
 
 
 class AddsNothing(PassThrough):
     """Stands where an embedding was whose output is added to the stream, such as that of positions."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
         return torch.zeros(
             (), device=next(value for value in (*args, *kwargs.values()) if torch.is_tensor(value)).device
         )
 
 
-def stand_in_for(module: Any, kind: type[StandIn] = StandIn) -> Any:
+def stand_in_for(module: nn.Module, kind: type[StandIn] = StandIn) -> Any:
     """What stands in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
@@ -169,7 +169,7 @@ def stand_in_for(module: Any, kind: type[StandIn] = StandIn) -> Any:
 
 
 @functools.cache
-def _class(kind: Any, real: Any) -> Any:
+def _class(kind: type, real: Any) -> type:
     return type(real.__name__, (kind, real), {"__module__": real.__module__})
 
 
@@ -182,7 +182,7 @@ def stand_ins(model: nn.Module, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def settle(model: Any, stage_of: Callable[[str], int]) -> None:
+def settle(model: nn.Module, stage_of: Callable[[str], int]) -> None:
     """Let the stand-ins of a model that has been cut know what they are."""
     found = stand_ins(model)
     whole = {

@@ -45,7 +45,7 @@ class TorchStage(PipelineStage):
         """All shapes are known: the vote serves to connect the ranks in order, which is done once."""
         return None if self.connected else super()._warmup_forward_vote(*args, **kwargs)
 
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Any:
+    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return (
             torch.ones((), dtype=torch.int32) if self.connected else super()._warmup_backward_result(*args, **kwargs)
         )
@@ -56,10 +56,10 @@ class TorchStage(PipelineStage):
             return []
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
-    def _validate_stage_tensors(self, *args: Any, **kwargs: Any) -> None:
+    def _validate_stage_tensors(self, *args: object, **kwargs: object) -> None:
         """Of every message, under TORCH_DISTRIBUTED_DEBUG=DETAIL, against the shape of the first step."""
 
-    def _validate_fwd_outputs(self, *args: Any, **kwargs: Any) -> None:
+    def _validate_fwd_outputs(self, *args: object, **kwargs: object) -> None:
         """The same in torch 2.11."""
 
     # ---- messages --------------------------------------------------------------------------------------------------
@@ -73,8 +73,8 @@ class TorchStage(PipelineStage):
             self._make_buffers(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        infos: Any = self.args_recv_info[fwd_chunk_id]
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> object:
+        infos = self.args_recv_info[fwd_chunk_id]
         for info in infos:
             assert info.buffer is not None
             info.buffer.requires_grad_(self.has_backward and torch.is_grad_enabled())
@@ -82,7 +82,7 @@ class TorchStage(PipelineStage):
         _forget(infos)
         return received
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> object:
         received = super()._retrieve_recv_grads(bwd_chunk_id)
         _forget(self.grad_recv_info[bwd_chunk_id])
         return received
@@ -91,7 +91,7 @@ class TorchStage(PipelineStage):
         self._fill_gradients(bwd_chunk_id)
         return super().get_bwd_send_ops(bwd_chunk_id)
 
-    def get_local_bwd_output(self, mb_index: int) -> Any:
+    def get_local_bwd_output(self, mb_index: int) -> object:
         self._fill_gradients(mb_index)
         return super().get_local_bwd_output(mb_index)
 

@@ -6,7 +6,7 @@ makes the gradient, in their dtype. What is computed in fp32 exists for a chunk 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.tensor.log_probs import CHUNK, inside_columns
 from hf_parallel.collectives import all_reduce
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 
 def cross_entropy(
@@ -26,7 +29,12 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, target: torch.Tensor, first: int, group: dist.ProcessGroup, ignore_index: int
+        ctx: Context,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        first: int,
+        group: dist.ProcessGroup,
+        ignore_index: int,
     ) -> torch.Tensor:
         rows, columns, counts = logits.flatten(0, -2), target.flatten() - first, target.flatten() != ignore_index
         largest = all_reduce(rows.amax(-1).float(), group, dist.ReduceOp.MAX)
@@ -37,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, columns, log_total, counts = ctx.saved_tensors
         rows, weights = logits.flatten(0, -2), gradient * counts
         of_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)

@@ -20,7 +20,7 @@ second half has nothing to run behind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from hf_parallel.collectives import (
     start_reduce_scatter,
     whole_sequence,
 )
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 
 class LateGradient:
@@ -93,14 +96,14 @@ class _Weight(torch.autograd.Function):
     """Identity, whose gradient does not come along the graph but lies in `late`."""
 
     @staticmethod
-    def forward(ctx: Any, weight: torch.Tensor, late: LateGradient) -> torch.Tensor:
+    def forward(ctx: Context, weight: torch.Tensor, late: LateGradient) -> torch.Tensor:
         ctx.late = late
         ctx.set_materialize_grads(False)
         return weight.view_as(weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, nothing: None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Context, nothing: None) -> tuple[torch.Tensor | None, None]:
         return ctx.late.take(), None
 
 
@@ -109,7 +112,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -124,7 +127,7 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
         if is_wanted(ctx, 1) and ctx.gathered_again is not None:
             ctx.gathered_again.begin(ctx.late, kept)
@@ -141,7 +144,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, late: list[LateGradient], group: dist.ProcessGroup, sequence_parallel: bool
+        ctx: Context, x: torch.Tensor, late: list[LateGradient], group: dist.ProcessGroup, sequence_parallel: bool
     ) -> torch.Tensor:
         ctx.late, ctx.group, ctx.sequence_parallel = late, group, sequence_parallel
         if not sequence_parallel:
@@ -150,7 +153,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         if ctx.sequence_parallel:
             started = start_reduce_scatter(parts_of_sequence(gradient, ctx.group), ctx.group)
         else:  # others may hold the gradient too: not in place

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +30,7 @@ class OwnRandomNumbers:
         self._needed: tuple[int, bool] | None = None
         self._shared: tuple[torch.device, torch.Tensor] | None = None
 
-    def begin(self, *args: Any) -> None:
+    def begin(self, *args: object) -> None:
         """Change to this rank's state; nothing happens in evaluation, or where nothing drops. Also a pre-hook."""
         if not self.owner.training or self._shared is not None:
             return
@@ -41,7 +40,7 @@ class OwnRandomNumbers:
             return
         self._start(next(self.owner.parameters()).device)
 
-    def end(self, *args: Any) -> None:
+    def end(self, *args: object) -> None:
         """Back to the shared state, one number on: the next use must not repeat the masks. Also a forward hook."""
         if self._shared is None:
             return

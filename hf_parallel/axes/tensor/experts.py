@@ -9,7 +9,7 @@ gathered with the tokens.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,9 @@ from hf_parallel.collectives import (
 )
 from hf_parallel.local import holding, local, with_added
 from hf_parallel.model.experts import ExpertFacts, expert_facts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class SplitExperts(TensorParallelLayer):
@@ -48,7 +51,7 @@ class SplitExperts(TensorParallelLayer):
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
         return (gather_sequence if self.region.sequence_parallel else copy_to_group)(tensor, self.region.group)
 
-    def _own_weights(self) -> dict[str, Any]:
+    def _own_weights(self) -> dict[str, object]:
         widths = self.expert_facts.widths.items()
         return {name: with_added(self, name, self._own_weight(self._parameters[name], dim)) for name, dim in widths}
 
@@ -75,7 +78,11 @@ def gather_router_logits(reader: Any, group: dist.ProcessGroup, switch: Sequence
 
 
 def split_experts(
-    model: Any, styles: dict[str, str], mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag
+    model: PreTrainedModel,
+    styles: dict[str, str],
+    mesh: DeviceMesh,
+    device: torch.device,
+    switch: SequenceParallelFlag,
 ) -> None:
     """Split the experts that `styles` names over the one-axis `mesh`, in place; as `tensor_parallel` does linears."""
     for name in (name for name, style in styles.items() if style == "experts"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.model.anatomy import attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
 #: Widths of all heads: `output.reshape(batch, length, self.inner_dim)`, `qkv.split((self.split_size, …))`.
 _WIDTHS = ("split_size", "all_head_size", "inner_dim")
@@ -27,7 +30,7 @@ _WIDTHS_OF_SCRIPTS = ("embed_dim", "hidden_size", "d_model", "output_dim")
 PER_HEAD = ("alibi", "position_bias", "rel_pos", "rel_2d_pos")
 
 
-def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
+def use_local_heads(model: nn.Module, owner: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the head counts that `owner` keeps, reads from its config, or receives as biases of all heads."""
     counts = attention_heads(model)
     if counts is None or not any(_is_head_count(key, value) for key, value in vars(owner).items()):
@@ -48,14 +51,14 @@ def use_local_heads(model: Any, owner: Any, mesh: DeviceMesh) -> None:
         owner.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _is_head_count(key: str, value: Any) -> bool:
+def _is_head_count(key: str, value: object) -> bool:
     return isinstance(value, int) and re.search(r"(^|_)(heads?|n_head)$", key) is not None
 
 
 class LocalConfig:
     """A view of a config with other head counts; everything else is the config itself, now and later."""
 
-    def __init__(self, config: Any, **counts: int) -> None:
+    def __init__(self, config: PretrainedConfig, **counts: int) -> None:
         self.__dict__.update(_config=config, **counts)
 
     def __getattr__(self, name: str) -> Any:
@@ -78,10 +81,10 @@ def _use_local_config(owner: Any, local: dict[int, int]) -> None:
         owner.config = LocalConfig(config, **counts)
 
 
-def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _slice_heads(heads: int, group: dist.ProcessGroup, owner: nn.Module, args: tuple, kwargs: dict) -> object:
     """Pre-hook: masks and biases of all heads, [b, heads, q, k] or BLOOM's [b * heads, q, k], to this rank's heads."""
 
-    def sliced(value: Any, name: str = "") -> Any:
+    def sliced(value: object, name: str = "") -> object:
         if not torch.is_tensor(value):
             return value
         if value.dim() == 4 and value.shape[1] == heads:

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.model.anatomy import is_norm, owns_parameters, stacks, text_config
 from hf_parallel.model.experts import is_experts, named_experts
 from hf_parallel.model.families import PACKED
-from hf_parallel.spec import SpecError
+from hf_parallel.spec import refuse
 
 Styles = dict[str, str]
 
@@ -31,7 +31,7 @@ _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "
 _LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 
 
-def infer_styles(model: Any) -> Styles:
+def infer_styles(model: nn.Module) -> Styles:
     """Styles of all layers of the text part, by full module name.
 
     Raises:
@@ -40,17 +40,17 @@ def infer_styles(model: Any) -> Styles:
     styles: Styles = {}
     hidden = getattr(text_config(model), "hidden_size", None)
     if not isinstance(hidden, int):
-        raise SpecError(f"the config of {type(model).__name__} has no one hidden_size")
+        refuse(f"the config of {type(model).__name__}", "has no one hidden_size")
     for layer_name, layer in named_layers(model):
         own: Styles = {}
         for name, part in _parts(layer):
             own.update({f"{layer_name}.{name}{key}": style for key, style in _infer_part(part, hidden).items()})
         entered = {name.rpartition(".")[0] for name, style in own.items() if style != "rowwise"}
         if len(entered) != list(own.values()).count("rowwise"):
-            raise SpecError(f"the linears of {type(layer).__name__} cannot be told apart")
+            refuse(f"the linears of {type(layer).__name__}", "cannot be told apart")
         styles.update(own)
     if not styles:
-        raise SpecError(f"{type(model).__name__} has no layers of attention and MLP that could be split")
+        refuse(type(model).__name__, "has no layers of attention and MLP that could be split")
     return styles
 
 
@@ -61,7 +61,7 @@ def packed_style(owner: nn.Module, name: str) -> str | None:
     return "colwise" if known and getattr(owner, "multi_query", None) is False else known
 
 
-def latent_attention(model: Any) -> Styles:
+def latent_attention(model: nn.Module) -> Styles:
     """Multi-latent attention (DeepSeek-V2, section 2.1): what expands the latents is cut by heads."""
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
@@ -72,7 +72,7 @@ def latent_attention(model: Any) -> Styles:
     return styles
 
 
-def by_heads(model: Any) -> Styles:
+def by_heads(model: nn.Module) -> Styles:
     """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases."""
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
@@ -85,7 +85,7 @@ def by_heads(model: Any) -> Styles:
     return styles
 
 
-def shared_experts(model: Any) -> Styles:
+def shared_experts(model: nn.Module) -> Styles:
     """The MLPs beside a layer's experts, which every token meets; some plans leave them out."""
     styles: Styles = {}
     hidden = getattr(text_config(model), "hidden_size", None)
@@ -100,7 +100,7 @@ def shared_experts(model: Any) -> Styles:
     return styles
 
 
-def named_layers(model: Any) -> Iterator[tuple[str, nn.Module]]:
+def named_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every layer of every stack of the text part, by full name."""
     names = {id(module): name for name, module in model.named_modules()}
     for stack in stacks(model):
@@ -134,15 +134,15 @@ def _infer_part(part: nn.Module, hidden: int) -> Styles:
     if not attention and (roles is None or not _is_mlp(part)):
         return {}
     if roles is None:
-        raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
+        refuse(f"the linears of {type(part).__name__}", "cannot be told apart")
     readers = [name for name, role in roles.items() if role == "colwise"]
     if len({name.rpartition(".")[0] for name in readers}) > 1:  # an attention and an MLP of its own, say
-        raise SpecError(f"the linears of {type(part).__name__} cannot be told apart")
+        refuse(f"the linears of {type(part).__name__}", "cannot be told apart")
     for name in readers:
         owner = part.get_submodule(name.rpartition(".")[0])
         known = packed_style(owner, name.rpartition(".")[2])
         if known is None and _looks_packed(attention, readers, roles, linears):
-            raise SpecError(f"how {type(owner).__name__}.{name} holds several projections is not known")
+            refuse(f"{type(owner).__name__}.{name}", "how it holds several projections is not known")
         roles[name] = known or "colwise"
     return {f".{name}" if name else "": role for name, role in roles.items()}
 
@@ -167,7 +167,7 @@ def _is_mlp(part: nn.Module) -> bool:
     return all(isinstance(module, LINEARS) or is_norm(module) for module in owners)
 
 
-def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, Any]) -> bool:
+def _looks_packed(attention: bool, readers: list[str], roles: Styles, linears: dict[str, object]) -> bool:
     if attention:
         return len(readers) < 3
     writer = next((name for name, role in roles.items() if role == "rowwise"), None)

@@ -61,7 +61,7 @@ class LazyLogits(torch.Tensor):
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
         """Logits of this shape, from this source."""
-        lazy: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        lazy = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             LazyLogits, shape, dtype=dtype, device=source.hidden.device
         )
         lazy.source, lazy.made = source, None
@@ -81,11 +81,11 @@ class LazyLogits(torch.Tensor):
         logits = self.plain()
         return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:  # type: ignore[override]
         return repr(self.full_tensor())
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         kwargs = kwargs or {}
         if func in _OF_SHAPE:
             with torch._C.DisableTorchFunctionSubclass():
@@ -95,8 +95,8 @@ class LazyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
+        cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         args, kwargs = tree_map_only(LazyLogits, LazyLogits.full_tensor, (args, kwargs or {}))
         return func(*args, **kwargs)
 
@@ -111,7 +111,7 @@ _OF_SHAPE = {
 }
 
 
-def _pending(func: Any, args: tuple, kwargs: dict[str, Any]) -> LazyLogits | None:
+def _pending(func: Any, args: tuple, kwargs: dict[str, object]) -> LazyLogits | None:
     """The result, still not made, of a step that the loss can do by itself."""
     name, lazy = getattr(func, "__name__", ""), args[0] if args else None
     if not isinstance(lazy, LazyLogits) or lazy.made is not None or kwargs:

@@ -17,7 +17,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,11 @@ from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.local import local
 from hf_parallel.model.targets import item_count, targets_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from hf_parallel.collectives.context import Context
 
 CHUNK = 512  # tokens whose logits exist at a time
 
@@ -64,14 +69,14 @@ class _HeadForward:
 
 
 _steps = [0]  # of all optimizers, once one model is lean
-_counted: list[Any] = []
+_counted: list[object] = []
 
 
-def _count(*_: Any) -> None:
+def _count(*_: object) -> None:
     _steps[0] += 1
 
 
-def attach(model: Any) -> None:
+def attach(model: PreTrainedModel) -> None:
     """Stand behind the forward of head and model, before these are cut."""
     if not _counted:
         _counted.append(register_optimizer_step_post_hook(_count))
@@ -80,7 +85,7 @@ def attach(model: Any) -> None:
     head.forward = _HeadForward(wanted, model, head)
 
     @functools.wraps(forward)
-    def with_loss(*args: Any, **kwargs: Any) -> Any:
+    def with_loss(*args: object, **kwargs: object) -> object:
         args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         former, wanted.loss = wanted.loss, _wants_loss(batch)
@@ -92,18 +97,18 @@ def attach(model: Any) -> None:
     model.forward = with_loss
 
 
-def finish(model: Any) -> None:
+def finish(model: PreTrainedModel) -> None:
     """Before the model's loss, and after FSDP2's hooks, which read what a model returns."""
     model.loss_function = functools.partial(lean_loss, model.loss_function)
     model.register_forward_hook(_whole_when_read)
 
 
-def _wants_loss(batch: dict[str, Any]) -> bool:
+def _wants_loss(batch: dict[str, object]) -> bool:
     asked = batch.get("labels") is not None or batch.get("shift_labels") is not None
     return asked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> torch.Tensor:
+def _forward(wanted: _Wanted, model: PreTrainedModel, head: Any, input: torch.Tensor) -> torch.Tensor:
     """The head's forward; what it is by then, tp and FSDP2 have decided."""
     plain = functools.partial(type(head).forward, head)
     if not wanted.loss or getattr(head, "adapted", False) or not _multiplies(head):
@@ -115,7 +120,7 @@ def _forward(wanted: _Wanted, model: Any, head: Any, input: torch.Tensor) -> tor
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
 
-def _multiplies(head: Any) -> bool:
+def _multiplies(head: nn.Module) -> bool:
     """Is it a linear layer that does nothing beside, split or not? Ranks without a row would have no largest logit."""
     if type(head).forward is nn.Linear.forward:
         return True
@@ -128,7 +133,7 @@ def _multiplies(head: Any) -> bool:
     return (ranks - 1) * -(-head.out_features // ranks) < head.out_features
 
 
-def _plain_later(model: Any, head: Any, input: torch.Tensor, step: int) -> torch.Tensor:
+def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: int) -> torch.Tensor:
     """The head's own product, of weights that data ranks may have to gather again."""
     if _steps[0] != step:
         raise RuntimeError(
@@ -152,7 +157,7 @@ def _made(logits: Any) -> torch.Tensor:
     return logits.full_tensor()
 
 
-def _whole_when_read(model: nn.Module, args: Any, output: Any) -> None:
+def _whole_when_read(model: nn.Module, args: Any, output: object) -> None:
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), LazyLogits):
         whole_when_read(output, "logits", _made)
 
@@ -165,7 +170,7 @@ def lean_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> torch.Tensor:
     """transformers' causal loss, without logits where they are lazy."""
     if not isinstance(logits, LazyLogits):
@@ -210,7 +215,7 @@ class _Chunked(torch.autograd.Function):
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
         same = scaling == Scaling()
-        into: Any = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
+        into = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -232,7 +237,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[Any, ...]:
         factor = gradient / ctx.divide
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (

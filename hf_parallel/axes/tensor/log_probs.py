@@ -8,7 +8,7 @@ cross-entropy of `vocab_parallel.py` without the logits (chunked over tokens as 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from hf_parallel.autocast import autocast_dtype
 from hf_parallel.collectives import all_reduce, copy_to_group
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 CHUNK = 1024  # tokens whose logits over this rank's rows exist at a time
 
@@ -79,7 +82,7 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -117,13 +120,11 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, of_log_probs: torch.Tensor | None, of_entropy: torch.Tensor | None, *_: Any) -> Any:
+    def backward(ctx: Context, of_log_probs: torch.Tensor | None, of_entropy: torch.Tensor | None, *_: object) -> Any:
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         tensors = (hidden, weight, bias)
-        into: Any = [
-            torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip(tensors, wanted, strict=True)
-        ]
+        into = [torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip(tensors, wanted, strict=True)]
         for start in range(0, len(hidden), CHUNK):
             chunk = slice(start, start + CHUNK)
             x = hidden[chunk].to(ctx.dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -30,6 +30,9 @@ from hf_parallel.model.anatomy import attention_heads, is_norm, text_config, tex
 from hf_parallel.model.experts import ExpertFacts, expert_facts, is_experts, named_experts
 from hf_parallel.model.families import UNSPLITTABLE
 from hf_parallel.spec import SpecError, refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Words of transformers' plans that this version can apply.
 SUPPORTED = {
@@ -66,7 +69,7 @@ class SplitFacts:
     experts: dict[str, ExpertFacts] = field(default_factory=dict)
 
 
-def read_split(model: Any) -> SplitFacts:
+def read_split(model: nn.Module) -> SplitFacts:
     """Styles by module, whatever the number of ranks, and what limits it."""
     heads, name = attention_heads(model), type(model).__name__
     reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _kinds(model) if kind in UNSPLITTABLE), None)
@@ -99,7 +102,7 @@ def _kinds(model: nn.Module) -> Iterator[str]:
     return (type(module).__name__ for module in model.modules())
 
 
-def _styles(model: Any) -> Origins:
+def _styles(model: nn.Module) -> Origins:
     plan = {key: word for key, word in (getattr(model, "tp_plan", None) or {}).items() if word != "local_params"}
     latent = latent_attention(model)
     published = _from_plan(model, plan, {name.rpartition(".")[0] for name in latent})
@@ -152,7 +155,7 @@ def why_whole_sequences(facts: SplitFacts, asked: bool | None) -> str | None:
     return reason
 
 
-def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
+def _from_plan(model: PreTrainedModel, plan: dict[str, str], latent: set[str]) -> dict[str, str]:
     """The plan's words by module, without those of latent attentions, which we cut in our own way."""
     styles = {}
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -172,18 +175,18 @@ def _from_plan(model: Any, plan: dict[str, str], latent: set[str]) -> dict[str, 
         if style == "packed" and name.endswith(_APART):
             style = "colwise"  # gathered for a norm over all heads, which `SplitNorm` does
         if style not in SUPPORTED and not style.startswith("packed_"):
-            raise SpecError(f"style {word} of {name} is not supported")
+            refuse(f"style {word} of {name}", "is not supported")
         styles[name] = style
     return styles
 
 
-def _packed(model: Any, name: str, style: str) -> str:
+def _packed(model: nn.Module, name: str, style: str) -> str:
     owner, _, child = name.rpartition(".")
     known = packed_style(model.get_submodule(owner), child) or style
     return known if style in ("packed", "colwise") else style
 
 
-def _reads_embedding(model: Any) -> bool:
+def _reads_embedding(model: nn.Module) -> bool:
     """Does a forward read the embedding's weight itself? Gemma 4's does for the layers' own inputs, heads too."""
     kinds = {type(module).__name__ for module in model.modules()}
     by_layer = "Gemma4Model" in kinds and bool(getattr(text_config(model), "hidden_size_per_layer_input", 0))
@@ -194,7 +197,7 @@ def _splits_no_layer(styles: dict[str, tuple[str, str]]) -> bool:
     return not any(style in ("colwise", "rowwise") for style, _ in styles.values())
 
 
-def _vocabulary(model: Any) -> dict[str, str]:
+def _vocabulary(model: PreTrainedModel) -> dict[str, str]:
     """Embeddings and head, which several plans leave out."""
     styles = dict.fromkeys(tied_to_embedding(model), "embedding_rowwise")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
@@ -203,7 +206,7 @@ def _vocabulary(model: Any) -> dict[str, str]:
     return styles
 
 
-def _experts(model: Any) -> dict[str, str]:
+def _experts(model: nn.Module) -> dict[str, str]:
     """Modules that hold experts side by side, each of which is split inside."""
     inside = {id(module) for module in text_part(model).modules()}
     return {name: "experts" for name, module in named_experts(model) if id(module) in inside}

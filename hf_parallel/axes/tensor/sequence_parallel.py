@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,11 @@ from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
 from hf_parallel.model.experts import named_experts
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def obstacle(model: Any, styles: dict[str, str]) -> str | None:
+
+def obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
     """Why this model cannot hold parts of the sequence between its regions, or None if it can."""
     part = text_part(model)
     for stack in stacks(model):
@@ -71,7 +74,7 @@ def _unsplit(name: str, layer: nn.Module, split: set[str], entered: set[str]) ->
     return None
 
 
-def sequence_parallel(model: Any, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag) -> None:
+def sequence_parallel(model: nn.Module, mesh: DeviceMesh, device: torch.device, switch: SequenceParallelFlag) -> None:
     """Let norms work on parts, split before the first layer and join after the last. Before stages are cut."""
     group = mesh.get_group()
     for stack in stacks(model):
@@ -101,7 +104,7 @@ def _split_input(
 
 def _join_output(
     group: dist.ProcessGroup, switch: SequenceParallelFlag, module: nn.Module, args: Any, output: Any
-) -> Any:
+) -> object:
     if not switch.on:
         return output
     if isinstance(output, tuple):
@@ -112,7 +115,7 @@ def _join_output(
 # ---- lengths that tp does not divide ----------------------------------------------------------------------------
 
 
-def pad_sequences(model: Any, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
+def pad_sequences(model: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool) -> None:
     """Pad to a multiple of tp around the forward of whatever reads tokens: before the pipeline is attached.
 
     Args:
@@ -131,7 +134,7 @@ def _padded_forward(
     names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
-    def padded(*args: Any, **kwargs: Any) -> Any:
+    def padded(*args: Any, **kwargs: Any) -> object:
         args = args[1:] if args and args[0] is reader else args  # accelerate rebinds what it wraps
         batch = {**dict(zip(names, args, strict=False)), **kwargs}
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
@@ -146,7 +149,7 @@ def _padded_forward(
     return padded
 
 
-def _whole_sequences(switch: SequenceParallelFlag, forward: Any, batch: dict[str, Any]) -> Any:
+def _whole_sequences(switch: SequenceParallelFlag, forward: Callable, batch: dict[str, object]) -> object:
     switch.on = False
     try:
         return forward(**batch)
@@ -154,7 +157,7 @@ def _whole_sequences(switch: SequenceParallelFlag, forward: Any, batch: dict[str
         switch.on = True
 
 
-def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, Any]:
+def _padded_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidirectional: bool) -> dict[str, object]:
     """What has one entry per token gets `extra` more; encoder outputs beside it keep their own length."""
     padded = dict(batch)
     for key, value in batch.items():
@@ -175,7 +178,7 @@ def _padded_batch(batch: dict[str, Any], shape: torch.Size, extra: int, bidirect
     return padded
 
 
-def _padded_mask(mask: Any, length: int, extra: int) -> Any:
+def _padded_mask(mask: Any, length: int, extra: int) -> torch.Tensor | None:
     """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
     if mask is None:
         return None
@@ -188,7 +191,7 @@ def _padded_mask(mask: Any, length: int, extra: int) -> Any:
     return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
 
 
-def _cut(outputs: Any, length: int, extra: int) -> Any:
+def _cut(outputs: Any, length: int, extra: int) -> object:
     hidden = outputs[0]
     if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
         if isinstance(outputs, tuple):

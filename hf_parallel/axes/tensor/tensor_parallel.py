@@ -46,7 +46,7 @@ from hf_parallel.model.packed import packed_order
 
 
 def tensor_parallel(
-    model: Any,
+    model: nn.Module,
     mesh: DeviceMesh,
     styles: dict[str, str],
     device: torch.device,
@@ -71,7 +71,7 @@ def tensor_parallel(
 
 
 def _regions(
-    model: Any, mesh: DeviceMesh, styles: dict[str, str], switch: SequenceParallelFlag, overlap: bool
+    model: nn.Module, mesh: DeviceMesh, styles: dict[str, str], switch: SequenceParallelFlag, overlap: bool
 ) -> dict[str, Region]:
     """A region for each module that holds split layers, by its name."""
     regions = {}
@@ -86,7 +86,7 @@ def _regions(
     return regions
 
 
-def _split(model: Any, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _split(model: nn.Module, name: str, style: str, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     module = region.owner if style == "heads" else model.get_submodule(name)
     _STYLES[style](module, mesh, device, region)
 
@@ -105,7 +105,7 @@ def _whole_weights_inside(region: Region, mesh: DeviceMesh, device: torch.device
             partial_gradient(module, mesh, device, region)
 
 
-def _refuse_partial_outputs(switch: SequenceParallelFlag, model: Any, args: tuple, kwargs: dict) -> None:
+def _refuse_partial_outputs(switch: SequenceParallelFlag, model: nn.Module, args: tuple, kwargs: dict) -> None:
     """What each rank would have only a part of must not look whole."""
     wanted = {
         key for key in ("output_attentions", "output_hidden_states") if kwargs.get(key, getattr(model.config, key))
@@ -116,7 +116,7 @@ def _refuse_partial_outputs(switch: SequenceParallelFlag, model: Any, args: tupl
         raise NotImplementedError("hf_parallel: output_hidden_states=True needs sequence_parallel=false")
 
 
-def retie(model: Any) -> None:
+def retie(model: nn.Module) -> None:
     """Re-tie parameters; must precede `fully_shard`, which would keep, gather and pad a shard for each.
 
     `from_pretrained` ties only after it has loaded, and splitting over tp makes new parameters.
@@ -153,44 +153,44 @@ def shard_parameter(
 
 
 def _column(
-    module: Any, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
+    module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, segments: list[int] | None = None
 ) -> None:
     shard_parameter(module, "weight", mesh, 1 if isinstance(module, Conv1D) else 0, device, segments)
     shard_parameter(module, "bias", mesh, 0, device, segments)
     become(module, ColumnParallel, region)
 
 
-def _row(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _row(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     shard_parameter(module, "weight", mesh, 0 if isinstance(module, Conv1D) else 1, device)
     become(module, RowParallel, region)
 
 
-def _packed_halves(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _packed_halves(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     half = linear_sizes(module)[1] // 2
     _column(module, mesh, device, region, [half, half])
 
 
-def _packed_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _packed_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """[q | k | v]: all query heads, then all keys', then all values'."""
     heads, kv_heads = region.heads
     width = linear_sizes(module)[1] // (heads + 2 * kv_heads)
     _column(module, mesh, device, region, [heads * width, kv_heads * width, kv_heads * width])
 
 
-def _shared_heads(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _shared_heads(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     width = region.owner.head_dim
     first = _shared_head(region) * width
     _become_shared(module, region, torch.arange(first, first + width))
 
 
-def _shared_qkv(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _shared_qkv(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """[q | k | v] with fewer keys than ranks: this rank's queries and the one key and value they share."""
     heads, kv_heads = region.heads
     keys = heads + _shared_head(region)
     _become_shared(module, region, _rows_of(module, region, [*_own_queries(region), keys, keys + kv_heads]))
 
 
-def _shared_groups(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _shared_groups(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """Falcon's groups [q … q k v] with fewer groups than ranks, or its one group [q | k | v]."""
     heads, kv_heads = region.heads
     group, per_group = _shared_head(region), heads // kv_heads
@@ -208,24 +208,24 @@ def _shared_head(region: Region) -> int:
     return region.group.rank() * region.heads[1] // region.group.size()
 
 
-def _rows_of(module: Any, region: Region, heads: list[int]) -> torch.Tensor:
+def _rows_of(module: nn.Module, region: Region, heads: list[int]) -> torch.Tensor:
     """Rows of a packed weight that hold these heads, counted as the weight holds them."""
     width = linear_sizes(module)[1] // (region.heads[0] + 2 * region.heads[1])
     return (torch.tensor(heads).unsqueeze(1) * width + torch.arange(width)).flatten()
 
 
-def _become_shared(module: Any, region: Region, rows: torch.Tensor) -> None:
+def _become_shared(module: nn.Module, region: Region, rows: torch.Tensor) -> None:
     become(module, SharedHeads, region)
     module.rows = rows
     # All query heads of a rank share its one key/value head.
     region.owner.num_key_value_groups = region.heads[0] // region.group.size()
 
 
-def _heads_embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _heads_embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     become(module, HeadsEmbedding, region)
 
 
-def _heads(owner: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _heads(owner: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     if not isinstance(owner, LocalHeads):
         for name in OF_HEADS:
             shard_parameter(owner, name, mesh, 0, device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,9 +26,17 @@ from hf_parallel.collectives import reduce_from_group
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.targets import item_count, targets_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 def vocab_parallel(
-    model: Any, mesh: DeviceMesh, styles: dict[str, str], device: torch.device, own_loss: bool, overlap: bool = False
+    model: PreTrainedModel,
+    mesh: DeviceMesh,
+    styles: dict[str, str],
+    device: torch.device,
+    own_loss: bool,
+    overlap: bool = False,
 ) -> None:
     """Split embedding and head, in place; with `own_loss` the model's causal loss works on parts of the logits."""
     for name, style in styles.items():
@@ -46,7 +54,7 @@ def vocab_parallel(
         model.loss_function = functools.partial(causal_loss, model.loss_function)
 
 
-def gather_when_read(model: Any) -> None:
+def gather_when_read(model: nn.Module) -> None:
     """Let whoever reads the split logits of an output get whole ones. Call it after `fully_shard`.
 
     FSDP2's own hook reads all of an output in every step: it must run before this one, or it has the logits gathered.
@@ -112,7 +120,7 @@ def causal_loss(
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> torch.Tensor:
     """transformers' causal loss: labels are shifted by one; sum / `num_items_in_batch`, or the mean without it."""
     if not isinstance(logits, DTensor):
@@ -148,12 +156,12 @@ def _full(logits: Any) -> torch.Tensor:
     return logits.full_tensor()
 
 
-def _gather_when_read(module: nn.Module, args: Any, output: Any) -> None:
+def _gather_when_read(module: nn.Module, args: Any, output: object) -> None:
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), DTensor):
         whole_when_read(output, "logits", _full)
 
 
-def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def _embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     if type(module) is nn.Embedding:
         become(module, VocabParallel, region)
@@ -163,11 +171,11 @@ def _embedding(module: Any, mesh: DeviceMesh, device: torch.device, region: Regi
 
 
 @functools.cache
-def _lookup_behind(cls: Any) -> type:
+def _lookup_behind(cls: type) -> type:
     return type(cls.__name__, (cls, VocabParallel, nn.Embedding), {"__module__": cls.__module__})
 
 
-def _head(module: Any, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
+def _head(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     shard_parameter(module, "bias", mesh, 0, device)
     become(module, VocabParallelHead, region)

@@ -25,7 +25,6 @@ from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import eight_bit
@@ -35,6 +34,7 @@ from hf_parallel.hooks.peft.settings import check_optimizer
 from hf_parallel.hooks.trainer import means
 from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.parallelize import parallelize
+from hf_parallel.spec import refuse
 
 
 @patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
@@ -90,12 +90,12 @@ def follow_parameters(optimizer: Any) -> None:
                 kept.append(current)
         group["params"] = kept
     if replaced and inner.state:
-        raise SpecError("the optimizer took steps before prepare(); prepare model and optimizer first")
+        refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
 
 
 def _check_fp16(mixed_precision: str | None) -> None:
     if mixed_precision == "fp16" and runtime.mesh().device.type == "cpu":
-        raise SpecError("fp16: accelerate scales losses on accelerators only, not on CPUs; bf16 works")
+        refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
 
 
 def _scale_in_pipeline(model: nn.Module, scaler: Any) -> None:

@@ -9,32 +9,37 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate import orders
 from hf_parallel.hooks.accelerate.places import Place, follow
 from hf_parallel.hooks.accelerate.random_stream import RandomStream
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.rows import count
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.state import GradientState
+    from torch.utils.data import DataLoader
 
 
 @patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
-def prepare_data_loader(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
     mesh = runtime.mesh()
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
-        raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")
+        refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
     return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
 
-def _by_data_rank(prepared: Any, shared: bool) -> Any:
+def _by_data_rank(prepared: Any, shared: bool) -> object:
     from accelerate.data_loader import DataLoaderDispatcher
 
     if isinstance(prepared, DataLoaderDispatcher):
@@ -45,7 +50,7 @@ def _by_data_rank(prepared: Any, shared: bool) -> Any:
 
 
 @patch("accelerate.data_loader:skip_first_batches", "forgets shares, the remainder, the order", copies=True)
-def skip_first_batches(original: Callable, dataloader: Any, num_batches: int = 0) -> Any:
+def skip_first_batches(original: Callable, dataloader: DataLoader, num_batches: int = 0) -> object:
     """What is left of an epoch, still shared out by data rank, and with the repeats of its last batch known."""
     from transformers.trainer_utils import has_length
 
@@ -60,7 +65,7 @@ def skip_first_batches(original: Callable, dataloader: Any, num_batches: int = 0
     return rest
 
 
-def _skipping_sampler(dataloader: Any) -> Any:
+def _skipping_sampler(dataloader: DataLoader) -> object:
     from accelerate.data_loader import SkipBatchSampler
 
     samplers = (getattr(dataloader, "batch_sampler", None), getattr(dataloader, "sampler", None))
@@ -71,7 +76,7 @@ def _describe(sampler: Any) -> None:
     """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
     if sampler is None:
         return
-    inner: Any = sampler.batch_sampler
+    inner = sampler.batch_sampler
     for name in ("batch_size", "drop_last", "num_processes", "split_batches"):
         if hasattr(inner, name):
             setattr(sampler, name, getattr(inner, name))
@@ -99,7 +104,7 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     )
     inner = dataloader.slice_fn
 
-    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> Any:
+    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> object:
         if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
             wanted = slice(0, -wanted.start)
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
@@ -108,7 +113,7 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     base = dataloader.base_dataloader
     collate = base.collate_fn
 
-    def collated(examples: list) -> Any:
+    def collated(examples: list) -> object:
         batch = collate(examples)
         if len(examples) < (base.batch_size or 0) and (count(batch) or 0) > len(examples):
             refuse_cut_examples(dataloader)  # a whole stream of less than one batch: nothing told before
@@ -117,7 +122,7 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     base.collate_fn = collated
 
 
-def refuse_cut_examples(dataloader: Any) -> None:
+def refuse_cut_examples(dataloader: DataLoader) -> None:
     """The last batch of a stream is shared out row by row: examples of several rows would be torn apart.
 
     Raises:
@@ -127,20 +132,21 @@ def refuse_cut_examples(dataloader: Any) -> None:
 
     ranks = runtime.mesh().data_size
     if ranks > 1 and isinstance(dataloader, DataLoaderDispatcher) and not dataloader._drop_last:
-        raise SpecError(
-            f"an IterableDataset whose examples have several rows, with {ranks} data ranks: the last batch would be "
-            "shared out by rows; dataloader_drop_last=True works, and so does a data set with a length"
+        refuse(
+            f"an IterableDataset whose examples have several rows, with {ranks} data ranks",
+            "the last batch would be shared out by rows",
+            do="dataloader_drop_last=True works, and so does a data set with a length",
         )
 
 
 @patch("transformers.trainer:LengthGroupedSampler", "groups by process")
-def length_grouped_sampler(original: Callable, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+def length_grouped_sampler(original: Callable, batch_size: int, *args: object, **kwargs: object) -> object:
     """Rows of like length for each batch of all data ranks together."""
     return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
 
 
 @patch("accelerate.utils.operations:_gpu_gather", "gathers over all processes")
-def gather(original: Callable, tensor: Any) -> Any:
+def gather(original: Callable, tensor: object) -> object:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
     from accelerate.utils.operations import recursively_apply
 
@@ -172,7 +178,9 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
 
 
 @patch("accelerate.accelerator:Accelerator.gather_for_metrics", "takes numbers per rank for rows")
-def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
+def gather_for_metrics(
+    original: Callable, self: Accelerator, input_data: Any, use_gather_object: bool = False
+) -> object:
     """A number per data rank is no row: none of them is a repeat to be dropped."""
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
         return self.gather(input_data)
@@ -183,13 +191,13 @@ def gather_for_metrics(original: Callable, self: Any, input_data: Any, use_gathe
 def gather_object(original: Callable, object: Any) -> list:
     """The lists of all data ranks, joined in their order."""
     mesh = runtime.mesh()
-    gathered: list[Any] = [None] * mesh.data_size
+    gathered: list[object] = [None] * mesh.data_size
     dist.all_gather_object(gathered, object, group=mesh.data_group)
     return [item for part in gathered for item in part]
 
 
 @patch("accelerate.accelerator:reduce", "reduces over all processes")
-def reduce(original: Callable, tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: float = 1.0) -> object:
     """Sum, mean or maximum over data ranks."""
     from accelerate.utils.operations import recursively_apply
 
@@ -217,18 +225,18 @@ def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
         vars(owner).update(own)
 
 
-def is_ragged(gradient_state: Any) -> bool:
+def is_ragged(gradient_state: GradientState) -> bool:
     """Is this a last batch that data ranks have unequal shares of? All of them say the same."""
     if not gradient_state.end_of_dataloader or gradient_state.remainder <= 0 or runtime.mesh().data_size == 1:
         return False
     return not _drops_last(gradient_state.active_dataloader)  # a batch sampler may, which accelerate does not look at
 
 
-def _drops_last(dataloader: Any) -> bool:
+def _drops_last(dataloader: DataLoader) -> bool:
     return bool(getattr(getattr(dataloader, "batch_sampler", None), "drop_last", False))
 
 
-def real_rows(gradient_state: Any, rows: int) -> int:
+def real_rows(gradient_state: GradientState, rows: int) -> int:
     """How many rows of this rank's batch are not repeated to fill a ragged last batch.
 
     Data rank r holds rows r * rows … of the global batch, of which only the first `remainder` are new.
@@ -238,7 +246,7 @@ def real_rows(gradient_state: Any, rows: int) -> int:
     return max(0, min(rows, gradient_state.remainder - runtime.mesh().data_rank * rows))
 
 
-def share_of_rows(gradient_state: Any, rows: int) -> float:
+def share_of_rows(gradient_state: GradientState, rows: int) -> float:
     """How much this rank's mean over its real rows weighs in the data ranks' average: 1 where all have as many."""
     if not is_ragged(gradient_state):
         return 1.0

@@ -7,12 +7,15 @@ sampler draws from the process's random numbers. Here it goes on doing so, from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
 
-def as_in_one_process(prepare: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
+
+def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> Any:
     """`prepare` the loader and leave the drawing of its order to its sampler."""
     sampler = _innermost(dataloader)
     if is_seeded(kwargs) or getattr(sampler, "generator", 0) is not None:
@@ -28,7 +31,7 @@ def as_in_one_process(prepare: Callable, dataloader: Any, *args: Any, **kwargs: 
     return prepared
 
 
-def is_seeded(kwargs: dict[str, Any]) -> bool:
+def is_seeded(kwargs: dict[str, object]) -> bool:
     """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
     return bool(kwargs.get("use_seedable_sampler", False))
 

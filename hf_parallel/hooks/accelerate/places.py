@@ -12,11 +12,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain
+
+if TYPE_CHECKING:
+    from torch import nn
 
 #: In the folder of a state.
 FILE = "data_order.pt"
@@ -27,9 +30,9 @@ class Place:
 
     def __init__(self, loader: Any, stream: RandomStream | None) -> None:
         self.loader, self.stream = loader, stream
-        self.started: dict[str, Any] | None = None  # what the epoch that is going on has started from
+        self.started: dict[str, object] | None = None  # what the epoch that is going on has started from
         self.ended: int | None = None  # the epoch after the one that was read to its end
-        self.again: dict[str, Any] | None = None  # what the next epoch starts from: a former process has begun it
+        self.again: dict[str, object] | None = None  # what the next epoch starts from: a former process has begun it
 
     def state(self) -> dict[str, Any]:
         """As numbers and tensors."""
@@ -38,7 +41,7 @@ class Place:
         seeds = [sampler.initial_seed for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
         return {"epoch": epoch, "seeds": seeds, "now": now, "started": self.started}
 
-    def _now(self) -> dict[str, Any]:
+    def _now(self) -> dict[str, object]:
         generators = [generator.get_state() for generator in _generators(self.loader)]
         return {"generators": generators, "stream": None if self.stream is None else plain(self.stream.state)}
 
@@ -82,7 +85,7 @@ class Place:
             if empty:
                 self._set_generators(before)
 
-    def _next(self, batches: Iterator[Any]) -> tuple[Any] | None:
+    def _next(self, batches: Iterator[object]) -> tuple[object] | None:
         with self._drawing(), contextlib.suppress(StopIteration):
             return (next(batches),)
         return None
@@ -109,7 +112,7 @@ def follow(loader: Any, place: Place, empty: bool = False) -> None:
 
 def _parts(loader: Any) -> list[Any]:
     """The loader's samplers, from the outside in, and its data set."""
-    found: list[Any] = []
+    found: list[object] = []
     waiting = [loader.base_dataloader]
     while waiting:
         part = waiting.pop(0)
@@ -119,7 +122,7 @@ def _parts(loader: Any) -> list[Any]:
     return found
 
 
-def _held(part: Any, name: str) -> Any:
+def _held(part: nn.Module, name: str) -> Any:
     return getattr(part, "__dict__", {}).get(name)
 
 
@@ -132,7 +135,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 # ---- in a state's folder ------------------------------------------------------------------------------------------
 
 
-def save(loaders: list[Any], folder: str) -> None:
+def save(loaders: list[object], folder: str) -> None:
     """Write where all of them are."""
     places = [loader._place.state() if hasattr(loader, "_place") else None for loader in loaders]
     latest = RandomStream.latest
@@ -140,7 +143,7 @@ def save(loaders: list[Any], folder: str) -> None:
     torch.save({"loaders": places, "left": left}, os.path.join(folder, FILE))
 
 
-def load(loaders: list[Any], folder: str) -> None:
+def load(loaders: list[object], folder: str) -> None:
     """Go on from what a layout has saved; else from the random states that were loaded. Collective."""
     path = os.path.join(folder, FILE)
     if not os.path.isfile(path):

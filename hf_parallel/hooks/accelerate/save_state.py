@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,11 +25,18 @@ from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, data_ranks, inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_damages, rng_rank
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedModel
+
 # ---- saving ------------------------------------------------------------------------------------------------------
 
 
 @patch("accelerate.accelerator:Accelerator.save_state", "writes shards over one another")
-def save_state(original: Callable, self: Any, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
+def save_state(
+    original: Callable, self: Accelerator, output_dir: str | None = None, *args: object, **kwargs: object
+) -> str:
     """All ranks write one folder, which gets its name when it is whole."""
     _refuse(self)
     assert_all_ranks("accelerator.save_state")
@@ -47,7 +54,7 @@ def save_state(original: Callable, self: Any, output_dir: str | None = None, *ar
     return final
 
 
-def _refuse(accelerator: Any) -> None:
+def _refuse(accelerator: Accelerator) -> None:
     refusals = [
         (runtime.mesh().config.async_save, "async_save=true", "async_save=false works (it is for Trainer)"),
         (bool(accelerator._save_model_state_pre_hook), "register_save_state_pre_hook", "save in the script itself"),
@@ -62,14 +69,14 @@ def _refuse(accelerator: Any) -> None:
             raise NotImplementedError(f"hf_parallel: save_state with {spelled} is not part of this version; {works}")
 
 
-def _next_folder(accelerator: Any) -> str:
+def _next_folder(accelerator: Accelerator) -> str:
     folder = os.path.join(accelerator.project_dir, "checkpoints", f"checkpoint_{accelerator.save_iteration}")
     if os.path.exists(folder):
         raise ValueError(f"{folder} exists; set project_configuration.iteration to the number to go on with")
     return folder
 
 
-def _write(accelerator: Any, saving: folders.Checkpoint) -> None:
+def _write(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
     from accelerate.checkpointing import save_accelerator_state, save_custom_state
 
     mesh, folder = saving.mesh, saving.folder
@@ -94,7 +101,7 @@ def _write(accelerator: Any, saving: folders.Checkpoint) -> None:
             places.save(loaders, folder)
 
 
-def _save_model(saving: folders.Checkpoint, model: Any, folder: str) -> None:
+def _save_model(saving: folders.Checkpoint, model: PreTrainedModel, folder: str) -> None:
     if hasattr(model, "save_pretrained"):
         model.save_pretrained(folder)
         return
@@ -112,7 +119,7 @@ def _numbered_name(folder: str, stem: str, number: int) -> str:
     return os.path.join(folder, f"{stem}_{number}" if number else stem)
 
 
-def _model_of(accelerator: Any, optimizer: Any) -> Any:
+def _model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Any:
     """The model whose parameters an optimizer has."""
     own = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
     models = accelerator._models
@@ -124,7 +131,11 @@ def _model_of(accelerator: Any, optimizer: Any) -> Any:
 
 @patch("accelerate.accelerator:Accelerator.load_state", "reads whole weights")
 def load_state(
-    original: Callable, self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any
+    original: Callable,
+    self: Accelerator,
+    input_dir: str | None = None,
+    load_kwargs: object = None,
+    **kwargs: object,
 ) -> None:
     """Each rank reads its slices, from a folder that is checked first."""
     assert_all_ranks("accelerator.load_state")
@@ -136,7 +147,11 @@ def load_state(
 
 @patch("accelerate.accelerator:Accelerator.load_state", "knows optimizer.bin only", without_layout=True)
 def load_state_without_layout(
-    original: Callable, self: Any, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any
+    original: Callable,
+    self: Accelerator,
+    input_dir: str | None = None,
+    load_kwargs: object = None,
+    **kwargs: object,
 ) -> None:
     """In one process or under DDP: what a layout has saved, beside what accelerate has."""
     folder = _asked_or_newest(self, input_dir)
@@ -149,7 +164,7 @@ def load_state_without_layout(
     places.load_alone(folder)
 
 
-def _folder_to_load(accelerator: Any, asked: str | None) -> str:
+def _folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
     """The same on all ranks. Collective."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -163,7 +178,7 @@ def _folder_to_load(accelerator: Any, asked: str | None) -> str:
     return found[0]
 
 
-def _asked_or_newest(accelerator: Any, asked: str | None) -> str:
+def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
     """As accelerate chooses, but for folders that are not whole."""
     if asked is not None:
         if not os.path.isdir(asked):
@@ -185,7 +200,7 @@ def _numbered(folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in sorted(names, key=lambda name: int(name.rpartition("_")[2]))]
 
 
-def _load(accelerator: Any, folder: str, load_kwargs: Any, rng: int) -> None:
+def _load(accelerator: Accelerator, folder: str, load_kwargs: object, rng: int) -> None:
     from accelerate.checkpointing import load_accelerator_state, load_custom_state
 
     for number, model in enumerate(accelerator._models):
@@ -230,7 +245,7 @@ def _data_ranks_of(folder: str) -> int:
     return max(1, sum(name.startswith("random_states_") for name in os.listdir(folder)))
 
 
-def _group_names(model: Any, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """The names in each group of a script's optimizer, those of all stages, in the model's order. Collective."""
     mesh = runtime.mesh()
     of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -13,6 +13,9 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.local import local
 
+if TYPE_CHECKING:
+    import torch
+
 
 class MeshGradScaler(ShardedGradScaler):
     """torch's scaler for sharded gradients: a step is skipped by all ranks if one of them finds an overflow.
@@ -20,12 +23,12 @@ class MeshGradScaler(ShardedGradScaler):
     Gradients may be split over several meshes, which torch's kernel does not take: it gets this rank's parts.
     """
 
-    def _unscale_grads_(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> Any:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         parts = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters]
         return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]
 
-    def _check_inf_per_device(self, optimizer: Any) -> dict:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict:
         """For fused optimizers, which scale back by themselves: torch's looks at this rank's gradients only."""
         found = super()._check_inf_per_device(optimizer)
         for here in found.values():

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from hf_parallel.axes.data.local_step import on_local_parts
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.patching import patch
+from hf_parallel.spec import refuse
 
 
 @patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", "kernels take no DTensor")
-def step(original: Callable, self: Any, closure: Callable | None = None) -> Any:
+def step(original: Callable, self: Any, closure: Callable | None = None) -> object:
     """A step on the local parts of all parameters."""
     loss = None
     if closure is not None:
@@ -36,13 +36,14 @@ def check(optimizer: Any) -> None:
     """Refuse what compares norms of whole tensors, such as LAMB and LARS; of other libraries nothing is known here."""
     own = getattr(optimizer, "optimizer", optimizer)
     if getattr(getattr(own, "args", None), "max_unorm", 0) > 0:
-        raise SpecError(
-            f"{type(own).__name__} of bitsandbytes compares norms of whole tensors, of which ranks hold parts; "
-            "adamw_8bit works"
+        refuse(
+            f"{type(own).__name__} of bitsandbytes",
+            "compares norms of whole tensors, of which ranks hold parts",
+            "adamw_8bit",
         )
 
 
-def _step_without_values(optimizer: Any, former: list[list[Any]]) -> None:
+def _step_without_values(optimizer: Any, former: list[list[object]]) -> None:
     """A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take."""
     for number, group in enumerate(optimizer.param_groups):
         for index, (parameter, part) in enumerate(zip(former[number], group["params"], strict=True)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from packaging.version import Version
@@ -23,7 +23,6 @@ from hf_parallel.axes.pipeline.stand_ins import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.mesh import placed_as
@@ -31,50 +30,55 @@ from hf_parallel.model.packed import StoredOrder
 from hf_parallel.resolve import Plan
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import BitsAndBytesConfig, PreTrainedModel
+
 
 def check(config: Any) -> None:
     """Refuse what is not 4 bits by bitsandbytes, and versions of it that were not looked at."""
     if not getattr(config, "load_in_4bit", False):
         kind = getattr(config, "quant_method", type(config).__name__)
-        raise SpecError(
-            f"quantization_config: {getattr(kind, 'value', kind)} in other than 4 bits is not part of this version; "
-            "BitsAndBytesConfig(load_in_4bit=True) works"
+        refuse(
+            "quantization_config",
+            f"{getattr(kind, 'value', kind)} in other than 4 bits is not part of this version",
+            "BitsAndBytesConfig(load_in_4bit=True)",
         )
     if find_spec("bitsandbytes") is None or Version(version("bitsandbytes")).release[:2] < (0, 50):
-        raise SpecError("load_in_4bit: needs bitsandbytes 0.50 or later; pip install -U bitsandbytes")
+        refuse("load_in_4bit", "needs bitsandbytes 0.50 or later", do="pip install -U bitsandbytes")
 
 
 class Pack:
     """Between splitting and sharding: let the linears that bitsandbytes would replace expect packed weights."""
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: BitsAndBytesConfig) -> None:
         self.config = config
 
-    def check(self, model: Any, plan: Plan) -> None:
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
         part = plan.part(TENSOR)
         if plan.part(EXPERTS) is not None:
             _check_experts(plan)
         for name, module in self._linears(model):
             if isinstance(module, Conv1D):
-                raise SpecError(f"load_in_4bit: {name} is a Conv1D, whose blocks run across; a model of Linears works")
+                refuse("load_in_4bit", f"{name} is a Conv1D, whose blocks run across", "a model of Linears")
             style = None if part is None else part.words.get(name)
             parts = plan.config.tp_size if style == "rowwise" else 1
             for what, width in (("rows", module.in_features), ("a rank's parts of rows", module.in_features // parts)):
                 if width % BLOCK:
-                    raise SpecError(
-                        f"load_in_4bit: {what} of {name} hold {width} weights, not whole blocks of {BLOCK}; "
-                        f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"] works'
+                    refuse(
+                        "load_in_4bit",
+                        f"{what} of {name} hold {width} weights, not whole blocks of {BLOCK}",
+                        f'a smaller tp_size or llm_int8_skip_modules=["{name.rpartition(".")[2]}"]',
                     )
             if style is not None and part is not None and part.overlap:
-                raise SpecError("tp_overlap=true: products with weights of 4 bits are not overlapped; false works")
+                refuse("tp_overlap=true", "products with weights of 4 bits are not overlapped", "false")
 
-    def __call__(self, model: Any) -> None:
+    def __call__(self, model: PreTrainedModel) -> None:
         double, compute = self.config.bnb_4bit_use_double_quant, self.config.bnb_4bit_compute_dtype
         for _, module in self._linears(model):
             pack_linear(module, self.config.bnb_4bit_quant_type, double, compute)
 
-    def _linears(self, model: Any) -> list[tuple[str, Any]]:
+    def _linears(self, model: nn.Module) -> list[tuple[str, Any]]:
         from transformers.quantizers.base import HfQuantizer
         from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -121,7 +125,7 @@ def _rounded(value: Any, packing: Packing, order: StoredOrder | None) -> torch.T
     return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
 
 
-def mark(model: Any, config: Any) -> None:
+def mark(model: PreTrainedModel, config: BitsAndBytesConfig) -> None:
     """What bitsandbytes' own loading leaves on a model, by which Trainer, PEFT and TRL know it."""
     from transformers.quantizers import AutoHfQuantizer
 
@@ -132,18 +136,18 @@ def mark(model: Any, config: Any) -> None:
 
 
 @patch("peft.utils.other:prepare_model_for_kbit_training", "casts shards", copies=True)
-def prepare_for_training(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare_for_training(original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
     """`prepare_model_for_kbit_training` casts what is not packed to fp32, in a way that shards do not bear."""
     if runtime.parallel_state(model) is not None:
         _cast_to_fp32(model)
     return original(model, *args, **kwargs)
 
 
-def _cast_to_fp32(model: Any) -> None:
+def _cast_to_fp32(model: nn.Module) -> None:
     _replace(model, lambda p: p.detach().float() if p.dtype in (torch.float16, torch.bfloat16) else None)
 
 
-def finish_casts(model: Any) -> None:
+def finish_casts(model: nn.Module) -> None:
     """`p.data = p.data.float()`, as the function does that a script has imported before, casts no stored part."""
     _replace(
         model,
@@ -155,7 +159,7 @@ def finish_casts(model: Any) -> None:
     )
 
 
-def _replace(model: Any, change: Callable[[Any], Any]) -> None:
+def _replace(model: nn.Module, change: Callable[[Any], Any]) -> None:
     changed: dict[int, Any] = {}  # a tied weight stays one
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -165,10 +169,10 @@ def _replace(model: Any, change: Callable[[Any], Any]) -> None:
             module._parameters[name] = changed.get(id(p))
 
 
-def _refuse_saving(*args: Any, **kwargs: Any) -> None:
+def _refuse_saving(*args: object, **kwargs: object) -> None:
     raise NotImplementedError("hf_parallel: a base in 4 bits is not saved; save the adapters")
 
 
-def is_packed(module: Any, name: str) -> bool:
+def is_packed(module: nn.Module, name: str) -> bool:
     """Is this parameter packed?"""
     return isinstance(module, FourBit) and name == "weight"

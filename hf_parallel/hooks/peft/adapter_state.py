@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 class AdapterState:
     """Reads and sets what `disable_adapter()` and `set_adapter()` change, but for what trains."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: nn.Module) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         self.layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,6 @@ from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
@@ -34,6 +33,13 @@ from hf_parallel.hooks.peft.placing import place
 from hf_parallel.local import holding, local
 from hf_parallel.model.packed import stored_order
 from hf_parallel.parallelize import ParallelState
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner
+    from transformers import PreTrainedModel
 
 _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
@@ -41,7 +47,9 @@ _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "sees one stage, and draws random numbers for it only")
-def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+def inject_adapter(
+    original: Callable, self: BaseTuner, model: PreTrainedModel, adapter_name: str, *args: object, **kwargs: Any
+) -> None:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
     config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
     if state is None and runtime.current() is None:
@@ -65,7 +73,7 @@ def inject_adapter(original: Callable, self: Any, model: Any, adapter_name: str,
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "leaves adapters whole on every rank")
-def cast_adapter_dtype(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def cast_adapter_dtype(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> None:
     """Split the adapters when peft is done with them."""
     original(self, *args, **kwargs)
     state = runtime.parallel_state(self.model)
@@ -74,14 +82,14 @@ def cast_adapter_dtype(original: Callable, self: Any, *args: Any, **kwargs: Any)
 
 
 @patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", "reads sizes off shards")
-def in_out_features(original: Callable, self: Any, module: Any) -> Any:
+def in_out_features(original: Callable, self: LoraLayer, module: nn.Module) -> object:
     """Full-size adapters: what peft reads off a shard is that shard's size."""
     is_linear = isinstance(module, nn.Linear) and hasattr(module, "in_features")
     return (module.in_features, module.out_features) if is_linear else original(self, module)
 
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
-def first_magnitudes(original: Callable, self: Any, *, base_layer: Any, **kwargs: Any) -> None:
+def first_magnitudes(original: Callable, self: Any, *, base_layer: nn.Module, **kwargs: object) -> None:
     """DoRA starts from the norms of the base's rows: of whole ones."""
     weight = base_layer.weight
     if not isinstance(weight, DTensor):
@@ -95,7 +103,7 @@ def first_magnitudes(original: Callable, self: Any, *, base_layer: Any, **kwargs
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.{pissa,olora}_init", "factorises shards")
-def start_from_base(original: Callable, self: Any, adapter_name: str, *args: Any) -> None:
+def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *args: Any) -> None:
     """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
     base, adapter = self.get_base_layer(), adapter_name
     weight = base.weight
@@ -121,16 +129,18 @@ def start_from_base(original: Callable, self: Any, adapter_name: str, *args: Any
 
 
 @patch("peft.peft_model:PeftModel.add_adapter", "prompt learning changes the rows that stages expect")
-def add_adapter(original: Callable, self: Any, adapter_name: str, peft_config: Any, *args: Any, **kwargs: Any) -> None:
+def add_adapter(
+    original: Callable, self: PeftModel, adapter_name: str, peft_config: PeftConfig, *args: object, **kwargs: object
+) -> None:
     """Prompt learning adds no layers, so nothing else would notice it."""
     within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
     if peft_config.is_prompt_learning and within_layout:
-        raise SpecError(f"peft_type={peft_config.peft_type.value} is not part of this version; LoRA works")
+        refuse(f"peft_type={peft_config.peft_type.value}", "not part of this version", "LoRA")
     original(self, adapter_name, peft_config, *args, **kwargs)
 
 
 @contextlib.contextmanager
-def whole(model: Any, state: ParallelState) -> Iterator[None]:
+def whole(model: nn.Module, state: ParallelState) -> Iterator[None]:
     """In here the base model shows the modules of all stages."""
     if state.pipeline is None:
         yield
@@ -140,7 +150,7 @@ def whole(model: Any, state: ParallelState) -> Iterator[None]:
 
 
 @patch("peft.peft_model:PeftModel.get_nb_trainable_parameters", "counts those of one stage")
-def count(original: Callable, self: Any) -> tuple[int, int]:
+def count(original: Callable, self: PeftModel) -> tuple[int, int]:
     """`print_trainable_parameters` of the whole model."""
     state = runtime.parallel_state(self)
     if state is None or state.pipeline is None:
@@ -150,14 +160,14 @@ def count(original: Callable, self: Any) -> tuple[int, int]:
 
 
 @patch("peft.utils.other:ModulesToSaveWrapper.update", "copies process groups and shards")
-def copy_module(original: Callable, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: Any) -> None:
+def copy_module(original: Callable, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: object) -> None:
     """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
     if adapter_name not in self.modules_to_save and tied_module is None:
         self.modules_to_save[adapter_name] = lora.copied(self.original_module)
     original(self, adapter_name, tied_module=tied_module, **kwargs)
 
 
-def _refuse_unplaced(model: Any, args: Any) -> None:
+def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
     raise NotImplementedError(
         "hf_parallel: adapters that were not put in by get_peft_model or PeftModel are whole on every rank; "
         "get_peft_model(model, config) works"
@@ -168,7 +178,7 @@ def _refuse_unplaced(model: Any, args: Any) -> None:
 
 
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
-def save_pretrained(original: Callable, self: Any, save_directory: str, *args: Any, **kwargs: Any) -> None:
+def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: Any, **kwargs: Any) -> None:
     """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
     state = runtime.parallel_state(self)
     if state is None:
@@ -188,7 +198,7 @@ def save_pretrained(original: Callable, self: Any, save_directory: str, *args: A
                 original(self, save_directory, *args, **kwargs)
 
 
-def _is_saved(model: Any, base: Any, state: ParallelState) -> Callable[[str], bool]:
+def _is_saved(model: PreTrainedModel, base: Any, state: ParallelState) -> Callable[[str], bool]:
     """Adapters; and embedding and head where they have adapters, since peft saves those of the base too."""
     with whole(base, state):
         ends = [base.get_input_embeddings(), base.get_output_embeddings()]
@@ -199,7 +209,9 @@ def _is_saved(model: Any, base: Any, state: ParallelState) -> Callable[[str], bo
 
 
 @patch("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "cuts in another order")
-def reshard_for_load(original: Callable, model: Any, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def reshard_for_load(
+    original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     """This rank's part of every tensor of an adapter's file, in the order in which it is stored."""
     if runtime.parallel_state(model) is None:
         return original(model, state_dict)
@@ -215,7 +227,7 @@ def reshard_for_load(original: Callable, model: Any, state_dict: dict[str, torch
     return state_dict
 
 
-def load_adapter_weights(model: Any, directory: str) -> None:
+def load_adapter_weights(model: nn.Module, directory: str) -> None:
     """Read the active adapter from a checkpoint of this model."""
     from peft import load_peft_weights, set_peft_model_state_dict
 

@@ -6,17 +6,21 @@ They are taken out, the base becomes parallel, and the same adapters are put in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.peft import settings as peft_settings
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 
-def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
+def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[Any], Any]) -> None:
     """Make the base of a PeftModel parallel by `parallelize`. Collective; rank 0's adapters win.
 
     Raises:
@@ -27,13 +31,14 @@ def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
     tuner: Any = getattr(model, "base_model", None)
     configs = dict(model.peft_config)
     if not hasattr(tuner, "inject_adapter"):
-        raise SpecError("adapters of Transformers' add_adapter are whole on every rank; get_peft_model works")
+        refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
     for config in configs.values():
         peft_settings.check(tuner, tuner.model, config, False)
         if config.modules_to_save or any(getattr(module, "merged", False) for module in model.modules()):
-            raise SpecError(
-                "the model has merged adapters, or modules_to_save, from before the layout was active; "
-                "launch with --parallel first"
+            refuse(
+                "merged adapters, or modules_to_save",
+                "the model has them from before the layout was active",
+                do="launch with --parallel first",
             )
     values = {
         name: get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False) for name in configs
@@ -49,7 +54,7 @@ def make_parallel_below(model: Any, parallelize: Callable[[Any], Any]) -> None:
     tuner.set_adapter(active, inference_mode=not trains)
 
 
-def _from_first_rank(tensors: dict[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+def _from_first_rank(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
     state: Any = runtime.parallel_state(model)
     device, equal = state.mesh.device, {}
     for key in sorted(tensors):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,10 +25,14 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.model.packed import StoredOrder
 from hf_parallel.parallelize import ParallelState
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+
 
 @patch("peft.tuners.lora.layer:{Linear,Embedding,ParamWrapper}.get_delta_weight", "adds whole to local weights")
 def delta_weight(
-    original: Callable, self: Any, *names: str, **named: str
+    original: Callable, self: LoraLayer, *names: str, **named: str
 ) -> torch.Tensor:  # kinds of layers call it differently
     """This rank's part of s B A. Weights that are stored in another order have adapters in the same one."""
     (adapter,) = (*names, *named.values())
@@ -45,14 +49,14 @@ def delta_weight(
     )
 
 
-def _order_of_experts(wrapper: Any) -> StoredOrder | None:
+def _order_of_experts(wrapper: BaseTunerLayer) -> StoredOrder | None:
     """Adapters of experts are in the model's own order, in whichever their weight is stored."""
     base = wrapper.get_base_layer()
     return getattr(base, "stored_orders", {}).get(wrapper.parameter_name) if isinstance(base, SplitExperts) else None
 
 
 @patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
-def merge_layer(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def merge_layer(original: Callable, self: LoraLayer, *args: Any, **kwargs: Any) -> None:
     """DoRA in and out of one layer: with its whole weight, of which each rank keeps its part."""
     base = self.get_base_layer()
     weight = base.weight
@@ -70,7 +74,7 @@ def merge_layer(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Non
 
 
 @contextlib.contextmanager
-def _whole(layer: Any, adapter: str) -> Iterator[None]:
+def _whole(layer: nn.Module, adapter: str) -> Iterator[None]:
     """In here A and B of a layer, and DoRA's magnitudes, are whole. Collective over the ranks of its stage."""
     with contextlib.ExitStack() as stack:
         for name in ("lora_A", "lora_B", "lora_magnitude_vector"):
@@ -82,14 +86,14 @@ def _whole(layer: Any, adapter: str) -> Iterator[None]:
         yield
 
 
-def _gathered(module: Any, name: str) -> contextlib.AbstractContextManager:
+def _gathered(module: nn.Module, name: str) -> contextlib.AbstractContextManager:
     parameter: Any = module._parameters[name]
     whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
     return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.{merge,unmerge}_adapter", "changes gathered weights")
-def merge(original: Callable, self: Any, *args: Any, safe_merge: bool = False, **kwargs: Any) -> None:
+def merge(original: Callable, self: BaseTuner, *args: object, safe_merge: bool = False, **kwargs: object) -> None:
     """`merge_adapter` and `unmerge_adapter`: the stored parts are changed, not gathered weights."""
     state = runtime.parallel_state(self.model)
     if state is not None:
@@ -102,8 +106,13 @@ def merge(original: Callable, self: Any, *args: Any, safe_merge: bool = False, *
 
 @patch("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "leaves split layers without a way out")
 def unload(
-    original: Callable, self: Any, merge: bool = True, progressbar: bool = False, safe_merge: bool = False, **kw: Any
-) -> Any:
+    original: Callable,
+    self: BaseTuner,
+    merge: bool = True,
+    progressbar: bool = False,
+    safe_merge: bool = False,
+    **kw: object,
+) -> object:
     """`merge_and_unload` and `unload`: layers communicate by themselves again, and FSDP2 forgets the adapters."""
     state = runtime.parallel_state(self.model)
     if state is None:
@@ -123,13 +132,13 @@ def unload(
     return result
 
 
-def _wrapped(module: Any) -> Any:
+def _wrapped(module: nn.Module) -> Any:
     """What a wrapper of PEFT is around; None for any other module."""
     children = getattr(module, "_modules", {})
     return children.get("base_layer", children.get("original_module"))
 
 
-def _follow(model: Any, state: ParallelState, names: dict[int, str]) -> None:
+def _follow(model: nn.Module, state: ParallelState, names: dict[int, str]) -> None:
     """Let the stages hold what stands in the place of the wrappers now."""
     pipeline: Any = state.pipeline
     for stage in pipeline.stages:
@@ -145,7 +154,7 @@ def _reshard(state: ParallelState) -> None:
         module.reshard()
 
 
-def _check(model: Any, merge: bool, safe_merge: bool) -> None:
+def _check(model: nn.Module, merge: bool, safe_merge: bool) -> None:
     if safe_merge:
         raise NotImplementedError("hf_parallel: safe_merge=True on a parallel model is not part of this version")
     variants = {type(v) for module in model.modules() for v in (getattr(module, "lora_variant", None) or {}).values()}

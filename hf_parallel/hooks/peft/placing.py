@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -14,12 +14,16 @@ from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.pipeline.remote_modules import follow_wrappers
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.peft.adapter_state import AdapterState
 from hf_parallel.parallelize import ParallelState
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
 
 
-def place(model: Any, state: ParallelState) -> None:
+def place(model: PreTrainedModel, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
     place_copies(model, state)
     if hasattr(model, "_hf_parallel_adapter_dtype"):
@@ -38,7 +42,7 @@ def place(model: Any, state: ParallelState) -> None:
         waiting.remove()
 
 
-def place_copies(model: Any, state: ParallelState) -> None:
+def place_copies(model: nn.Module, state: ParallelState) -> None:
     """Give copies of sharded modules parameters of their own, and show them to the stages."""
     from peft.utils.other import ModulesToSaveWrapper
 
@@ -51,12 +55,12 @@ def place_copies(model: Any, state: ParallelState) -> None:
     if state.pipeline is not None:
         around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
         for stage in state.pipeline.stages:
-            parts: Any = cast(Any, stage).parts
+            parts = cast(Any, stage).parts
             for i, part in enumerate(parts):
                 parts[i] = around.get(id(part), part)
 
 
-def _cast_trainable(model: Any, dtype: torch.dtype) -> None:
+def _cast_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
@@ -78,12 +82,12 @@ def _axes(parameter: DTensor) -> tuple[str, ...]:
     return parameter.device_mesh.mesh_dim_names or ("",)
 
 
-def _innermost(wrapper: Any) -> Any:
+def _innermost(wrapper: BaseTunerLayer) -> Any:
     """What a wrapper is around; those of several weights of one module are around each other."""
     return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
 
 
-def _split(name: str, wrapper: Any, state: ParallelState) -> None:
+def _split(name: str, wrapper: BaseTunerLayer, state: ParallelState) -> None:
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
     base, mesh, device = _innermost(wrapper), state.mesh["tp"], state.mesh.device
@@ -93,11 +97,11 @@ def _split(name: str, wrapper: Any, state: ParallelState) -> None:
     if isinstance(wrapper, ParamWrapper):
         if not lora_weights.can_split(base, wrapper.parameter_name):
             named = f"{name}.{wrapper.parameter_name}"
-            raise SpecError(f"target_parameters: how adapters of {named} are split is not known; tp_size=1 works")
+            refuse("target_parameters", f"how adapters of {named} are split is not known", "tp_size=1")
         lora_weights.split_weight(wrapper, mesh, device)
         return
     if not isinstance(wrapper, Linear | Embedding) or not lora.can_split(base):
-        raise SpecError(f"target_modules: how adapters of {name} are split is not known; tp_size=1 works")
+        refuse("target_modules", f"how adapters of {name} are split is not known", "tp_size=1")
     lora.adapt(wrapper)
     for adapter in wrapper.lora_A:
         if not isinstance(wrapper.lora_A[adapter], TensorParallelLayer):
@@ -107,6 +111,6 @@ def _split(name: str, wrapper: Any, state: ParallelState) -> None:
                 lora.split_magnitude(base, wrapper.lora_magnitude_vector[adapter], mesh, device)
     for adapter in wrapper.lora_embedding_A:
         if adapter in wrapper.lora_magnitude_vector:
-            raise SpecError(f"use_dora: magnitudes of a split embedding ({name}) are not known; other targets work")
+            refuse("use_dora", f"magnitudes of a split embedding ({name}) are not known", do="other targets work")
         if not hasattr(wrapper.lora_embedding_A[adapter], "placements"):
             lora.split_embedding(wrapper.lora_embedding_A, adapter, mesh, device)

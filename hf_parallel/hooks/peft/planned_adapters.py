@@ -9,18 +9,22 @@ The planner knows nothing of peft and bitsandbytes: what it needs of them is han
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.axes.axis import Packing
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import apply, undo
 from hf_parallel.parallelize import state_of
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
 
 
-def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[Any], None]:
+def lora(rank: int, targets: Any = "all-linear", **settings: object) -> Callable[[Any], None]:
     """What puts adapters of `rank` into a parallel model on the meta device, as get_peft_model does into any.
 
     Args:
@@ -28,9 +32,9 @@ def lora(rank: int, targets: Any = "all-linear", **settings: Any) -> Callable[[A
         settings: others of LoraConfig.
     """
     if rank < 1:
-        raise SpecError(f"lora={rank}: adapters have a rank of one at least; 16 works")
+        refuse(f"lora={rank}", "adapters have a rank of one at least", "16")
 
-    def adapt(model: Any) -> None:
+    def adapt(model: nn.Module) -> None:
         from peft import LoraConfig, get_peft_model
 
         from hf_parallel.hooks.patches import all_patches
@@ -56,7 +60,7 @@ def four_bit(double: bool = False) -> Packing:
     class PackFrozen(packing.Pack):
         """Gradients of what is packed do not exist; adapters come with theirs."""
 
-        def __call__(self, model: Any) -> None:
+        def __call__(self, model: PreTrainedModel) -> None:
             super().__call__(model)
             model.requires_grad_(False)
 

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.adapters import lora
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import has_tied_embedding
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftConfig
+    from peft.tuners.tuners_utils import BaseTuner
+    from torch import nn
+    from transformers import PreTrainedModel
 
 #: Settings of LoraConfig that any layout keeps. What is not named here must have its default.
 _KEPT = {
@@ -31,19 +38,17 @@ _WORKS = {
 }
 
 
-def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
+def check(tuner: BaseTuner, model: PreTrainedModel, config: Any, low_cpu_mem_usage: bool) -> None:
     """Before anything is changed."""
     from peft import LoraModel, PeftType
 
     refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
     if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
-        raise SpecError(f"peft_type={config.peft_type.value} is not part of this version; LoRA works")
+        refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
     if low_cpu_mem_usage:
-        raise SpecError("low_cpu_mem_usage=True: adapters need values to be split; False works")
+        refuse("low_cpu_mem_usage=True", "adapters need values to be split", "False")
     if not hasattr(model, "base_model_prefix"):
-        raise SpecError(
-            f"adapters on a {type(model).__name__} are not part of this version; a transformers model works"
-        )
+        refuse(f"adapters on a {type(model).__name__}", "not part of this version", "a transformers model")
     _check_start(model, config)
     default = type(config)()
     for setting in dataclasses.fields(config):
@@ -55,47 +60,47 @@ def check(tuner: Any, model: Any, config: Any, low_cpu_mem_usage: bool) -> None:
         _refuse(setting.name, value)
 
 
-def _check_start(model: Any, config: Any) -> None:
+def _check_start(model: nn.Module, config: PeftConfig) -> None:
     """What a base of 4 bits does not bear, and where adapters of weights start."""
     if getattr(model, "is_loaded_in_4bit", False):
         if config.use_dora:
-            raise SpecError("LoraConfig(use_dora=True) on a base of 4 bits is not part of this version; False works")
+            refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
         if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
-            raise SpecError(f"init_lora_weights={config.init_lora_weights!r} on a base of 4 bits: 'gaussian' works")
+            refuse(f"init_lora_weights={config.init_lora_weights!r}", "the base has 4 bits", "'gaussian'")
         if config.target_parameters:
-            raise SpecError("target_parameters: weights of 4 bits have other shapes; target_modules works")
+            refuse("target_parameters", "weights of 4 bits have other shapes", "target_modules")
     if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
-        raise SpecError(f"init_lora_weights={config.init_lora_weights!r} with target_parameters: True works")
+        refuse(f"init_lora_weights={config.init_lora_weights!r}", "not with target_parameters", "True")
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """LoRA-FA multiplies the A of each adapter with itself, and keeps its moments under names of pairs."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     if kind == "LoraFAOptimizer":
-        raise SpecError(f"{kind} needs whole adapters, of which ranks hold parts; AdamW works")
+        refuse(kind, "needs whole adapters, of which ranks hold parts", "AdamW")
 
 
-def check_copies(model: Any, names: Any, mesh: ParallelMesh) -> None:
+def check_copies(model: nn.Module, names: Any, mesh: ParallelMesh) -> None:
     """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
     for name, module in model.named_modules():
         if not any(name.endswith(target) for target in names):
             continue
         inside = list(module.modules())
         if any(isinstance(part, FSDPModule) for part in inside if any(part.children())):
-            raise SpecError(f"modules_to_save: {name} is a whole layer; naming single modules such as lm_head works")
+            refuse("modules_to_save", f"{name} is a whole layer", "naming single modules such as lm_head")
         if any(isinstance(part, TensorParallelLayer) and not lora.can_copy(part) for part in inside):
-            raise SpecError(f"modules_to_save: {name} is split inside its layer; naming it in target_modules works")
+            refuse("modules_to_save", f"{name} is split inside its layer", "naming it in target_modules")
     if names and mesh.size("pp") > 1 and has_tied_embedding(model):
-        raise SpecError("modules_to_save: two stages hold the tied embedding; pp_size=1 works")
+        refuse("modules_to_save", "two stages hold the tied embedding", "pp_size=1")
 
 
-def _refuse(name: str, value: Any) -> None:
+def _refuse(name: str, value: object) -> None:
     works = _WORKS.get(name, "its default")
-    raise SpecError(f"LoraConfig({name}={value!r}) is not part of this version of hf_parallel; {works} works")
+    refuse(f"LoraConfig({name}={value!r})", "not part of this version of hf_parallel", works)
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.delete_adapter", "FSDP2 would keep what is deleted")
-def refuse_deleting(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def refuse_deleting(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> object:
     """FSDP2 keeps the parameters that it has taken in."""
     if runtime.parallel_state(self.model) is None:
         return original(self, *args, **kwargs)

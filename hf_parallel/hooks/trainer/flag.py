@@ -27,7 +27,7 @@ _HELP = (
 _undo: list[Callable[[], None]] = []
 
 
-def _make_field() -> dataclasses.Field[Any]:
+def _make_field() -> dataclasses.Field[object]:
     flag = dataclasses.field(default=None, kw_only=True, metadata={"help": _HELP})
     return dataclasses.fields(dataclasses.make_dataclass("Flag", [(NAME, str | None, flag)]))[0]  # type: ignore[list-item]
 
@@ -114,7 +114,7 @@ def _accepting(init: Callable[..., None]) -> Callable[..., None]:
         return init  # made after an earlier install, or handing its keywords on
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: Any, parallel: Any = None, **kwargs: Any) -> None:
+    def __init__(self: Any, *args: object, parallel: Any = None, **kwargs: object) -> None:
         if parallel is not None or NAME not in self.__dict__:  # an outer __init__ may have set it already
             self.parallel = parallel
         init(self, *args, **kwargs)

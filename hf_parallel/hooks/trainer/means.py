@@ -115,12 +115,12 @@ class Count(torch.Tensor):
         return count
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         args, kwargs = tree_map(_read, (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _read(value: Any) -> Any:
+def _read(value: object) -> object:
     if not isinstance(value, Count):
         return value
     value.scope.reads_count = True
@@ -157,7 +157,7 @@ COUNTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
 
 
 @patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
-def mean(original: Callable, *args: Any, **kwargs: Any) -> Any:
+def mean(original: Callable, *args: object, **kwargs: object) -> Any:
     """Each of these functions; outside of losses it is torch's own."""
     value = original(*args, **kwargs)
     if not _forwards and _scope is None:
@@ -199,7 +199,10 @@ _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
 def knows_processes(trainer: Any) -> bool:
-    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?"""
+    """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
+
+    By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.
+    """
     from transformers import Trainer
 
     overrides = (vars(cls).get("compute_loss") for cls in _before(type(trainer), Trainer))
@@ -210,7 +213,7 @@ def _before(cls: type, base: type) -> list[type]:
     return list(cls.__mro__[: cls.__mro__.index(base)])
 
 
-def code_of(function: Any) -> Any:
+def code_of(function: Callable) -> Any:
     """What a function, method, partial or callable object runs."""
     while isinstance(function, functools.partial):
         function = function.func

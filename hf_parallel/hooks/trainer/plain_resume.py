@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, restarts
@@ -16,9 +16,13 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.checkpoints import inner_optimizer
 from hf_parallel.hooks.trainer.resuming import damages, facts_of, layout_of, load_schedule, refuse_damages, run_of
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import Trainer
+
 
 @patch("transformers.trainer:Trainer.train", "reads what is damaged", without_layout=True)
-def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+def train(original: Callable, self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> object:
     """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
     chosen = resume_from_checkpoint
     if chosen is True:
@@ -32,7 +36,7 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
 
 
 @contextlib.contextmanager
-def _last_one(trainer: Any, run: restarts.Run, chosen: Any) -> Iterator[Any]:
+def _last_one(trainer: Trainer, run: restarts.Run, chosen: Any) -> Iterator[object]:
     """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
     own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
     newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None
@@ -50,7 +54,9 @@ def _last_one(trainer: Any, run: restarts.Run, chosen: Any) -> Iterator[Any]:
 
 
 @patch("transformers.trainer:Trainer._load_from_checkpoint", "converts no names of the Hub", without_layout=True)
-def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+def load_from_checkpoint(
+    original: Callable, self: Trainer, resume_from_checkpoint: str, model: nn.Module | None = None
+) -> None:
     """In one process or under DDP: a layout's weights have the Hub's names, which plain Trainer does not convert.
 
     It would go on with the experts of the start, as those of a checkpoint are one by one and a model's side by side.
@@ -63,7 +69,7 @@ def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: 
 
 
 @patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "knows optimizer.pt only", without_layout=True)
-def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> None:
+def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """In one process or under DDP: checkpoints of a layout, beside those of plain Trainer."""
     engine = self.is_fsdp_enabled or self.is_deepspeed_enabled
     if checkpoint is None or engine or not layout_of(checkpoint) or not folders.has_optimizer(checkpoint):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_examples, share_of_rows
 from hf_parallel.hooks.trainer import losses, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 from hf_parallel.hooks.trl import trainers as trl
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 class LastBatch(dict):
@@ -24,14 +27,14 @@ class LastBatch(dict):
     share = 1.0
 
 
-def opened(batch: Any) -> tuple[Any, StepRecord]:
+def opened(batch: object) -> tuple[Any, StepRecord]:
     """The batch as it was, and what is known of its rows."""
     if not isinstance(batch, LastBatch):
         return batch, StepRecord()
     return dict(batch), StepRecord(batch.real_rows, batch.share)
 
 
-def without_repeats(trainer: Any, batches: Iterator) -> Iterator:
+def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
     """The batches to train on, the last one without the rows that fill it."""
     for batch in batches:
         full = trainer._train_batch_size
@@ -44,7 +47,7 @@ def without_repeats(trainer: Any, batches: Iterator) -> Iterator:
             yield rows.opened(batch)
 
 
-def _last(trainer: Any, batch: Any, count: int, blocks: int) -> LastBatch:
+def _last(trainer: Trainer, batch: Any, count: int, blocks: int) -> LastBatch:
     state = trainer.accelerator.gradient_state
     real = real_rows(state, count)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
@@ -56,12 +59,12 @@ def _last(trainer: Any, batch: Any, count: int, blocks: int) -> LastBatch:
     return last
 
 
-def _runs_scheduled(trainer: Any) -> bool:
+def _runs_scheduled(trainer: Trainer) -> bool:
     state = runtime.parallel_state(trainer.model)
     return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def told_apart(trainer: Any, batch: Any, full: int) -> Any:
+def told_apart(trainer: Trainer, batch: object, full: int) -> Any:
     """Whose a token is, in a ragged last batch whose examples a collator has joined to one row."""
     if not is_ragged(trainer.accelerator.gradient_state):
         return batch
@@ -74,7 +77,7 @@ def told_apart(trainer: Any, batch: Any, full: int) -> Any:
     return told
 
 
-def rows_per_example(trainer: Any, batch: Any, full: int) -> int:
+def rows_per_example(trainer: Trainer, batch: object, full: int) -> int:
     """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell.
 
     Also of a data set that is less than one batch: it is repeated until the batch is full, where rows are shared out.

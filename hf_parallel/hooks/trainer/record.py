@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -31,7 +31,7 @@ class StepRecord:
     real_rows: int | None = None
     share: float = 1.0
     weighted: bool = False
-    logged: list[dict[str, Any]] = field(default_factory=list)
+    logged: list[dict[str, object]] = field(default_factory=list)
     generated: list[int] | None = None
 
 

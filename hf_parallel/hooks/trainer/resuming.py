@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import entries, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
@@ -24,6 +23,7 @@ from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import stopping
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.spec import refuse
 
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
@@ -33,7 +33,7 @@ GRACE_S = 20.0
 def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
-        raise SpecError("enable_jit_checkpoint=True: ranks would stop at different steps; drop it, SIGTERM saves")
+        refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
     with entries.trains(self), restarts.own_folder(self) as run:
         chosen = _chosen(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:

@@ -80,7 +80,7 @@ def without_targets(batch: Any, real: int, rows: int) -> dict:
     return kept
 
 
-def fill(value: Any, rows: int) -> Any:
+def fill(value: object, rows: int) -> Any:
     """Repeat the last row of each tensor, for those that `trim` took away."""
 
     def fill_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,14 +90,14 @@ def fill(value: Any, rows: int) -> Any:
     return tree_map(lambda item: fill_one(item) if torch.is_tensor(item) and item.ndim else item, value)
 
 
-def without_stand_in(value: Any, real: int) -> Any:
+def without_stand_in(value: object, real: int) -> Any:
     """Not the one row with which a rank without rows takes part."""
     if real:
         return value
     return tree_map(lambda item: item[:0] if torch.is_tensor(item) and item.ndim else item, value)
 
 
-def _first(value: Any, kept: int, rows: int, blocks: int) -> Any:
+def _first(value: object, kept: int, rows: int, blocks: int) -> object:
     if not torch.is_tensor(value) or value.ndim == 0:
         return value
     if value.shape[0] == rows:

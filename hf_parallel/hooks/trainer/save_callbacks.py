@@ -8,25 +8,35 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 
-def is_writing(trainer: Any) -> bool:
+def is_writing(trainer: Trainer) -> bool:
     """Is a thread of this rank still at a checkpoint?"""
     unfinished = record_of(trainer).unfinished_save
     return unfinished is not None and unfinished.thread is not None and unfinished.thread.is_alive()
 
 
-def has_failed(trainer: Any) -> bool:
+def has_failed(trainer: Trainer) -> bool:
     """Has a thread of this rank ended with an error?"""
     unfinished = record_of(trainer).unfinished_save
     return unfinished is not None and unfinished.error is not None
 
 
-def on_save(trainer: Any, original: Callable, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+def on_save(
+    trainer: Trainer,
+    original: Callable,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    **kwargs: object,
+) -> object:
     """Callbacks are told of a checkpoint when it has its name; at once if it was not written in the background."""
     unfinished = record_of(trainer).unfinished_save
     if unfinished is None:
@@ -36,7 +46,7 @@ def on_save(trainer: Any, original: Callable, args: Any, state: Any, control: An
 
 
 @contextlib.contextmanager
-def as_of(trainer: Any, unfinished: Any) -> Iterator[None]:
+def as_of(trainer: Trainer, unfinished: Any) -> Iterator[None]:
     """Whoever asks is told the step that was saved; the model has gone on, and must not be taken for that step's."""
     state, model = trainer.state, trainer.model
     now = {"global_step": state.global_step, "epoch": state.epoch}
@@ -54,8 +64,10 @@ def as_of(trainer: Any, unfinished: Any) -> Iterator[None]:
             model.save_pretrained = own
 
 
-def _refuse_late_weights(name: str, step: int, *args: Any, **kwargs: Any) -> None:
-    raise SpecError(
-        f"async_save=true: on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
-        "save_pretrained would give it the wrong name; copy that folder instead, or async_save=false works"
+def _refuse_late_weights(name: str, step: int, *args: object, **kwargs: object) -> None:
+    refuse(
+        "async_save=true",
+        f"on_save callbacks are called when {name} is whole, and the model is at step {step} by now: "
+        "save_pretrained would give it the wrong name",
+        do="copy that folder instead, or async_save=false works",
     )

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     """Refuse what this version cannot do under the active layout, by name."""
     config = runtime.mesh().config
     for asked, spelled, what, works in _refusals(args, config):
         if asked:
-            raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
+            refuse(spelled, f"{what} is not part of this version", works)
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
 
 
-def _refusals(args: Any, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
+def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
     """Is it asked for, how it is spelled, what is missing, what works."""
     block = config.world_size // config.data_parallel_size
     return [
@@ -64,4 +68,4 @@ def _check_micro_batches(rows: int, config: ParallelConfig) -> None:
     try:
         micro_batch_count(rows, config)
     except SpecError as error:
-        raise SpecError(f"per_device_train_batch_size={rows}: {error}") from None
+        refuse(f"per_device_train_batch_size={rows}", error)

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.checkpoints import wait_for_save
 from hf_parallel.hooks.trainer.save_callbacks import has_failed, is_writing
 
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
 #: As a shell reports the end of a process by SIGTERM.
 EXIT_CODE = 128 + signal.SIGTERM
 
@@ -31,7 +34,7 @@ EXIT_CODE = 128 + signal.SIGTERM
 class StepsTogether(TrainerCallback):
     """Turns a signal on any rank into a save and an end of the training on all ranks; notices saves that are whole."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.asked = torch.zeros(3, dtype=torch.int32)  # to stop; to leave a save to its thread; to end by its error
         self.agreed = self.asked.clone()
@@ -47,12 +50,16 @@ class StepsTogether(TrainerCallback):
         self.asked[0] = 1
         signal.signal(number, signal.SIG_DFL)
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         self.asked[1], self.asked[2] = is_writing(self.trainer), has_failed(self.trainer)
         self.agreed.copy_(self.asked)
         self.pending = dist.all_reduce(self.agreed, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> object:
         self.pending.wait()
         stops, writing, failed = self.agreed.tolist()
         if stops:
@@ -63,7 +70,7 @@ class StepsTogether(TrainerCallback):
 
 
 @contextlib.contextmanager
-def steps_together(trainer: Any) -> Iterator[None]:
+def steps_together(trainer: Trainer) -> Iterator[None]:
     """Inside, SIGTERM leads to a checkpoint and then to the end of the process, with exit code 143.
 
     Not where the script never saves (save_strategy="no") or has a handler of its own. Collective.
@@ -72,7 +79,7 @@ def steps_together(trainer: Any) -> Iterator[None]:
         yield
         return
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    ready: list[Any] = [None] * dist.get_world_size()
+    ready: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(ready, free)
     if not all(ready) and not runtime.mesh().config.async_save:
         yield

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hf_parallel.hooks import monitoring, report, runtime
-from hf_parallel.hooks.accelerate.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
@@ -125,10 +124,10 @@ def floating_point_ops(original: Callable, self: Any, inputs: dict) -> float:
     return state.flops_per_token * inputs[name].numel()
 
 
-@patch("transformers.trainer:Trainer._defer_fsdp_gradient_reduction", "reads its own config", since="5.23")
-def defer_reduction(original: Callable, self: Any) -> Any:
-    """`no_sync` of the parallel model."""
-    return deferred(self.model)
+@patch("transformers.trainer:is_fsdp_managed_module", "then asks its own config what waits", since="5.23")
+def is_managed(original: Callable, module: Any) -> bool:
+    """A parallel model goes by `Accelerator.no_sync`, as all others do."""
+    return runtime.parallel_state(module) is None and original(module)
 
 
 @patch("transformers.trainer:Trainer._sync_replicated_trainable_parameters", "would average over stages", since="5.19")

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.pipeline.stand_ins import stand_ins
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes import four_bit
 from hf_parallel.hooks.patching import patch
 from hf_parallel.parallelize import parallelize
 from hf_parallel.resolve import check_kernels
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Requested:
@@ -30,10 +33,10 @@ class Requested:
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.from_pretrained", "asks for the layout")
-def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) -> Any:
+def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: object) -> object:
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
-        raise SpecError("from_pretrained is given a layout of its own and --parallel too; give one of them")
+        refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
     if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
         check_kernels(runtime.mesh().config)
     placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
@@ -51,25 +54,29 @@ def from_pretrained(original: Callable, cls: type, *args: Any, **kwargs: Any) ->
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")
-def prepare(original: Callable, cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: Any) -> Any:
+def prepare(
+    original: Callable, cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: object
+) -> object:
     """Where to load: this rank's device."""
     if not isinstance(distributed_config, Requested):
         return original(cls, distributed_config, device_map=device_map, **mesh)  # with a mesh before 5.18
     if isinstance(device_map, str) and device_map in ("balanced", "balanced_low_0", "sequential"):
-        raise SpecError(f'device_map={device_map}: places layers itself, as --parallel does; "auto" works')
+        refuse(f"device_map={device_map}", "places layers itself, as --parallel does", '"auto"')
     if isinstance(device_map, dict) and set(map(str, device_map.values())) & {"disk"}:
-        raise SpecError("device_map with disk: offloading is not part of this version; remove device_map")
+        refuse("device_map with disk", "offloading is not part of this version", do="remove device_map")
     return distributed_config, runtime.mesh().device, None
 
 
 @patch("transformers.modeling_utils:PreTrainedModel.maybe_distribute_model", "cuts the meta model")
-def distribute(original: Callable, cls: type, model: Any, distributed_config: Any, *mesh: Any, **meshes: Any) -> Any:
+def distribute(
+    original: Callable, cls: type, model: PreTrainedModel, distributed_config: Any, *mesh: object, **meshes: object
+) -> object:
     """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
     if not isinstance(distributed_config, Requested):
         return original(cls, model, distributed_config, *mesh, **meshes)
     del model.config.distributed_config
     if getattr(model.config, "quantization_config", None) is not None:
-        raise SpecError("quantised checkpoints are not part of this version; load in bf16, or pack that in 4 bits")
+        refuse("quantised checkpoints", "not part of this version", do="load in bf16, or pack that in 4 bits")
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = four_bit.Pack(quantization) if quantization is not None else None
@@ -79,7 +86,7 @@ def distribute(original: Callable, cls: type, model: Any, distributed_config: An
     return model
 
 
-def _ignore_foreign(model: Any, foreign: set[str], local: set[str]) -> None:
+def _ignore_foreign(model: PreTrainedModel, foreign: set[str], local: set[str]) -> None:
     """Names that other stages load are no surprise in the checkpoint, whatever prefix it uses."""
     if not foreign:
         return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,18 +18,21 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes.four_bit import is_packed, read_packed
 from hf_parallel.hooks.patching import patch
 from hf_parallel.local import local
 from hf_parallel.model.packed import stored_order
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
 def open_by_reading(
     original: Callable, file: str, framework: str = "pt", device: str = "cpu", backend: str | None = None
-) -> Any:
+) -> object:
     """Read ranges into memory of their own: a mapped file keeps every page that was touched.
 
     Without a mapping safetensors reads whole tensors, whatever slice is asked for; so it opens only what has dtypes
@@ -43,8 +46,14 @@ def open_by_reading(
 
 @patch("transformers.core_model_loading:spawn_materialize", "converts slices, which mixes up joined tensors")
 def materialize(
-    original: Callable, thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    original: Callable,
+    thread_pool: object,
+    tensor: object,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Give the conversions whole tensors that are not read, instead of slices that some of them would mix up."""
     wanted = None if dtype == torch.uint8 else dtype  # of a packed weight, which is read as it is in the file
     return lambda: lazy_tensor(tensor, wanted, device)
@@ -53,12 +62,12 @@ def materialize(
 @patch("transformers.core_model_loading:set_param_for_module", "judges sizes by local shapes")
 def set_parameter(
     original: Callable,
-    model: Any,
+    model: nn.Module,
     target_name: str,
     param_value: torch.Tensor,
     loading_info: Any,
-    *args: Any,
-    **kwargs: Any,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
     name, value, info = target_name, param_value, loading_info
@@ -78,21 +87,23 @@ def set_parameter(
     original(model, name, value, info, *args, **kwargs)
 
 
-@patch("transformers.modeling_utils:PreTrainedModel._initialize_missing_keys", "stages would draw alike")
-def initialize_missing(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+@patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "stages would draw alike")
+def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     """Stages draw new weights one after the other, so that each draws what one process would."""
     mesh, state = runtime.mesh(), runtime.parallel_state(self)
-    if state is not None and state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
+    if state is None or mesh.size("pp") == 1:
+        return original(self)
+    if state.pipeline is not None and state.pipeline.last and not state.pipeline.first:
         # Its copy of a tied embedding: the first thing that the first stage draws, from the same random state.
         self._initialize_weights(self.get_input_embeddings())
     for stage in range(mesh.size("pp")):
         if stage == mesh.index("pp"):
-            original(self, *args, **kwargs)
+            original(self)
         runtime.equalise_random_state("pp", stage)
 
 
 @patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "new heads equal on all ranks")
-def initialize(original: Callable, self: Any, module: nn.Module, *args: Any, **kwargs: Any) -> None:
+def initialize(original: Callable, self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object) -> None:
     """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
     new: dict[str, Any] = {
         name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
@@ -116,7 +127,7 @@ def _is_new_part(module: nn.Module, parameter: Any) -> bool:
 
 
 @patch("transformers.modeling_utils:log_state_dict_report", "knows the keys of one stage")
-def report(original: Callable, *args: Any, **kwargs: Any) -> None:
+def report(original: Callable, *args: object, **kwargs: object) -> None:
     """One report, and one error if sizes do not match, for all stages of a pipeline."""
     model, info = kwargs["model"], kwargs["loading_info"]
     own = {**vars(info), "untied": _untied(model)}
@@ -131,28 +142,30 @@ def report(original: Callable, *args: Any, **kwargs: Any) -> None:
     original(*args, **kwargs)
 
 
-def _untied(model: Any) -> list[tuple[str, str]]:
+def _untied(model: PreTrainedModel) -> list[tuple[str, str]]:
     """Pairs that are one parameter by the config, and not so after loading: the checkpoint has different values."""
     held = dict(model.named_parameters(remove_duplicate=False))
     pairs = [pair for pair in getattr(model, "_hf_parallel_tied_keys", {}).items() if set(pair) <= set(held)]
     return [(target, source) for target, source in pairs if held[target] is not held[source]]
 
 
-def _check_tied(model: Any, stages: list[dict[str, Any]]) -> None:
+def _check_tied(model: PreTrainedModel, stages: list[dict[str, Any]]) -> None:
     """Refuse checkpoints that would untie what is sharded or cut as one parameter.
 
     Raises:
         SpecError: two values for it, or one under the name that only the last stage reads.
     """
     for target, source in (pair for stage in stages for pair in stage["untied"]):
-        raise SpecError(
-            f"{target} of the checkpoint is not its {source}, though the config ties them; "
-            "tie_word_embeddings=False works"
+        refuse(
+            f"{target} of the checkpoint",
+            f"is not its {source}, though the config ties them",
+            "tie_word_embeddings=False",
         )
     lost = stages[0]["missing_keys"] - stages[-1]["missing_keys"]
     for target, source in getattr(model, "_hf_parallel_tied_keys", {}).items():
         if source in lost:
-            raise SpecError(
-                f"pp_size={len(stages)}: the checkpoint has the tied {target} but not {source}, which the first "
-                "stage reads; pp_size=1 works"
+            refuse(
+                f"pp_size={len(stages)}",
+                f"the checkpoint has the tied {target} but not {source}, which the first stage reads",
+                "pp_size=1",
             )

@@ -24,10 +24,10 @@ from hf_parallel.whole import full_tensor, order_of
 class Rows(torch.Tensor):
     """Rows of a weight that is cut over ranks: what is written to them goes there. All ranks of it do the same."""
 
-    place: tuple[DTensor, Any, torch.Tensor]  # the weight, which rows, and these
+    place: tuple[DTensor, object, torch.Tensor]  # the weight, which rows, and these
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
         plain = [_plain(arg) for arg in args]
         result = func(*plain, **(kwargs or {}))
         if not args or not isinstance(args[0], Rows):
@@ -39,13 +39,13 @@ class Rows(torch.Tensor):
         return _rows(result, args[0].place) if is_view else result
 
 
-def _rows(tensor: torch.Tensor, place: tuple[DTensor, Any, torch.Tensor]) -> Any:
-    rows: Any = tensor.as_subclass(Rows)
+def _rows(tensor: torch.Tensor, place: tuple[DTensor, object, torch.Tensor]) -> object:
+    rows = tensor.as_subclass(Rows)
     rows.place = place
     return rows
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, Rows):
         return value.as_subclass(torch.Tensor)
     return full_tensor(value) if isinstance(value, DTensor) else value
@@ -61,7 +61,7 @@ def _writes(name: str) -> bool:
 
 
 @patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
-def get_rows(original: Callable, self: Any, index: Any) -> Any:
+def get_rows(original: Callable, self: DTensor, index: Any) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
     if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
@@ -70,7 +70,7 @@ def get_rows(original: Callable, self: Any, index: Any) -> Any:
 
 
 @patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
-def set_rows(original: Callable, self: Any, index: Any, value: Any) -> None:
+def set_rows(original: Callable, self: DTensor, index: object, value: object) -> None:
     """`weight.data[-1] = mean` reaches the weight."""
     if not _is_cut(self):
         original(self, index, value)
@@ -82,7 +82,7 @@ def set_rows(original: Callable, self: Any, index: Any, value: Any) -> None:
     "torch.distributed.tensor:DTensor.{normal,uniform,bernoulli,exponential,log_normal,cauchy,geometric,random}_",
     "each rank draws for its part alone",
 )
-def draw(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> object:
     """Every rank draws the whole tensor and keeps its part: the same numbers as in one process."""
     if not _is_cut(self):
         return original(self, *args, **kwargs)
@@ -111,7 +111,7 @@ def _keep(tensor: DTensor, whole: torch.Tensor) -> None:
 
 
 @patch("torch:save", "pickles a part of the weights without a word")
-def save(original: Callable, obj: Any, *args: Any, **kwargs: Any) -> Any:
+def save(original: Callable, obj: object, *args: object, **kwargs: object) -> object:
     """One line where a script pickles parts: `torch.save(model.state_dict())` on rank 0."""
     if any(getattr(found, "is_part_of_model", False) or isinstance(found, DTensor) for found in _inside(obj)):
         _tell()
@@ -126,7 +126,7 @@ def _tell() -> None:
     )
 
 
-def _inside(obj: Any, depth: int = 6) -> Iterator[Any]:
+def _inside(obj: object, depth: int = 6) -> Iterator[object]:
     """An object and what it contains; of long lists, which hold data, only themselves."""
     yield obj
     values = obj.values() if isinstance(obj, dict) else obj if isinstance(obj, list | tuple) and len(obj) < 100 else ()

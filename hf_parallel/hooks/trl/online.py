@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.spec import refuse
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
@@ -70,7 +70,7 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     ]
     for asked, spelled, why, works in refusals:
         if asked:
-            raise SpecError(f"{type(trainer).__name__} with {spelled}: {why}; {works} works")
+            refuse(f"{type(trainer).__name__} with {spelled}", why, works)
 
 
 def _has_no_length(dataset: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
-from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
@@ -29,17 +28,21 @@ from hf_parallel.local import local
 from hf_parallel.mesh import stored
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
 _TOKENS = ("trl.trainer.sft_trainer.SFTTrainer",)
 _EXAMPLES = (*_PAIRS, "trl.trainer.kto_trainer.KTOTrainer")
 
 
-def _is_one_of(trainer: Any, names: tuple[str, ...]) -> bool:
+def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None:
+def check(trainer: Trainer, args: Any, eval_dataset: Any, model: PreTrainedModel | None = None) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is not None:
@@ -50,13 +53,14 @@ def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
         online.check(trainer, args, eval_dataset)
         return
-    raise SpecError(
-        f"{kind.__name__} is not known to this version; "
-        "the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work"
+    refuse(
+        kind.__name__,
+        "not known to this version",
+        do="the trainers of `trl sft`, `trl dpo`, `trl kto`, `trl reward`, `trl grpo` and `trl rloo` work",
     )
 
 
-def _refuse_old(kind: type, model: Any) -> None:
+def _refuse_old(kind: type, model: PreTrainedModel) -> None:
     """What older versions do otherwise: pairs in tensors of their own, adapters on 4 bits cast by TRL itself."""
     if kind.__name__ == "DPOTrainer" and hasattr(kind, "concatenated_forward"):
         refuse("DPOTrainer", "in TRL before 0.29 keeps chosen and rejected rows apart", "trl 0.29 or newer")
@@ -65,27 +69,27 @@ def _refuse_old(kind: type, model: Any) -> None:
         refuse(kind.__name__, "on a base in 4 bits casts shards in TRL before 0.26", "trl 0.26 or newer")
 
 
-def rows_per_example(trainer: Any) -> int | None:
+def rows_per_example(trainer: Trainer) -> int | None:
     """2 where batches hold pairs; None if it is no trainer of TRL's."""
     if _is_one_of(trainer, _PAIRS):
         return 2
     return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
-def targets_of_mean(trainer: Any, batch: Any) -> torch.Tensor | None:
+def targets_of_mean(trainer: Trainer, batch: Any) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
     if not _is_one_of(trainer, _TOKENS) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return None
     return (batch["labels"][..., 1:] != -100).sum().float()
 
 
-def is_known(trainer: Any) -> bool:
+def is_known(trainer: Trainer) -> bool:
     """Is it one of TRL's trainers? What their losses are means over is known."""
     return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
-def reference_log_probs(original: Callable, self: Any, *args: Any) -> Any:  # before TRL 1.9 without the model
+def reference_log_probs(original: Callable, self: Any, *args: Any) -> object:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
     state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
     if state is None or state.pipeline is None:
@@ -97,7 +101,7 @@ def reference_log_probs(original: Callable, self: Any, *args: Any) -> Any:  # be
 @patch("trl.trainer.{kto,grpo,rloo}_trainer:get_peft_model", "casts shards")
 @patch("trl.trainer.{sft,reward}_trainer:get_peft_model", "casts shards", since="0.26")
 @patch("trl.trainer.dpo_trainer:get_peft_model", "casts shards", since="0.29")
-def get_peft_model(original: Callable, model: Any, *args: Any, **kwargs: Any) -> Any:
+def get_peft_model(original: Callable, model: PreTrainedModel, *args: object, **kwargs: object) -> object:
     """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
     if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
         model._hf_parallel_adapter_dtype = torch.bfloat16
@@ -112,7 +116,7 @@ class NoTensor:
 
 
 @replace("trl.trainer.utils:DTensor", "gathers a split head", since="1.9")
-def no_tensor(original: Any) -> type:
+def no_tensor(original: type) -> type:
     """For the name DTensor in TRL's module."""
     return NoTensor
 
@@ -198,8 +202,13 @@ def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
 
 @patch("trl.trainer.kto_trainer:KTOTrainer._prepare_dataset", "pairs per process")
 def prepare_dataset(
-    original: Callable, self: Any, dataset: Any, processing_class: Any, args: Any, dataset_name: str
-) -> Any:
+    original: Callable,
+    self: Trainer,
+    dataset: object,
+    processing_class: Any,
+    args: TrainingArguments,
+    dataset_name: str,
+) -> object:
     """KTO pairs prompts with completions of the same batch: of the global batch, as in one process."""
     former = args.per_device_train_batch_size
     args.per_device_train_batch_size = former * runtime.mesh().data_size
@@ -210,7 +219,7 @@ def prepare_dataset(
 
 
 @patch("trl.trainer.kto_trainer:KTOTrainer._compute_kl_logps", "mean of means")
-def kl_logps(original: Callable, self: Any, model: Any, batch: dict) -> Any:
+def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -> object:
     """KTO averages the means of data ranks that have rows: weighted by them, a ragged batch gives the whole mean."""
     result, rows = original(self, model, batch), record_of(self).step.real_rows
     if result is None or rows is None:
@@ -224,7 +233,9 @@ def kl_logps(original: Callable, self: Any, model: Any, batch: dict) -> Any:
 
 
 @patch("trl.trainer.reward_trainer:RewardTrainer.compute_loss", "mean of means")
-def reward_metrics(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+def reward_metrics(
+    original: Callable, self: Trainer, model: nn.Module, inputs: dict, *args: object, **kwargs: object
+) -> object:
     """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
     rows, gather = record_of(self).step.real_rows, self.accelerator.gather_for_metrics
     if not rows:
@@ -242,7 +253,7 @@ def reward_metrics(original: Callable, self: Any, model: Any, inputs: dict, *arg
 
 
 @patch("trl.trainer.utils:hash_module", "cannot read shards", since="0.29", copies=True)
-def hash_module(original: Callable, module: Any) -> str:
+def hash_module(original: Callable, module: nn.Module) -> str:
     """One hash of all ranks' parts, for the name of the cache file."""
     if runtime.parallel_state(module) is None:
         return original(module)
