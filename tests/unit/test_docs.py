@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_check.py::test_which_rank_this_is",
     r"hf_parallel\.notebook_launcher\(.*": "tests/parity/test_notebook.py::test_a_cell_trains_as_in_one_process",
+    r"torchrun .* -m swift.cli.sft .*": "tests/unit/test_runner.py::test_module",
     r"kubectl apply .*|docker build .*": "tests/unit/test_clusters.py::test_manifests_agree",
     r"sky jobs launch .*": "tests/unit/test_clusters.py::test_a_pod_starts_torchrun_and_the_runner",
     r"pip install \.": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
