@@ -1,6 +1,5 @@
 """A recipe shrunk to what two cores train in seconds: its method, kinds of axes and arguments on a tiny model."""
 
-import json
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -83,8 +82,3 @@ class Folder(trl_scripts.Folder):
             run_alone(write_model, load(recipe), str(folder))
         where = ("--model_name_or_path", str(folder), "--dataset_name", str(self.root / "data" / data))
         return (*where, *rest.split())
-
-
-def known_counts() -> dict[str, int]:
-    """The numbers of parameters that the Hub's pages say."""
-    return json.loads((Path(__file__).parent / "planner" / "data" / "parameters.json").read_text())

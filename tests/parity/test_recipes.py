@@ -28,10 +28,11 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(("name", "spec"), [pytest.param(*case, id=f"{case[0]}-{spec_id(case[1])}") for case in CASES])
 def test_as_in_one_process(folder, name, spec):
     recipe = load(name)
+    kind, limits = recipe.script.rpartition(".")[2], ()
     if recipe.four_bit:
         pytest.importorskip("bitsandbytes")
-    kind = recipe.script.rpartition(".")[2]
-    check(folder, kind, shrunk.DATA[kind], f"{name} {shrunk.flags_of(recipe)}", spec)
+        limits = (False, 1e-2, 1e-2)  # TRL trains bf16 adapters on such a base: losses round at other places
+    check(folder, kind, shrunk.DATA[kind], f"{name} {shrunk.flags_of(recipe)}", spec, *limits)
 
 
 def test_what_is_kept_of_a_recipe():
