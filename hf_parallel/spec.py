@@ -111,7 +111,9 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
     except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
         name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        refuse(name, f"not to be had from the Hub ({reason})", do="a file here, or a name of `hf-parallel recipe list`")
+        refuse(
+            name, f"not to be had from the Hub ({reason})", do="`hf-parallel recipe list` names those that are here"
+        )
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -23,6 +23,7 @@ from hf_parallel.spec import HUB_FILE, refuse
 
 if TYPE_CHECKING:
     from hf_parallel.recipes import Recipe
+    from hf_parallel.recipes.fill import Filled
 
 _RUN = "usage: hf-parallel recipe run [options of launch] RECIPE [script.py | -m module] [arguments of the script]"
 #: Launch options that are easily written behind the recipe, where they would be the script's.
@@ -173,7 +174,7 @@ def _of_the_launcher(found: Recipe, args: argparse.Namespace, layout_given: bool
     return added
 
 
-def _say(found: Recipe, added: list[str], filled) -> None:
+def _say(found: Recipe, added: list[str], filled: Filled) -> None:
     """Which words are the recipe's, which the user's, and which the script does not know."""
     pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
     print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Recipes: one YAML with a model, a method, machines, a layout, the Trainer's arguments, and what to expect of them."""
+"""Recipes: one YAML with model, method, machines, layout, the Trainer's arguments, and what to expect of them."""
 
 from hf_parallel.recipes.recipe import Recipe, load, names
 

@@ -1,4 +1,4 @@
-"""Prove a recipe here: its keys, its model, whether it fits by the planner and by a dry run, and whether `expect` is so.
+"""Prove a recipe here: its keys, its model, does it fit by the planner and by a dry run, is `expect` so.
 
 Nothing is downloaded for a recipe that names the `shape` of its model, and no GPU is needed.
 """

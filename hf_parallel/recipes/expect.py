@@ -1,4 +1,4 @@
-"""What to expect of a recipe: memory and speed as the planner predicts them, memory as a dry run of the real code finds.
+"""What to expect of a recipe: memory and speed by the planner, memory by a dry run of the real code.
 
 Both are for the recipe's own machines and need neither a GPU nor a network. What the planner does not know is put on
 top here, and said in the note: a base of 4 bits, the second model of DPO, the generation of GRPO.

@@ -51,9 +51,10 @@ def fill(recipe: Recipe, words: list[str], known: set[str], script: str) -> Fill
     if known.isdisjoint(wanted):
         why = "its text shows no option that the recipe has"
         refuse(script, why, do=f"--parallel {recipe.name} takes the layout alone")
-    added = [word for key, value in filled.items() for word in (f"--{key}", *_spelled(value))]
+    spelled = {key: [f"--{key}", *_spelled(value)] for key, value in filled.items()}
+    added = [word for option in spelled.values() for word in option]
     yours = tuple(key for key in wanted if key in have)
-    return Filled([*added, *words], tuple(f"--{key} {' '.join(_spelled(v))}" for key, v in filled.items()), yours, unknown)
+    return Filled([*added, *words], tuple(map(" ".join, spelled.values())), yours, unknown)
 
 
 def options(recipe: Recipe, known: set[str]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A recipe as a value: read from its YAML, every key looked at, nothing run that a file says.
 
-    recipe = load("qwen3-0.6b-full-1x24gb")     # or a file, or owner/repo[:file][@revision] of the Hub
-    recipe.layout.to_spec(), recipe.hardware.gpus, recipe.arguments["learning_rate"]
+recipe = load("qwen3-0.6b-full-1x24gb")     # or a file, or owner/repo[:file][@revision] of the Hub
+recipe.layout.to_spec(), recipe.hardware.gpus, recipe.arguments["learning_rate"]
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def read_recipe(name: str, path: str) -> Recipe:
         _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source])
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
-    kept = {key: values.get(key) for key in ("about", "model", "method", "shape", "script")}
-    words = {key: values.get(key) or {} for key in ("arguments", "script_arguments")}
+    kept: dict[str, Any] = {key: values.get(key) for key in ("about", "model", "method", "shape", "script")}
+    words: dict[str, Any] = {key: values.get(key) or {} for key in ("arguments", "script_arguments")}
     recipe = Recipe(name, path, hardware=machines, layout=layout, data=data, expect=expect, **kept, **words)
     _check(recipe)
     return recipe

@@ -263,9 +263,7 @@ def test_a_new_users_path(launched, capsys, tmp_path, monkeypatch):  # noqa: F81
 def test_list_and_show(capsys):
     code, out, _ = say(capsys, "list", "--gpus", "64", "--method", "full")
     assert code == 0
-    assert [line.split()[0] for line in out.splitlines()] == [
-        name for name in names() if "full-64x" in name
-    ]
+    assert [line.split()[0] for line in out.splitlines()] == [name for name in names() if "full-64x" in name]
     code, out, _ = say(capsys, "show", NAME)
     assert out.startswith(shipped()[NAME].read_text().rstrip())
     assert out.rstrip().endswith(f"hf-parallel recipe run {NAME} --output_dir out")
