@@ -152,7 +152,7 @@ def _launch_parser() -> argparse.ArgumentParser:
         _OPTION,
         metavar="SPEC",
         default=None,
-        help="Goes before the script. How to spread the training: key=value,… such as tp=2,pp=2, a YAML file, a recipe.",
+        help="How to spread the training: key=value,… (tp=2,pp=2), a YAML file, or a recipe. Goes before the script.",
     )
     return parser
 

@@ -38,22 +38,20 @@ def check(name: str, dry: bool = True) -> Verdict:
         dry: run its first and last pipeline rank on tensors without memory, too, for a few seconds.
     """
     try:
-        recipe = load(name)
-        config = recipe.config()
-        return _verdict(recipe, config, dry)
+        return _verdict(load(name), dry)
     except SpecError as error:
         return Verdict(name, wrong=(str(error),))
 
 
-def _verdict(recipe: Recipe, config: Any, dry: bool) -> Verdict:
-    planned = plan(recipe, config)
+def _verdict(recipe: Recipe, dry: bool) -> Verdict:
+    planned = plan(recipe)
     room, written = f"{planned.room_gib:.1f} GiB of a GPU", recipe.expect
     found = [f"planner {planned.memory_gib:.1f} of {room}, {planned.tokens_per_s:,.0f} tokens/s"]
     wrong = _off("planner", written, planned.to_dict())
     if not planned.fits:
         wrong.append(f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}")
     if dry:
-        memory = dry_memory(recipe, config)
+        memory = dry_memory(recipe)
         found.append(f"dry run {memory:.1f} GiB of tensors")
         wrong += _off("dry_run", written, {"memory_gib": memory})
         if memory > planned.room_gib:

@@ -7,6 +7,7 @@ top here, and said in the note: a base of 4 bits, the second model of DPO, the g
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from hf_parallel.planner.candidates import Goal
 from hf_parallel.planner.choices import Choice, predicted
 from hf_parallel.planner.memory import GIB
 from hf_parallel.planner.shape import ModelShape, shape_of
-from hf_parallel.recipes.recipe import Recipe
+from hf_parallel.recipes.recipe import Recipe, shipped_config
 
 #: Bytes per weight of 4-bit codes and the largest value of each block of 64 (docs/qlora.md).
 _PACKED = 0.5 + 2 / 64
@@ -49,13 +50,13 @@ class Plan:
         return {**values, "within": self.within, **({"note": self.note} if self.note else {})}
 
 
-def plan(recipe: Recipe, config: Any = None) -> Plan:
+def plan(recipe: Recipe) -> Plan:
     """The planner's numbers, from formulas alone: a fraction of a second.
 
     Raises:
         SpecError: the batch cannot be cut as the layout asks, or a name is not known.
     """
-    shape = shape_of(recipe.config() if config is None else config)
+    shape = shape_of_recipe(recipe)
     choice, notes = _choice(recipe, shape), []
     memory, seconds = choice.needed_gib, choice.step_time_s
     if recipe.four_bit:
@@ -70,6 +71,16 @@ def plan(recipe: Recipe, config: Any = None) -> Plan:
     within = choice.prediction.uncertainty
     room, rate = choice.prediction.cluster.gpu.memory_gib, recipe.tokens_per_step / seconds
     return Plan(memory, seconds, rate, within, room, "; ".join(notes))
+
+
+def shape_of_recipe(recipe: Recipe) -> ModelShape:
+    """What the planner knows of its model."""
+    return shape_of(recipe.config()) if recipe.shape is None else _shipped_shape(recipe.shape)
+
+
+@functools.cache
+def _shipped_shape(name: str) -> ModelShape:
+    return shape_of(shipped_config(name))
 
 
 def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
@@ -118,7 +129,7 @@ def _second_model(recipe: Recipe, shape: ModelShape) -> float:
 # ---- the dry run -------------------------------------------------------------------------------------------------
 
 
-def dry_runs(recipe: Recipe, config: Any = None) -> list[DryRun]:
+def dry_runs(recipe: Recipe) -> list[DryRun]:
     """The first and the last pipeline rank of the whole world, which hold embedding and head.
 
     Raises:
@@ -126,7 +137,7 @@ def dry_runs(recipe: Recipe, config: Any = None) -> list[DryRun]:
     """
     layout, batch = recipe.layout, _batch(recipe)
     block = layout.dp_shard_size * layout.cp_size * layout.tp_size
-    config = recipe.config() if config is None else config
+    config = recipe.config()
     return [
         dry_run(
             config,
@@ -144,12 +155,11 @@ def dry_runs(recipe: Recipe, config: Any = None) -> list[DryRun]:
     ]
 
 
-def dry_memory(recipe: Recipe, config: Any = None) -> float:
+def dry_memory(recipe: Recipe) -> float:
     """GiB of tensors on the fullest of these."""
-    config = recipe.config() if config is None else config
-    found = max(ran.peak_bytes for ran in dry_runs(recipe, config)) / GIB
+    found = max(ran.peak_bytes for ran in dry_runs(recipe)) / GIB
     second = recipe.method == "dpo" and not recipe.adapter_rank
-    return found + (_second_model(recipe, shape_of(config)) if second else 0.0)
+    return found + (_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
 
 
 def _adapters(recipe: Recipe) -> Callable[[Any], None] | None:
@@ -174,8 +184,7 @@ def _packing(recipe: Recipe) -> Packing | None:
 
 def expected(recipe: Recipe) -> dict[str, Any]:
     """The section `expect`, made anew; what was measured stays."""
-    config = recipe.config()
-    found = {"planner": plan(recipe, config).to_dict(), "dry_run": {"memory_gib": _digits(dry_memory(recipe, config))}}
+    found = {"planner": plan(recipe).to_dict(), "dry_run": {"memory_gib": _digits(dry_memory(recipe))}}
     return {**found, **{key: value for key, value in recipe.expect.items() if key == "measured"}}
 
 

@@ -109,12 +109,11 @@ class Recipe:
 
     def config(self) -> Any:
         """The model's config: of this package's `recipes/models`, else of the Hub or a folder."""
+        if self.shape is not None:
+            return shipped_config(self.shape)
         from transformers import AutoConfig
 
-        if self.shape is None:
-            return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
-        values = json.loads((_models() / f"{self.shape}.json").read_text(encoding="utf-8"))
-        return AutoConfig.for_model(**{key: value for key, value in values.items() if key not in ("source", "model")})
+        return AutoConfig.from_pretrained(self.model, trust_remote_code=False)
 
     def command(self) -> str:
         """The line that runs it."""
@@ -199,6 +198,14 @@ def _check(recipe: Recipe) -> None:
         why = "the layout's activation_checkpointing says what is recomputed; TRL's own default is true"
         refuse(f"{where}: gradient_checkpointing", why, "gradient_checkpointing: false")
     recipe.hardware.cluster  # noqa: B018 - names that the catalogue does not have are refused
+
+
+def shipped_config(shape: str) -> Any:
+    """The config of one of the models in `recipes/models`."""
+    from transformers import AutoConfig
+
+    values = json.loads((_models() / f"{shape}.json").read_text(encoding="utf-8"))
+    return AutoConfig.for_model(**{key: value for key, value in values.items() if key not in ("source", "model")})
 
 
 def _models() -> Any:

@@ -8,10 +8,9 @@ import dataclasses
 import pytest
 
 from hf_parallel.config import SpecError
-from hf_parallel.planner import shape_of
 from hf_parallel.recipes import load, names
 from hf_parallel.recipes.check import check
-from hf_parallel.recipes.expect import plan
+from hf_parallel.recipes.expect import plan, shape_of_recipe
 from hf_parallel.recipes.recipe import METHODS, read_recipe, shapes
 from tests.distributed import run_alone
 
@@ -39,22 +38,19 @@ data: {tokens_per_row: 512}
 """
 
 
-def sizes() -> dict[str, int]:
-    """Parameters of every model whose numbers come with the package."""
-    base = load("qwen3-0.6b-full-1x24gb")
-    return {name: shape_of(dataclasses.replace(base, shape=name).config()).parameters for name in shapes()}
-
-
 def test_models_have_as_many_parameters_as_the_hub_says():
-    assert sizes() == pytest.approx(PARAMETERS, rel=0.02)
+    base = load("qwen3-0.6b-full-1x24gb")
+    found = {name: shape_of_recipe(dataclasses.replace(base, shape=name)).parameters for name in shapes()}
+    assert found == pytest.approx(PARAMETERS, rel=0.02)
 
 
 def verdicts(recipes, dry):
+    """What is wrong with some."""
     return [str(verdict) for verdict in (check(name, dry) for name in recipes) if verdict.wrong]
 
 
 def test_all_fit_by_the_planner_and_say_so():
-    assert run_alone(verdicts, names(), False) == []
+    assert verdicts(names(), False) == []
 
 
 def test_two_run_dry():
@@ -62,9 +58,10 @@ def test_two_run_dry():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # the 70 billions in four stages take a minute on two free cores
 @pytest.mark.parametrize("name", [name for name in names() if name not in DRY])
 def test_all_run_dry(name):
-    assert run_alone(verdicts, [name], True, timeout=280) == []
+    assert run_alone(verdicts, [name], True, timeout=800) == []
 
 
 def test_what_is_there():
@@ -94,7 +91,7 @@ def written(tmp_path, old="", new=""):
     ("old", "new", "message"),
     [
         ("method:", "metod:", "metod: unknown key; did you mean method?"),
-        ("gpus: 8", "gpu_count: 8", "hardware: gpu_count: unknown key; did you mean"),
+        ("gpus: 8", "gpuss: 8", "hardware: gpuss: unknown key; did you mean gpus?"),
         ("method: full", "method: fast", "method=fast: not one of full"),
         ("{dp_shard: 8}", "{dp_shard: 4}", "dp_shard=8 works"),
         ("{dp_shard: 8}", "{dp_shards: 8}", "dp_shards: unknown key; did you mean"),
@@ -129,7 +126,8 @@ def test_what_the_planner_does_not_know_is_put_on_top():
     assert changed(method="lora", arguments=same)[1] == pytest.approx(speed * 4 / 3)
     four = changed(script_arguments={**arguments, "load_in_4bit": True})[0]
     linear = 16 * (2048 * 2048 * 2 + 2 * 2048 * 512 + 3 * 2048 * 8192)
-    assert memory - four == pytest.approx(linear * (2 - 0.53125) / 2**30, rel=1e-6)
+    # The planner's weights are those of the base in 16 bits, and the adapters, which are a hundredth.
+    assert memory - four == pytest.approx(linear * (2 - 0.53125) / 2**30, rel=0.03)
     whole = changed(script_arguments={"dtype": "bfloat16"})
     alone = changed(script_arguments={"dtype": "bfloat16"}, method="full", arguments=same)
     assert whole[0] - alone[0] == pytest.approx(2 * 1_235_814_400 / 2**30, rel=1e-6)

@@ -19,7 +19,7 @@ from hf_parallel.recipes.recipe import CONFIG_CLASSES
 from hf_parallel.recipes.table import markdown
 from hf_parallel.spec import locate, shipped
 from tests.commands import ROOT, commands
-from tests.distributed import run
+from tests.distributed import run, run_alone
 from tests.unit.test_cli import launched  # noqa: F401 - a fixture
 
 NAME = "qwen3-0.6b-full-1x24gb"
@@ -114,22 +114,26 @@ def test_offline_only_what_is_cached(tmp_path):
 # ---- arguments ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", [script for script in CONFIG_CLASSES if script])
-def test_arguments_are_those_of_the_script(script):
-    """Of every recipe: `arguments` are fields of the Trainer's config class, the others options of the script."""
-    pytest.importorskip("trl")
-    found = [load(name) for name in names()]
+def parsed_arguments(script: str) -> None:
+    """In a process of its own: arguments of a Trainer make Accelerate's state."""
     module, _, kind = CONFIG_CLASSES[script].rpartition(".")
     known = {field.name for field in fields(getattr(importlib.import_module(module), kind))}
-    parser = importlib.import_module(script).make_parser()
-    for recipe in (one for one in found if one.script == script):
+    parser, options = importlib.import_module(script).make_parser(), options_of(script, True)
+    for recipe in (one for one in map(load, names()) if one.script == script):
         assert set(recipe.arguments) - known == set(), recipe.name
-        words = fill(recipe, ["--output_dir", "out"], options_of(script, True), script).words
+        words = fill(recipe, ["--output_dir", "out", "--use_cpu"], options, script).words
         parsed = parser.parse_args_and_config(words, fail_with_unknown_args=True)
         values = {key: value for part in parsed for key, value in vars(part).items()}
         assert values["learning_rate"] == recipe.arguments["learning_rate"]
         assert values["dataset_name"] == recipe.data["dataset_name"]
         assert values["model_name_or_path"] == recipe.model
+
+
+@pytest.mark.parametrize("script", [script for script in CONFIG_CLASSES if script])
+def test_arguments_are_those_of_the_script(script):
+    """Of every recipe: `arguments` are fields of the Trainer's config class, all are options of its parser."""
+    pytest.importorskip("trl")
+    run_alone(parsed_arguments, script)
 
 
 def test_arguments_of_scripts_of_ones_own():
