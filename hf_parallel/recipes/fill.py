@@ -69,7 +69,7 @@ def options(recipe: Recipe, known: set[str]) -> dict[str, Any]:
 def given_options(words: list[str]) -> set[str]:
     """Options among words: `--a 1`, `--a=1`, `--no_a`, and the keys of TRL's `--config FILE`."""
     found: set[str] = set()
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if not word.startswith("--"):
             continue
         name, equals, value = word[2:].partition("=")

@@ -219,6 +219,10 @@ def test_run_is_a_launch(launched, capsys, tmp_path):  # noqa: F811
         (["llama-3.1-8b-128k-8x80gb"], "names no script"),
         ([NAME, "--num_processes", "2"], "--num_processes: is an option of the launcher"),
         (["-m", NAME], "-m: goes behind the recipe"),
+        (
+            ["qwen3-1.7b-full-4x24gb-ethernet", "-m", "trl.scripts.sft"],
+            "--num_machines 4: needs --machine_rank as well",
+        ),
         (["--num_processes", "3", NAME, "-m", "trl.scripts.sft"], "dp_shard=3 works"),
     ],
 )
