@@ -38,7 +38,7 @@ def test_as_in_one_process(folder, name, spec):
 def test_what_is_kept_of_a_recipe():
     """Kinds of layers, arguments and axes are the recipe's."""
     recipe = load("qwen3-1.7b-full-4x24gb-ethernet")
-    assert shrunk.spec_of(recipe) == "pp=2,pipeline_microbatches=4"
+    assert shrunk.spec_of(recipe) == "pp=2,pipeline_microbatches=4,pipeline_schedule=zbv_zero_bubble"
     assert "--lr_scheduler_type cosine" in shrunk.flags_of(recipe)
     small, whole = shrunk.config_of(recipe), recipe.config()
     assert (small.model_type, small.tie_word_embeddings) == (whole.model_type, whole.tie_word_embeddings)

@@ -36,7 +36,7 @@ ELSEWHERE = {
     r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_check.py::test_which_rank_this_is",
     r'pip install "hf-parallel.*|hf-parallel recipe run .*': "tests/unit/test_recipe_cli.py::test_a_new_users_path",
-    r"hf-parallel recipe check .*": "tests/planner/test_recipes.py::test_two_run_dry",
+    r"hf-parallel recipe check .*": "tests/planner/test_recipes.py::test_a_world_runs_dry",
     r"hf-parallel recipe push .*": "tests/unit/test_recipe_cli.py::test_push_writes_the_file_and_a_section",
     r"pip install \.": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
