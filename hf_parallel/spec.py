@@ -1,12 +1,29 @@
-"""A spec as text: `key=value,…` or a YAML file, read into a mapping; values by the type of their key."""
+"""A spec as text: `key=value,…` or a YAML file, read into a mapping; values by the type of their key.
+
+The YAML is a local file, a recipe that comes with this package (by name), or a file of a repository of the Hub:
+`owner/repo[:file][@revision]`. Of a recipe the layout is what its key `parallel` says.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib.resources
 import os
+import re
 from typing import Any, NoReturn
 
 import yaml
+
+#: What a recipe may say; `parallel` is its layout.
+RECIPE_KEYS = (
+    *("about", "model", "shape", "method", "hardware", "parallel", "script", "arguments", "script_arguments"),
+    *("data", "expect"),
+)
+#: The file of a repository that is meant where none is named.
+HUB_FILE = "recipe.yaml"
+_HUB = re.compile(
+    r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(:(?P<file>[\w.-]+(/[\w.-]+)*))?(@(?P<revision>[\w.-]+(/[\w.-]+)*))?"
+)
 
 
 class SpecError(ValueError):
@@ -35,12 +52,73 @@ def refuse_with(refusal: str) -> NoReturn:
 
 
 def read(text: str) -> dict[str, Any]:
-    """The keys and values of a spec, or of the YAML file that it names.
+    """The keys and values of a spec, or of the YAML file or recipe that it names.
 
     Raises:
-        SpecError: not `key=value,…`, a key given twice, or a file that is no mapping.
+        SpecError: not `key=value,…`, a key given twice, or a file that is no mapping or cannot be had.
     """
-    return _read_yaml(text) if text.endswith((".yaml", ".yml")) or os.path.isfile(text) else _split_pairs(text)
+    path = locate(text)
+    if path is None:
+        return _split_pairs(text)
+    values = read_yaml(path)
+    return layout_of(values, path) if "parallel" in values else values
+
+
+def layout_of(recipe: dict[str, Any], where: str) -> dict[str, Any]:
+    """The layout of a recipe, as a mapping.
+
+    Raises:
+        SpecError: a key that recipes do not have.
+    """
+    for key in recipe:
+        if key not in RECIPE_KEYS:
+            refuse(f"{where}: {key}", "unknown key of a recipe", do=nearest_key(str(key), list(RECIPE_KEYS)))
+    layout = recipe["parallel"]
+    return layout if isinstance(layout, dict) else _split_pairs(str(layout))
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+
+
+def locate(text: str) -> str | None:
+    """The file that a text names: local, of this package, or of the Hub; None for `key=value`.
+
+    Raises:
+        SpecError: it names a file that is not there, or that the Hub does not give.
+    """
+    if os.path.isfile(text):
+        return text
+    if text in shipped():
+        return str(shipped()[text])
+    hub = None if text.endswith((".yaml", ".yml")) and ":" not in text else _HUB.fullmatch(text)
+    if hub is not None:
+        return from_hub(hub["repo"], hub["file"] or HUB_FILE, hub["revision"])
+    return text if text.endswith((".yaml", ".yml")) else None
+
+
+def shipped() -> dict[str, Any]:
+    """Name -> file of the recipes that come with this package: `configs/recipes` of a checkout is the same folder."""
+    folder = importlib.resources.files("hf_parallel") / "recipes" / "shipped"
+    files = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
+    return dict(sorted(files.items()))
+
+
+def from_hub(repo: str, file: str, revision: str | None = None) -> str:
+    """The cached copy of a repository's file; under HF_HUB_OFFLINE only what is cached already.
+
+    Raises:
+        SpecError: the Hub does not give it.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return hf_hub_download(repo, file, revision=revision)
+    except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
+        name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        refuse(
+            name, f"not to be had from the Hub ({reason})", do="`hf-parallel recipe list` names those that are here"
+        )
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -54,7 +132,12 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict[str, Any]:
+    """A file's mapping; safe YAML only, no key twice.
+
+    Raises:
+        SpecError: no such file, or it is none.
+    """
     if not os.path.isfile(path):
         refuse(path, "no such spec file", do="a spec is key=value,… or the path of a YAML file")
     with open(path, encoding="utf-8") as file:
@@ -121,9 +204,13 @@ def spell(value: Any) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
+def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
+    """What may have been meant by a key that is not known."""
+    close = difflib.get_close_matches(key, [*known, *short], n=1)
+    return f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+
+
 def unknown_key(key: str, known: list[str]) -> str:
     """What to tell of a key that is not known."""
-    names = known + [n.removesuffix("_size") for n in known if n.endswith("_size")]
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-    return f"{key}: unknown key; {hint}"
+    short = tuple(name.removesuffix("_size") for name in known if name.endswith("_size"))
+    return f"{key}: unknown key; {nearest_key(key, known, short)}"

@@ -5,6 +5,7 @@
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
+    hf-parallel recipe run qwen3-0.6b-full-1x24gb --output_dir out
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
 too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `check` (`cli/check.py`) tries machines.
@@ -26,6 +27,7 @@ from typing import Any
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
+from hf_parallel.cli import recipe as cli_recipe
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.spec import refuse
 
@@ -40,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
+    if arguments[:2] == ["recipe", "run"]:
+        return cli_recipe.run(arguments[2:], _launch_parser(), launch, _accelerators)
     parser = _top_parser()
     args = parser.parse_args(arguments)
     if args.command == "doctor":
@@ -50,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_check.check(args)
     if args.command == "export":
         return cli_export.export(args)
+    if args.command == "recipe":
+        return cli_recipe.recipe(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -118,6 +124,7 @@ def _top_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
+    cli_recipe.add_arguments(commands.add_parser("recipe", help="run, check and share recipes"))
     _add_completion(parser)
     return parser
 
@@ -132,7 +139,7 @@ def _add_completion(parser: argparse.ArgumentParser) -> None:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.description = "Which module is split how, and what stops it; without processes, without weights."
     parser.add_argument("model", metavar="MODEL", help="folder with a config.json, that file, or a Hub id")
-    parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, or a YAML file")
+    parser.add_argument(_OPTION, metavar="SPEC", help="key=value,… such as tp=2,pp=2, a YAML file, or a recipe")
     parser.add_argument("--nproc", type=int, metavar="N", help="number of processes, which a size of -1 needs")
     parser.add_argument("--json", action="store_true", help="the same as JSON")
 
@@ -154,7 +161,7 @@ def _launch_parser() -> argparse.ArgumentParser:
         _OPTION,
         metavar="SPEC",
         default=None,
-        help="How to spread the training: key=value,… such as tp=2,pp=2, or a YAML file. Goes before the script.",
+        help="How to spread the training: key=value,… (tp=2,pp=2), a YAML file, or a recipe. Goes before the script.",
     )
     return parser
 

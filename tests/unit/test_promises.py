@@ -51,6 +51,15 @@ PROMISES = {
         "sp": "parity/test_families.py::test_without_sequence_parallelism",
         "pp": "parity/test_families.py::test_more_families_in_a_pipeline",
     },
+    "docs/recipes.md": {
+        "Yours win.": "unit/test_recipe_cli.py::test_what_the_user_gives_wins",
+        "Only what the script takes.": "unit/test_recipe_cli.py::test_a_script_of_ones_own",
+        "Without a script": "unit/test_recipe_cli.py::test_a_new_users_path",
+        "Several machines": "unit/test_recipe_cli.py::test_run_refuses_in_one_line",
+        "`planner`": "planner/test_recipes.py::test_all_fit_by_the_planner_and_say_so",
+        "`dry_run`": "planner/test_recipes.py::test_a_world_runs_dry",
+        "`measured`": "planner/test_recipes.py::test_what_is_there",
+    },
     "docs/saving.md": {
         "8-bit optimizers": "parity/test_eight_bit.py::test_resumes",
         "From plain Trainer": "parity/test_resume.py::test_from_every_layout_to_every_layout",

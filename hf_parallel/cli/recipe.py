@@ -1,0 +1,185 @@
+"""`hf-parallel recipe`: list, show, check and push recipes; run a script with what a recipe says.
+
+hf-parallel recipe list --gpus 1
+hf-parallel recipe check qwen3-0.6b-full-1x24gb
+hf-parallel recipe run qwen3-0.6b-full-1x24gb --output_dir out
+hf-parallel recipe run --num_processes 4 --parallel dp_shard=4 owner/repo train.py --dataset mine
+hf-parallel recipe push mine.yaml owner/repo
+
+RECIPE is the name of one that comes with this package, a file, or owner/repo[:file][@revision] of the Hub.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hf_parallel.config import SpecError
+from hf_parallel.spec import HUB_FILE, refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.recipes import Recipe
+    from hf_parallel.recipes.fill import Filled
+
+_RUN = "usage: hf-parallel recipe run [options of launch] RECIPE [script.py | -m module] [arguments of the script]"
+#: Launch options that are easily written behind the recipe, where they would be the script's.
+_OF_THE_LAUNCHER = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The commands of `recipe`."""
+    parser.description = "One YAML: model, method, machines, layout, arguments, and what to expect of them."
+    commands = parser.add_subparsers(metavar="WHAT", dest="what", required=True)
+    listed = commands.add_parser("list", help="those that come with this package")
+    listed.add_argument("--gpus", type=int, metavar="N", help="for so many GPUs only")
+    listed.add_argument("--method", metavar="NAME", help="full, lora, qlora, dpo, grpo, pretrain or long_context")
+    listed.add_argument("--markdown", action="store_true", help="the table of docs/recipes.md")
+    shown = commands.add_parser("show", help="the file, and the line that runs it")
+    shown.add_argument("recipe", metavar="RECIPE")
+    checked = commands.add_parser("check", help="does it fit its machines: planner and dry run, on this machine")
+    checked.add_argument("recipes", metavar="RECIPE", nargs="*", help="default: all that come with this package")
+    checked.add_argument("--no-dry-run", action="store_true", help="the planner alone, in a fraction of a second")
+    checked.add_argument("--write", action="store_true", help="write what to expect into the file")
+    commands.add_parser("run", add_help=False, help="start a script with what it says (`recipe run --help`)")
+    pushed = commands.add_parser("push", help="put the file and a section of the model card into a repository")
+    pushed.add_argument("recipe", metavar="RECIPE")
+    pushed.add_argument("repo", metavar="OWNER/REPO", help=f"or OWNER/REPO:file; default: {HUB_FILE}")
+    pushed.add_argument("--private", action="store_true", default=None, help="if the repository is made")
+
+
+def recipe(args: argparse.Namespace) -> int:
+    """Do one of these; 1 if a check finds something wrong, 2 for what cannot work."""
+    try:
+        return {"list": _list, "show": _show, "check": _check, "push": _push}[args.what](args)
+    except (SpecError, OSError) as error:
+        print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _list(args: argparse.Namespace) -> int:
+    from hf_parallel.recipes import load, names
+    from hf_parallel.recipes.table import markdown, plain
+
+    found = [load(name) for name in names()]
+    found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
+    print(markdown(found).rstrip() if args.markdown else plain(found))
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from hf_parallel.recipes import load
+
+    found = load(args.recipe)
+    print(Path(found.path).read_text(encoding="utf-8").rstrip())
+    print(f"\n# {found.command()}")
+    return 0
+
+
+def _check(args: argparse.Namespace) -> int:
+    from hf_parallel.recipes import names
+    from hf_parallel.recipes.check import check, write
+
+    verdicts = []
+    for name in args.recipes or names():
+        if args.write:
+            write(name)
+        verdicts.append(check(name, dry=not (args.no_dry_run or args.write)))
+        print(verdicts[-1], flush=True)
+    return int(any(verdict.wrong for verdict in verdicts))
+
+
+def _push(args: argparse.Namespace) -> int:
+    from hf_parallel.recipes import load
+    from hf_parallel.recipes.push import push
+
+    repo, _, file = args.repo.partition(":")
+    print(push(load(args.recipe), repo, file or HUB_FILE, args.private))
+    return 0
+
+
+# ---- run ---------------------------------------------------------------------------------------------------------
+
+
+def run(
+    argv: list[str], parser: argparse.ArgumentParser, launch: Callable[[list[str]], int], devices: Callable[[], int]
+) -> int:
+    """`launch` with what the recipe adds, after saying what that is.
+
+    Args:
+        parser: that of `launch`, whose place for the script is the recipe's here.
+        devices: how many GPUs this machine has.
+    """
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{_RUN}\n\n{__doc__}")
+        return 0 if argv else 2
+    try:
+        words = launch_words(argv, parser.parse_args(argv), devices())
+    except (SpecError, OSError) as error:
+        print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return launch(words)
+
+
+def launch_words(argv: list[str], args: argparse.Namespace, devices: int) -> list[str]:
+    """The words of `hf-parallel launch` that a `recipe run` stands for.
+
+    Raises:
+        SpecError: no such recipe or script, or more GPUs than this machine has.
+    """
+    from hf_parallel.recipes import load
+    from hf_parallel.recipes.fill import fill, given_options, options_of
+
+    rest = list(args.training_script_args)
+    if args.module:
+        refuse("-m", "goes behind the recipe", "hf-parallel recipe run RECIPE -m module")
+    found = load(args.training_script)
+    target, rest = _script(found, rest)
+    late = [name for name in _OF_THE_LAUNCHER if name in given_options(rest)]
+    if late:
+        refuse(f"--{late[0]}", "is an option of the launcher", f"hf-parallel recipe run --{late[0]} … {found.name}")
+    filled = fill(found, rest, options_of(target[-1], target[0] == "-m"), target[-1])
+    layout_given = args.parallel or os.environ.get("HF_PARALLEL") or "parallel" in given_options(rest)
+    added = _of_the_launcher(found, args, bool(layout_given), devices)
+    _say(found, added, filled)
+    options = argv[: len(argv) - len(args.training_script_args) - 1]
+    return [*added, *options, *target, *filled.words]
+
+
+def _script(found: Recipe, rest: list[str]) -> tuple[list[str], list[str]]:
+    """The script, as `launch` takes it, and what follows it: the user's, or the recipe's own."""
+    if rest[:1] == ["-m"] and len(rest) > 1:
+        return rest[:2], rest[2:]
+    if rest and not rest[0].startswith("-"):
+        return rest[:1], rest[1:]
+    if found.script is None:
+        refuse(found.name, "names no script", f"hf-parallel recipe run {found.name} train.py")
+    return ["-m", found.script], rest
+
+
+def _of_the_launcher(found: Recipe, args: argparse.Namespace, layout_given: bool, devices: int) -> list[str]:
+    """Processes, machines and layout, as far as the user left them open."""
+    machines, added = found.hardware, [] if layout_given else ["--parallel", found.layout.to_spec()]
+    if args.num_processes is None and args.config_file is None:
+        here = min(machines.gpus, machines.gpus_per_node)
+        if here > max(1, devices):
+            why = f"needs {here} GPUs on each machine, {devices} are here"
+            refuse(found.name, why, "--num_processes 2 --parallel dp_shard=2 before the recipe")
+        added += ["--num_processes", str(machines.gpus)]
+        if machines.nodes > 1 and args.num_machines is None:
+            added += ["--num_machines", str(machines.nodes)]
+    return added
+
+
+def _say(found: Recipe, added: list[str], filled: Filled) -> None:
+    """Which words are the recipe's, which the user's, and which the script does not know."""
+    pairs = [" ".join(added[at : at + 2]) for at in range(0, len(added), 2)]
+    print(f"hf_parallel: {found.name} fills in {', '.join([*pairs, *filled.filled]) or 'nothing'}", file=sys.stderr)
+    if filled.given:
+        print(f"hf_parallel: yours: {', '.join(f'--{name}' for name in filled.given)}", file=sys.stderr)
+    if filled.unknown:
+        names = ", ".join(f"--{name}" for name in filled.unknown)
+        print(f"hf_parallel: left out, the script's text does not show them: {names}", file=sys.stderr)
