@@ -50,11 +50,11 @@ def folder(tmp_path_factory):
     cases(
         "trl grpo",
         {
-            "reference": "dp_shard=2,tp=2 dp_replicate=2",
-            "adapters": "dp_shard=2,tp=2",
-            "evaluated": "dp_shard=2",
-            "evaluated-dapo": "dp_shard=2",
-            "model": "tp=2 dp_shard=2",
+            "reference": "dp_shard=2,tp=2 dp_replicate=2 pp=2 dp_shard=2,pp=2",
+            "adapters": "dp_shard=2,tp=2 pp=2",
+            "evaluated": "dp_shard=2 pp=2",
+            "evaluated-dapo": "dp_shard=2 dp_shard=2,pp=2",
+            "model": "tp=2 dp_shard=2 pp=2",
         },
     ),
 )
@@ -74,7 +74,7 @@ def read_completions(run_folder) -> pandas.DataFrame:
     return pandas.concat([pandas.read_parquet(file) for file in files])
 
 
-@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2"}))
+@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2 pp=2 pp=2,tp=2"}))
 def test_rloo(folder, case, spec):
     check(folder, "rloo", "prompt", BASE + CASES[case], spec)
 
@@ -102,7 +102,6 @@ def test_data_ranks_draw_apart(folder):
 
 
 REFUSED = [
-    ("GRPO", "pp=2", {}, {}, "pp_size=2.*tp or dp_shard works"),
     ("RLOO", "tp=2", {"use_vllm": True}, {}, "use_vllm=True.*use_vllm=False works"),
     ("GRPO", "dp_shard=2", {"entropy_coef": 0.1}, {}, "entropy_coef=0.1.*2 data ranks.*entropy_coef=0"),
     ("GRPO", "tp=2", {}, {"rollout_func": rollouts.reward}, "rollout_func.*own generation works"),

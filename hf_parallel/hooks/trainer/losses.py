@@ -124,7 +124,7 @@ def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict], items
 
 def _joining(trainer: Any, loss_of: Callable) -> Callable:
     """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
-    if trl.rows_per_example(trainer) is None:
+    if not trl.is_known(trainer):
         return loss_of
     joined = Joined(trainer)
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
@@ -29,10 +30,9 @@ _SUMS = ("cispo", "dapo", "vespo")
 def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     mesh = runtime.mesh()
-    pp, data_ranks = mesh.size("pp"), mesh.data_size
+    data_ranks = mesh.data_size
     several = f"with {data_ranks} data ranks, "
     refusals = [
-        (pp > 1, f"pp_size={pp}", "log-probabilities are asked for outside the loss", "tp or dp_shard"),
         (args.use_vllm, "use_vllm=True", "vLLM takes whole weights from one process", "use_vllm=False"),
         (
             args.use_transformers_continuous_batching,
@@ -167,11 +167,24 @@ def calculate_rewards(original: Callable, self: Any, *args: Any) -> torch.Tensor
     Repeated rows have none, which TRL leaves out of its means.
     """
     rewards, mesh, generated = original(self, *args), runtime.mesh(), record_of(self).step.generated
-    if mesh.size("tp") > 1:
-        dist.broadcast(rewards, group=mesh.group("tp"), group_src=0)
+    for axis in ("pp", "tp"):
+        if mesh.size(axis) > 1:
+            dist.broadcast(rewards, group=mesh.group(axis), group_src=0)
     if generated is not None:
         rewards[sum(generated) :] = torch.nan
     return rewards
+
+
+@patch(
+    "trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._get_per_token_logps_and_entropies",
+    "asks one stage",
+)
+def per_token_scores(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before the loss, policy and reference are asked for log-probabilities: the last stage of a pipeline answers."""
+    state = runtime.parallel_state(model)
+    if state is None or state.pipeline is None or state.pipeline.pipelines.session is not None:
+        return original(self, model, *args, **kwargs)
+    return served(state.pipeline, {}, lambda: original(self, model, *args, **kwargs))[0]
 
 
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
