@@ -38,9 +38,9 @@ IN_THREE_LINES = """
 ray.init(address=cluster.address)
 
 def lose_a_node():
-    while not (place / "lost").exists():
+    while not (place / "owner").exists():
         time.sleep(0.1)
-    owner = int((place / "lost").read_text())
+    owner = int((place / "owner").read_text())
     cluster.remove_node(next(node for node in nodes if node.all_processes["raylet"][0].process.pid == owner), False)
 
 threading.Thread(target=lose_a_node, daemon=True).start()
@@ -75,7 +75,7 @@ class Accident(TrainerCallback):
         if how == "lost" and attempt == 0 and state.global_step == 3:
             if rank == "3":
                 (place / "new").write_text(os.environ["RAY_RAYLET_PID"])
-                (place / "new").rename(place / "lost")
+                (place / "new").rename(place / "owner")
             time.sleep(60)
 
 

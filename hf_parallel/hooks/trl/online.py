@@ -33,7 +33,12 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     data_ranks = mesh.data_size
     several = f"with {data_ranks} data ranks, "
     refusals = [
-        (args.use_vllm, "use_vllm=True", "vLLM takes whole weights from one process", "use_vllm=False"),
+        (
+            args.use_vllm and args.vllm_mode != "server",
+            f"vllm_mode={getattr(args, 'vllm_mode', None)}",
+            "a vLLM in each process would hold the whole model",
+            "vllm_mode=server",
+        ),
         (
             args.use_transformers_continuous_batching,
             "use_transformers_continuous_batching=True",
