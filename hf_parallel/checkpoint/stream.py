@@ -23,7 +23,7 @@ def parameter_groups(model: Any, mesh: ParallelMesh, own_name: Callable[[str], s
     """The parameters of all stages in the format of the Hub, tied ones once. Collective over stages.
 
     Args:
-        own_name: of a parameter in `model`, as the model without wrappers around its layers has it; None: leave it out.
+        own_name: a parameter's, as the model without wrappers around its layers has it; None: leave it out.
     """
     entries: dict[str, Any] = {}
     for theirs in of_stages(_described(model, mesh, own_name), mesh):

@@ -81,7 +81,8 @@ class Engine:
             return_dict=True,
             **(asked.get("chat_template_kwargs") or {}),
         )["input_ids"]
-        found = self._generate([ids], {**asked, "logprobs": asked.get("top_logprobs") if asked.get("logprobs") else None})
+        wanted = asked.get("top_logprobs") if asked.get("logprobs") else None
+        found = self._generate([ids], {**asked, "logprobs": wanted})
         return {"prompt_token_ids": ids, "choices": [_choice(i, *one) for i, one in enumerate(found)]}
 
     def _generate(self, prompts: list[list[int]], asked: dict) -> list[tuple]:

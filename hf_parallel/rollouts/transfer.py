@@ -44,7 +44,9 @@ class Channel:
         host, port = init_info["master_address"], init_info["master_port"]
         size = init_info["world_size"]
         self.store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
-        self.group = dist.ProcessGroupGloo(dist.PrefixStore("hf_parallel/rollouts", self.store), rank, size, _LIMIT)
+        self.group: Any = dist.ProcessGroupGloo(
+            dist.PrefixStore("hf_parallel/rollouts", self.store), rank, size, _LIMIT
+        )
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """In the order in which they were announced; no more than a bucket is held."""

@@ -1,4 +1,4 @@
-"""GRPO and RLOO whose completions come from a server: rewards, losses and weights of one process that generates itself.
+"""GRPO and RLOO whose completions come from a server: rewards, losses and weights of one process that draws them.
 
 The server draws by row, as the one process does (`rollouts.py`), so that both draw the same tokens.
 """
@@ -32,15 +32,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "spec"),
-    cases(
-        "rollout server",
-        {
-            "grpo": "tp=2 dp_shard=2,pp=2",
-            "dapo": "dp_shard=2 pp=2",
-            "adapters": "dp_shard=2,tp=2 pp=2",
-            "rloo": "dp_replicate=2 pp=2,tp=2",
-        },
-    ),
+    [
+        *cases(
+            "trl grpo", {"grpo": "tp=2 dp_shard=2,pp=2", "dapo": "dp_shard=2 pp=2", "adapters": "dp_shard=2,tp=2 pp=2"}
+        ),
+        *cases("trl rloo", {"rloo": "dp_replicate=2 tp=2,pp=2"}),
+    ],
 )
 def test_as_one_process_that_generates(folder, case, spec):
     with rollout_servers.running(str(folder.root / "llama"), by_row=True) as port:

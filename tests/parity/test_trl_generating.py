@@ -102,7 +102,7 @@ def test_data_ranks_draw_apart(folder):
 
 
 REFUSED = [
-    ("RLOO", "tp=2", {"use_vllm": True}, {}, "use_vllm=True.*use_vllm=False works"),
+    ("RLOO", "tp=2", {"use_vllm": True, "vllm_mode": "colocate"}, {}, "vllm_mode=colocate.*vllm_mode=server works"),
     ("GRPO", "dp_shard=2", {"entropy_coef": 0.1}, {}, "entropy_coef=0.1.*2 data ranks.*entropy_coef=0"),
     ("GRPO", "tp=2", {}, {"rollout_func": rollouts.reward}, "rollout_func.*own generation works"),
 ]

@@ -41,6 +41,7 @@ ELSEWHERE = {
     r"hf-parallel launch --ray .*--min_processes .*": "tests/reliability/test_ray.py::test_a_lost_node",
     r"hf-parallel launch --ray .*": "tests/reliability/test_ray.py::test_two_lost_workers_change_nothing",
     r"from hf_parallel\.ray import .*": "tests/reliability/test_ray.py::test_a_lost_node",
+    r"python -m hf_parallel\.rollouts .*": "tests/parity/test_rollout_protocol.py::test_what_the_client_asks_for",
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
     r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",

@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import library_version, patch
 from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trainer.record import record_of
 
@@ -33,6 +34,12 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     data_ranks = mesh.data_size
     several = f"with {data_ranks} data ranks, "
     refusals = [
+        (
+            args.use_vllm and library_version("trl") < Version("1.16"),
+            "use_vllm=True",
+            "TRL before 1.16 speaks another protocol to its server",
+            "trl 1.16",
+        ),
         (
             args.use_vllm and args.vllm_mode != "server",
             f"vllm_mode={getattr(args, 'vllm_mode', None)}",

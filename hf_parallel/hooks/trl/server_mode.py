@@ -47,9 +47,8 @@ def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch
     if adapted:
         self.model.merge_adapter()
     try:
-        base = _base(self.model)
-        own = _own_names(self.model)
-        local = {own(name): tensor for name, tensor in checkpoint.parameters(base).items()}
+        own, stored = _own_names(self.model), checkpoint.parameters(_base(self.model))
+        local = {name: tensor for given, tensor in stored.items() if (name := own(given)) is not None}
         for name, tensor in checkpoint.streamed(_groups(self), local, runtime.mesh(), transfer.BUCKET):
             yield name, tensor.to(runtime.mesh().device)
     finally:
