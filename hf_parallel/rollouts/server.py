@@ -216,6 +216,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not shown."""
 
 
+def placed(model: Any) -> Any:
+    """On the GPU, if there is one."""
+    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
+
+
 def serve(engine: Engine, host: str, port: int) -> ThreadingHTTPServer:
     """Bound, not yet serving; port 0 takes a free one."""
     server = ThreadingHTTPServer((host, port), _Handler)
@@ -233,9 +238,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args(argv)
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
-    if torch.accelerator.is_available():
-        model.to(torch.accelerator.current_accelerator())
+    model = placed(AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype))
     server = serve(Engine(args.model, model, AutoTokenizer.from_pretrained(args.model)), args.host, args.port)
     print(f"hf_parallel: {args.model} is served at port {server.server_port}", flush=True)
     server.serve_forever()

@@ -51,8 +51,8 @@ def folder(tmp_path_factory):
         "trl grpo",
         {
             "reference": "dp_shard=2,tp=2 dp_replicate=2 pp=2 dp_shard=2,pp=2",
-            "adapters": "dp_shard=2,tp=2 pp=2",
-            "evaluated": "dp_shard=2 pp=2",
+            "adapters": "dp_shard=2,tp=2 dp_shard=2,pp=2",
+            "evaluated": "dp_shard=2 dp_shard=2,pp=2",
             "evaluated-dapo": "dp_shard=2 dp_shard=2,pp=2",
             "model": "tp=2 dp_shard=2 pp=2",
         },
@@ -74,7 +74,7 @@ def read_completions(run_folder) -> pandas.DataFrame:
     return pandas.concat([pandas.read_parquet(file) for file in files])
 
 
-@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2 pp=2 pp=2,tp=2"}))
+@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2 dp_shard=2,pp=2"}))
 def test_rloo(folder, case, spec):
     check(folder, "rloo", "prompt", BASE + CASES[case], spec)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
 from tests.reliability.launching import launch
 from tests.reliability.test_elastic import differences
@@ -29,11 +30,12 @@ cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 """
 BY_COMMAND = """
-command = [sys.executable, "-m", "hf_parallel.cli", "launch", "--ray", *sys.argv[2:]]
+command = [sys.executable, *sys.argv[2:]]
 code = subprocess.run(command, env={**os.environ, "RAY_ADDRESS": cluster.address}).returncode
 cluster.shutdown()
 sys.exit(code)
 """
+LAUNCH = ("-m", "hf_parallel.cli", "launch", "--ray")
 IN_THREE_LINES = """
 ray.init(address=cluster.address)
 
@@ -126,7 +128,7 @@ def places(place: Path, attempt: int, how: str) -> dict[int, tuple[int, str]]:
 @pytest.mark.slow
 def test_two_lost_workers_change_nothing(script, tmp_path):
     """A rank is killed, then a worker of Ray, which takes its ranks along: every loss is equal bit for bit."""
-    words = ["--num_processes", "2", "--max_restarts", "2", "--parallel", "dp_shard=-1", str(script)]
+    words = [*LAUNCH, "--num_processes", "2", "--max_restarts", "2", "--parallel", "dp_shard=-1", str(script)]
     said = on_ray(BY_COMMAND, tmp_path, *words, str(tmp_path), "killed", "2")
     for step in (2, 4):
         assert f"started again by the launcher: going on from {tmp_path}/killed/checkpoint-{step}" in said
@@ -160,3 +162,30 @@ def test_a_lost_node(script, tmp_path):
     assert after[0][1] == after[1][1] == before[0][1]
     run_alone(undisturbed, str(script), str(tmp_path), "8", None)
     assert differences(losses(tmp_path, "lost")[1], losses(tmp_path, "through")[1]) == []
+
+
+GRPO = (
+    "--num_generations 2 --max_completion_length 8 --max_steps 3 --beta 0.1 --save_strategy steps --save_steps 3 "
+    '--generation_kwargs {"seed":1} --optim sgd --learning_rate 0.1 --logging_steps 1 --report_to none --use_cpu true '
+    "--bf16 false --per_device_train_batch_size 4"
+)
+
+
+@pytest.mark.slow
+def test_policy_rollouts_and_rewards_as_actors(tmp_path):
+    """What each step logs is what it logs without Ray, with a server beside it; draws belong to prompts."""
+    folder = trl_scripts.Folder(tmp_path)
+    model, group = str(tmp_path / "llama"), rollout_servers.free_port()
+    words = ["integrations/ray/grpo.py", "--model", model, "--reward", "tests.rollouts.reward"]
+    words += ["--num_processes", "2", "--parallel", "dp_shard=2", "--output_dir", str(tmp_path / "out"), *GRPO.split()]
+    words += ["--dataset_name", str(tmp_path / "data" / "prompt"), "--vllm_group_port", str(group)]
+    on_ray(BY_COMMAND, tmp_path, *words)
+    found = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
+    with rollout_servers.running(model) as port:
+        where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
+        flags = f"{GRPO} --reward_funcs tests.rollouts.reward --use_vllm true --vllm_mode server {where}"
+        expected = folder.parallel("grpo", "prompt", flags, "dp_shard=2")[0].logs
+    assert len(found) == 3
+    for ours, theirs in zip(found, expected, strict=False):  # theirs end with the means of the run
+        for key in ("reward", "loss", "grad_norm", "kl", "completions/mean_length"):
+            assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-6)

@@ -40,6 +40,8 @@ ELSEWHERE = {
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",
     r"hf-parallel launch --ray .*--min_processes .*": "tests/reliability/test_ray.py::test_a_lost_node",
     r"hf-parallel launch --ray .*": "tests/reliability/test_ray.py::test_two_lost_workers_change_nothing",
+    r"python integrations/ray/grpo.py .*": "tests/reliability/test_ray.py::test_policy_rollouts_and_rewards_as_actors",
+    r"python integrations/ray/train.py": "tests/reliability/test_ray.py::test_a_lost_node",
     r"from hf_parallel\.ray import .*": "tests/reliability/test_ray.py::test_a_lost_node",
     r"python -m hf_parallel\.rollouts .*": "tests/parity/test_rollout_protocol.py::test_what_the_client_asks_for",
     r"hf-parallel launch .*--parallel auto .*": "tests/planner/test_auto.py::test_trainer",
