@@ -9,6 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 pytest.importorskip("trl")
 pytest.importorskip("requests")
 
+from hf_parallel.hooks import patching
+from hf_parallel.hooks.trl import server_mode
 from tests import models, rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
 from tests.training import axes
@@ -69,8 +71,8 @@ def check_answers(client, model) -> None:
 
 @torch.no_grad()
 def conversation(root, port: int) -> None:
-    """All that TRL's client asks for, on one rank."""
-    activated("dp_shard=1")
+    """All that TRL's client asks for; what stands in for vLLM on its side is in place, and no layout."""
+    patching.apply([patch for patch in patching.DECLARED if patch.room == server_mode.__name__])
     one, other = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("one", "other"))
     client = made_client(port)
     assert client.get_world_size() == 1
@@ -123,7 +125,7 @@ def check_refusals(client) -> None:
 
 def test_what_the_client_asks_for(folders):
     with rollout_servers.running(str(folders / "one")) as port:
-        run(conversation, 1, folders, port, init=False, timeout=60)
+        run_alone(conversation, folders, port, timeout=60)
 
 
 def held(root, spec: str, limit: int) -> tuple[dict, int]:
