@@ -97,7 +97,9 @@ def _scheduled(trainer: Any, engine: Any, plan: Plan, inputs: dict, call: Callab
 def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, *, counts: bool) -> Plan | None:
     """How the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
     quietly = functools.partial(_undone, trainer)
-    plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+    plan = None
+    if not trl.needs_whole_batches(trainer):
+        plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
     report.say(_verdict(plan, engine.config.pipeline_schedule))
     return plan
 

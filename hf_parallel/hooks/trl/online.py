@@ -85,6 +85,11 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
             raise SpecError(f"{type(trainer).__name__} with {spelled}: {why}; {works} works")
 
 
+def couples_rows(trainer: Any) -> bool:
+    """GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens."""
+    return getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
+
+
 def _has_no_length(dataset: Any) -> bool:
     from transformers.trainer_utils import has_length
 
