@@ -11,6 +11,7 @@ the script is `__main__` in a main thread, as under torchrun, and no process gro
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import uuid
@@ -38,6 +39,7 @@ class Job:
     argv: tuple[str, ...]
     folder: str
     block: int
+    unit: int = 1  # ranks of one replica: an elastic run may have workers that do not make up another
 
     def run(self) -> int:
         """On a worker: start its ranks and wait for them. Returns 0, or 2 where the script was refused.
@@ -50,7 +52,8 @@ class Job:
                 f"hf_parallel: {self.folder} is not on this node: start from a folder that all nodes see"
             )
         os.chdir(self.folder)
-        code = ranks.start([*self.argv], self.environments())
+        found = self.environments()
+        code = ranks.start([*self.argv], found) if found else 0
         if code not in (0, REFUSED):
             raise RuntimeError(
                 f"hf_parallel: a rank of worker {_place().get_world_rank()} ended with exit code {code}"
@@ -58,17 +61,18 @@ class Job:
         return code
 
     def environments(self) -> list[dict[str, str]]:
-        """The variables of each rank of this worker. Ray numbers workers node by node, by their GPUs."""
+        """The variables of each rank of this worker, if it has any. Ray numbers workers node by node, by their GPUs."""
         place, block = _place(), self.block
+        world = place.get_world_size() * block // self.unit * self.unit
         first, local = place.get_world_rank() * block, place.get_local_rank() * block
         threads = max(1, int(os.environ.get("OMP_NUM_THREADS") or block) // block)
         shared = {
-            "WORLD_SIZE": place.get_world_size() * block,
+            "WORLD_SIZE": world,
             "LOCAL_WORLD_SIZE": place.get_local_world_size() * block,
             "GROUP_RANK": place.get_node_rank(),
             "OMP_NUM_THREADS": threads,
         }
-        own = [{"RANK": first + i, "LOCAL_RANK": local + i} for i in range(block)]
+        own = [{"RANK": first + i, "LOCAL_RANK": local + i} for i in range(block if first < world else 0)]
         return [{name: str(value) for name, value in {**shared, **rank}.items()} for rank in own]
 
 
@@ -156,12 +160,14 @@ def trainer(
         max_restarts: how often to go on from the newest checkpoint after a rank was lost; -1: always.
         module: `script` is the name of a module.
         use_gpu: a GPU for each rank, a CPU otherwise; as the cluster has it, if not given.
-        run_config: Ray's own settings; its failures are those of `max_restarts` unless it has some.
+        run_config: Ray's own settings, which say how many failures there may be, too.
 
     Raises:
         SpecError: the spec does not fit the number of processes.
     """
-    block = ranks_per_worker(parallel, num_processes, min_processes)
+    if run_config is not None and max_restarts:
+        refuse(f"max_restarts={max_restarts}", "not together with run_config", do="say it in its FailureConfig")
+    block, unit = ranks_per_worker(parallel, num_processes, min_processes), ranks_per_replica(parallel)
     gpus = _cluster_has_gpus() if use_gpu is None else use_gpu
     config = run_config or RunConfig(failure_config=FailureConfig(max_failures=max_restarts))
     target = ["-m", script] if module else [script]
@@ -172,7 +178,7 @@ def trainer(
         use_gpu=gpus,
         resources_per_worker={"CPU": block, **({"GPU": block} if gpus else {})},
     )
-    job = Job(argv, os.getcwd(), block)
+    job = Job(argv, os.getcwd(), block, unit)
     meeting = Meeting(run=f"ray-{uuid.uuid4().hex}")
     return ScriptTrainer(lambda: job.run(), torch_config=meeting, scaling_config=scaling, run_config=config)
 
@@ -191,6 +197,12 @@ def ranks_per_worker(parallel: str, most: int, least: int | None = None) -> int:
     if len({config.tp_size for config in configs}) > 1:
         refuse("tp_size=-1", "in an elastic run another number of ranks would be other tp groups", "dp_shard_size=-1")
     return configs[0].tp_size
+
+
+def ranks_per_replica(parallel: str) -> int:
+    """All sizes that are given; the rest multiplies them."""
+    sizes = [] if parallel == AUTO else ParallelConfig.parse(parallel).sizes.values()
+    return math.prod(size for size in sizes if size != -1)
 
 
 def _cluster_has_gpus() -> bool:

@@ -46,6 +46,17 @@ def test_numbers_of_ranks(monkeypatch):
     assert first["OMP_NUM_THREADS"] == "2"
 
 
+@pytest.mark.parametrize(("worker", "ranks"), [(0, ["0", "1"]), (1, ["2", "3"]), (2, [])])
+def test_a_worker_too_many(worker, ranks, monkeypatch):
+    """Of three workers two make a replica of `tp=2,pp=2`."""
+    place = {"world_rank": worker, "local_rank": worker, "node_rank": 0, "world_size": 3, "local_world_size": 3}
+    context = SimpleNamespace(**{f"get_{name}": lambda value=value: value for name, value in place.items()})
+    monkeypatch.setattr(on_ray, "_place", lambda: context)
+    found = on_ray.Job(("train.py",), "/", 2, on_ray.ranks_per_replica("tp=2,pp=2,dp_shard=-1")).environments()
+    assert [one["RANK"] for one in found] == ranks
+    assert all(one["WORLD_SIZE"] == "4" for one in found)
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
