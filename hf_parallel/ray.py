@@ -61,7 +61,7 @@ class Job:
         return code
 
     def environments(self) -> list[dict[str, str]]:
-        """The variables of each rank of this worker, if it has any. Ray numbers workers node by node, by their GPUs."""
+        """The variables of each rank of this worker, if any. Ray numbers workers node by node, by their GPUs."""
         place, block = _place(), self.block
         world = place.get_world_size() * block // self.unit * self.unit
         first, local = place.get_world_rank() * block, place.get_local_rank() * block

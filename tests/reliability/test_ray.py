@@ -99,6 +99,13 @@ if trainer.is_world_process_zero():
 """
 
 
+@pytest.fixture(autouse=True)
+def wanted(request):
+    """Minutes of work, which a plain run has not."""
+    if not request.config.getoption("--all") and not any("::" in argument for argument in request.config.args):
+        pytest.skip("run by `pytest --all`, or by name")
+
+
 @pytest.fixture
 def script(tmp_path) -> Path:
     path = tmp_path / "train.py"
