@@ -7,7 +7,8 @@
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `check` (`cli/check.py`) tries machines.
+too; with `--ray` on a Ray cluster (`cli/ray.py`). `doctor` and `plan` (`cli/plan.py`) start none and read a config
+only; `check` (`cli/check.py`) tries machines.
 """
 
 from __future__ import annotations
