@@ -4,6 +4,7 @@ Draws belong to rows here (`rollouts.py`), else other numbers of data ranks draw
 places, so that data ranks generate for different times. Under tp alone real draws are compared too.
 """
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.parity.test_trl import LORA, SYNCED, cases, check
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 import pandas
+import torch
 
 from tests import rollouts, trl_scripts
 
@@ -99,6 +101,24 @@ def test_data_ranks_draw_apart(folder):
     """The ranks of one model go on from one seed, other data ranks from others."""
     call = partial(trl_scripts.generating, "GRPO", str(folder.root / "llama"), folder.out(), "dp_shard=2,tp=2", {})
     assert run(call, 4, init=False, timeout=60) == [42, 42, 43, 43]
+
+
+def shuffled(spec: str) -> list[int]:
+    """The rows of each part of a generation batch, as this rank takes them apart."""
+    from trl.trainer import utils
+
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    torch.manual_seed(int(os.environ["RANK"]))  # stages drop out apart
+    batch = utils.shuffle_sequence_dict({"prompt_ids": torch.arange(16)})
+    return torch.cat([part["prompt_ids"] for part in utils.split_tensor_dict(batch, 4)]).tolist()
+
+
+def test_stages_take_rows_in_one_order():
+    first, second = run(shuffled, 2, "pp=2", init=False)
+    assert first == second != sorted(first)
+    assert sorted(first) == list(range(16))
 
 
 REFUSED = [

@@ -122,16 +122,22 @@ def pad(
 @patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
 def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
     """Left to `split_tensor_dict`, which knows the number of parts."""
-    return original(seq_dict) if runtime.mesh().data_size == 1 else seq_dict
+    return original(seq_dict) if _one_order() else seq_dict
+
+
+def _one_order() -> bool:
+    """Do all ranks have all rows, and the same random state? Stages drop out, and so draw, apart."""
+    return runtime.mesh().data_size * runtime.mesh().size("pp") == 1
 
 
 @patch("trl.trainer.utils:split_tensor_dict", "splits by process", copies=True)
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if mesh.data_size > 1 and parts > 1:
+    if not _one_order() and parts > 1:
         order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
-        dist.broadcast(order, group=mesh.data_group, group_src=0)
+        for group in (mesh.data_group, mesh.group("pp")):
+            dist.broadcast(order, group=group, group_src=0)
         own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
         batch = {key: _rows_of_all(value, own) for key, value in batch.items()}
     return original(batch, parts)
