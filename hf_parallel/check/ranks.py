@@ -7,12 +7,15 @@ and sends through sockets. That shows whether code is right, never how fast a li
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import os
+import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hf_parallel.spec import refuse
 
@@ -98,9 +101,10 @@ def _has_loopback() -> bool:
 def start(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = None) -> int:
     """Run `python argv` once per rank's variables and wait: 0, or the exit code of the rank that failed first.
 
-    Ranks that have not ended by themselves some seconds later are killed.
+    Ranks that have not ended by themselves some seconds later are killed, and so are all when this thread is gone.
     """
-    processes = [subprocess.Popen([sys.executable, *argv], env=_with(os.environ, own)) for own in ranks]
+    command = [sys.executable, *argv]
+    processes = [subprocess.Popen(command, env=_with(os.environ, own), preexec_fn=_end_with_parent()) for own in ranks]
     end = None if limit_s is None else time.monotonic() + limit_s
     try:
         return _wait(processes, end)
@@ -110,6 +114,14 @@ def start(argv: list[str], ranks: list[dict[str, str]], limit_s: float | None = 
                 process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
+
+
+def _end_with_parent() -> Callable[[], object] | None:
+    """A launcher that is killed cannot end its ranks: on Linux they are told (PR_SET_PDEATHSIG)."""
+    if sys.platform != "linux":
+        return None
+    prctl = ctypes.CDLL(None).prctl  # found before the fork: a child of a process with threads may take no locks
+    return functools.partial(prctl, 1, signal.SIGKILL)
 
 
 def _with(environment: Mapping[str, str], own: dict[str, str]) -> dict[str, str]:

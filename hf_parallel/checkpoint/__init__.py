@@ -7,6 +7,7 @@ from hf_parallel.checkpoint.names import names_in_order
 from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer, save_optimizer, write_refusal
 from hf_parallel.checkpoint.save import full_state_dict, save_pretrained
 from hf_parallel.checkpoint.saving import CheckpointError, Saving, current, going_on, start_writer
+from hf_parallel.checkpoint.stream import parameter_groups, parameters, streamed
 
 __all__ = [
     "LAYOUT",
@@ -26,10 +27,13 @@ __all__ = [
     "load_optimizer",
     "load_weights",
     "names_in_order",
+    "parameter_groups",
+    "parameters",
     "put_back_former",
     "remove",
     "save_optimizer",
     "save_pretrained",
     "start_writer",
+    "streamed",
     "write_refusal",
 ]

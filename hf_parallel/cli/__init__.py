@@ -8,7 +8,8 @@
     hf-parallel recipe run qwen3-0.6b-full-1x24gb --output_dir out
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
-too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `check` (`cli/check.py`) tries machines.
+too; with `--ray` on a Ray cluster (`cli/ray.py`). `doctor` and `plan` (`cli/plan.py`) start none and read a config
+only; `check` (`cli/check.py`) tries machines.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
+from hf_parallel.cli import ray as cli_ray
 from hf_parallel.cli import recipe as cli_recipe
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.spec import refuse
@@ -66,6 +68,10 @@ def launch(argv: list[str]) -> int:
     args = parser.parse_args(argv)
     try:
         spec = choose_spec(args.parallel, f"the launcher's {_OPTION}")
+        if args.ray:
+            return cli_ray.launch(args, parser.parse_args([args.training_script]), spec and spec[0])
+        if args.min_processes is not None:
+            refuse(f"--min_processes {args.min_processes}", "elastic runs are --ray's", do="torchrun --nnodes=1:2")
         defaults = _accelerate_defaults(args)
         _settle_processes(args, defaults)
         if spec is not None:
@@ -157,7 +163,10 @@ def _launch_parser() -> argparse.ArgumentParser:
     parser.prog = "hf-parallel launch"
     parser.description = "accelerate's launcher with `-m hf_parallel` filled in; starts N processes without GPUs too."
     parser.formatter_class = argparse.HelpFormatter  # accelerate's hides what it does not find in sys.argv
-    parser.add_argument_group("hf_parallel").add_argument(
+    ours = parser.add_argument_group("hf_parallel")
+    ours.add_argument("--ray", action="store_true", help="On a Ray cluster; its options: launch --ray --help.")
+    ours.add_argument("--min_processes", type=int, help="With --ray: elastic, with so many processes or more.")
+    ours.add_argument(
         _OPTION,
         metavar="SPEC",
         default=None,

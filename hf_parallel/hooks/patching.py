@@ -183,7 +183,7 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
         # The descriptor itself, also if it is inherited.
         raw = inspect.getattr_static(owner, name, None) if patch.adds else inspect.getattr_static(owner, name)
     except (AttributeError, ModuleNotFoundError):
-        if patch.since is None or _version(patch.library) >= Version(patch.since):
+        if patch.since is None or library_version(patch.library) >= Version(patch.since):
             _cannot(patch, "does not exist", done)
         return
     original = raw.__func__ if isinstance(raw, classmethod) else raw
@@ -237,7 +237,7 @@ def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, Any
 
 def _cannot(patch: Patch, why: str, done: list[tuple[Any, str, Any]]) -> None:
     """Of a core library: refuse. Of others: what would run unpatched refuses when it is used."""
-    text = f"{patch.library} {_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
+    text = f"{patch.library} {library_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
     if patch.library not in OPTIONAL:
         undo(done)
         refuse_with(text)
@@ -293,9 +293,9 @@ def undo(done: list[tuple[Any, str, Any]]) -> None:
 def newer_libraries() -> list[str]:
     """Lines about libraries that every script uses, in versions newer than those the patches were checked on."""
     return [
-        f"{library} {_version(library)} is newer than those this version was checked on ({first} to {last})"
+        f"{library} {library_version(library)} is newer than those this version was checked on ({first} to {last})"
         for library, (first, last) in CHECKED.items()
-        if library not in OPTIONAL and _version(library).release[:2] > Version(last).release
+        if library not in OPTIONAL and library_version(library).release[:2] > Version(last).release
     ]
 
 
@@ -313,7 +313,8 @@ def check_torch() -> list[str]:
     return []
 
 
-def _version(library: str) -> Version:
+def library_version(library: str) -> Version:
+    """The installed one."""
     return Version(importlib.metadata.version(library))
 
 

@@ -52,9 +52,9 @@ def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
 
 
-def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights=2e-5):
-    """Fail with every difference from one process in words."""
-    reference, ranks = folder.reference(name, data, flags), folder.parallel(name, data, flags, spec)
+def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights=2e-5, also=""):
+    """Fail with every difference from one process in words; `also` are flags that the ranks alone are given."""
+    reference, ranks = folder.reference(name, data, flags), folder.parallel(name, data, f"{flags} {also}", spec)
     found = []
     for rank, outcome in enumerate(ranks):
         assert len(outcome.logs) == len(reference.logs)

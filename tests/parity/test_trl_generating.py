@@ -4,6 +4,7 @@ Draws belong to rows here (`rollouts.py`), else other numbers of data ranks draw
 places, so that data ranks generate for different times. Under tp alone real draws are compared too.
 """
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests.parity.test_trl import LORA, SYNCED, cases, check
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 import pandas
+import torch
 
 from tests import rollouts, trl_scripts
 
@@ -50,11 +52,11 @@ def folder(tmp_path_factory):
     cases(
         "trl grpo",
         {
-            "reference": "dp_shard=2,tp=2 dp_replicate=2",
-            "adapters": "dp_shard=2,tp=2",
-            "evaluated": "dp_shard=2",
-            "evaluated-dapo": "dp_shard=2",
-            "model": "tp=2 dp_shard=2",
+            "reference": "dp_shard=2,tp=2 dp_replicate=2 pp=2 dp_shard=2,pp=2",
+            "adapters": "dp_shard=2,tp=2 dp_shard=2,pp=2",
+            "evaluated": "dp_shard=2 dp_shard=2,pp=2",
+            "evaluated-dapo": "dp_shard=2 dp_shard=2,pp=2",
+            "model": "tp=2 dp_shard=2 pp=2",
         },
     ),
 )
@@ -74,7 +76,7 @@ def read_completions(run_folder) -> pandas.DataFrame:
     return pandas.concat([pandas.read_parquet(file) for file in files])
 
 
-@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2"}))
+@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2 dp_shard=2,pp=2"}))
 def test_rloo(folder, case, spec):
     check(folder, "rloo", "prompt", BASE + CASES[case], spec)
 
@@ -101,9 +103,26 @@ def test_data_ranks_draw_apart(folder):
     assert run(call, 4, init=False, timeout=60) == [42, 42, 43, 43]
 
 
+def shuffled(spec: str) -> list[int]:
+    """The rows of each part of a generation batch, as this rank takes them apart."""
+    from trl.trainer import utils
+
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    torch.manual_seed(int(os.environ["RANK"]))  # stages drop out apart
+    batch = utils.shuffle_sequence_dict({"prompt_ids": torch.arange(16)})
+    return torch.cat([part["prompt_ids"] for part in utils.split_tensor_dict(batch, 4)]).tolist()
+
+
+def test_stages_take_rows_in_one_order():
+    first, second = run(shuffled, 2, "pp=2", init=False)
+    assert first == second != sorted(first)
+    assert sorted(first) == list(range(16))
+
+
 REFUSED = [
-    ("GRPO", "pp=2", {}, {}, "pp_size=2.*tp or dp_shard works"),
-    ("RLOO", "tp=2", {"use_vllm": True}, {}, "use_vllm=True.*use_vllm=False works"),
+    ("RLOO", "tp=2", {"use_vllm": True, "vllm_mode": "colocate"}, {}, "vllm_mode=colocate.*vllm_mode=server works"),
     ("GRPO", "dp_shard=2", {"entropy_coef": 0.1}, {}, "entropy_coef=0.1.*2 data ranks.*entropy_coef=0"),
     ("GRPO", "tp=2", {}, {"rollout_func": rollouts.reward}, "rollout_func.*own generation works"),
 ]

@@ -1,7 +1,10 @@
 """`hf-parallel check` on forked ranks: what it finds, what it marks, and how it ends when a rank fails or stands."""
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -171,6 +174,23 @@ def test_a_rank_of_ours_that_dies_ends_the_others(tmp_path):
     finally:
         ranks.GRACE_S = saved
     assert time.monotonic() - began < 20  # seconds; alone one
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux tells processes that their parent is gone")
+def test_ranks_end_with_the_process_that_started_them(tmp_path):
+    rank = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    code = f"from hf_parallel.check import ranks; ranks.start(['-c', {rank!r}], ranks.environments(1, 0))"
+    launcher = subprocess.Popen([sys.executable, "-c", code])
+    end = time.monotonic() + 30
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    launcher.kill()
+    launcher.wait()
+    status = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    while status.exists() and status.read_text().split()[2] != "Z":  # a zombie where nobody collects it
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,7 @@ PROMISES = {
         "The head under `tp`.": "unit/test_log_probs.py::test_as_over_the_whole_vocabulary",
         "Reference log-probabilities": "parity/test_trl.py::test_dpo",
         "The ranks of one model": "parity/test_trl_generating.py::test_real_draws_under_tp",
+        "Stages": "parity/test_trl_generating.py::test_rloo",
         "Data ranks": "parity/test_trl_generating.py::test_data_ranks_draw_apart",
         "A generation batch": "parity/test_trl_generating.py::test_grpo",
         "Means over tokens": "parity/test_trl_generating.py::test_grpo",

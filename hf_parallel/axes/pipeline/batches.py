@@ -49,8 +49,12 @@ def split_examples(batch: Batch, parts: int, rows_each: int, rows: int) -> list[
     return [{key: cut[key][i] if key in cut else value for key, value in batch.items()} for i in range(parts)]
 
 
+#: What holds a row per row of the batch; trainers that generate keep prompts and completions apart.
+_ROWS = ("input_ids", "inputs_embeds", "logits", "completion_ids")
+
+
 def row_count(batch: Batch) -> int:
-    named = next((batch[key] for key in ("input_ids", "inputs_embeds", "logits") if batch.get(key) is not None), None)
+    named = next((batch[key] for key in _ROWS if batch.get(key) is not None), None)
     if named is None:
         raise ValueError("hf_parallel: a pipelined model needs input_ids or inputs_embeds in the batch")
     return named.shape[0]

@@ -97,7 +97,9 @@ def _scheduled(trainer: Any, engine: Any, plan: Plan, inputs: dict, call: Callab
 def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, *, counts: bool) -> Plan | None:
     """How the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
     quietly = functools.partial(_undone, trainer)
-    plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
+    plan = None
+    if not trl.needs_whole_batches(trainer):
+        plan = find_plan(engine, dict(inputs), made, lambda part: call(part)["loss"], quietly, counts=counts)
     report.say(_verdict(plan, engine.config.pipeline_schedule))
     return plan
 
@@ -124,7 +126,7 @@ def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict], items
 
 def _joining(trainer: Any, loss_of: Callable) -> Callable:
     """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
-    if trl.rows_per_example(trainer) is None:
+    if not trl.is_known(trainer):
         return loss_of
     joined = Joined(trainer)
 

@@ -24,6 +24,7 @@ class Joined:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.gathered: list[torch.Tensor] = []  # by the order of the calls in a part
+        self.reduced: list[torch.Tensor] = []
         self.restore: Callable[[], None] | None = None
 
     @contextlib.contextmanager
@@ -34,6 +35,7 @@ class Joined:
         else:
             self.restore()
         gather, calls = self.trainer.accelerator.gather, itertools.count()
+        reduce, reductions = self.trainer.accelerator.reduce, itertools.count()
 
         def with_former(value: torch.Tensor) -> torch.Tensor:
             found, place = gather(value), next(calls)
@@ -43,7 +45,16 @@ class Joined:
                 self.gathered[place] = torch.cat([self.gathered[place], found])
             return self.gathered[place]
 
-        with replacing(self.trainer.accelerator, gather=with_former):  # which `gather_for_metrics` calls as well
+        def added(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+            found, place = reduce(value, **kwargs), next(reductions)
+            if place == len(self.reduced):
+                self.reduced.append(found)
+            else:
+                self.reduced[place] = self.reduced[place] + found
+            return self.reduced[place]
+
+        # `gather` is what `gather_for_metrics` calls as well; what is reduced are sums.
+        with replacing(self.trainer.accelerator, gather=with_former, reduce=added):
             yield
 
 

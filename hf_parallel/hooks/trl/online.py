@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 
+from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
-from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.patching import library_version, patch
 from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse
@@ -29,11 +31,21 @@ _SUMS = ("cispo", "dapo", "vespo")
 def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     mesh = runtime.mesh()
-    pp, data_ranks = mesh.size("pp"), mesh.data_size
+    data_ranks = mesh.data_size
     several = f"with {data_ranks} data ranks, "
     refusals = [
-        (pp > 1, f"pp_size={pp}", "log-probabilities are asked for outside the loss", "tp or dp_shard"),
-        (args.use_vllm, "use_vllm=True", "vLLM takes whole weights from one process", "use_vllm=False"),
+        (
+            args.use_vllm and library_version("trl") < Version("1.16"),
+            "use_vllm=True",
+            "TRL before 1.16 speaks another protocol to its server",
+            "trl 1.16",
+        ),
+        (
+            args.use_vllm and args.vllm_mode != "server",
+            f"vllm_mode={getattr(args, 'vllm_mode', None)}",
+            "a vLLM in each process would hold the whole model",
+            "vllm_mode=server",
+        ),
         (
             args.use_transformers_continuous_batching,
             "use_transformers_continuous_batching=True",
@@ -73,6 +85,11 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
             refuse(f"{type(trainer).__name__} with {spelled}", why, works)
 
 
+def couples_rows(trainer: Any) -> bool:
+    """GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens."""
+    return getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
+
+
 def _has_no_length(dataset: Any) -> bool:
     from transformers.trainer_utils import has_length
 
@@ -105,16 +122,22 @@ def pad(
 @patch("trl.trainer.utils:shuffle_sequence_dict", "shuffles by process", copies=True)
 def shuffle_sequence_dict(original: Callable, seq_dict: dict) -> dict:
     """Left to `split_tensor_dict`, which knows the number of parts."""
-    return original(seq_dict) if runtime.mesh().data_size == 1 else seq_dict
+    return original(seq_dict) if _one_order() else seq_dict
+
+
+def _one_order() -> bool:
+    """Do all ranks have all rows, and the same random state? Stages drop out, and so draw, apart."""
+    return runtime.mesh().data_size * runtime.mesh().size("pp") == 1
 
 
 @patch("trl.trainer.utils:split_tensor_dict", "splits by process", copies=True)
 def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) -> list[dict]:
     """Shuffle the generation batch of all data ranks, so that they share each part as one process would shuffle it."""
     mesh, batch, parts = runtime.mesh(), tensor_dict, num_chunks
-    if mesh.data_size > 1 and parts > 1:
+    if not _one_order() and parts > 1:
         order = torch.randperm(len(batch["prompt_ids"]) * mesh.data_size).to(mesh.device)
-        dist.broadcast(order, group=mesh.data_group, group_src=0)
+        for group in (mesh.data_group, mesh.group("pp")):
+            dist.broadcast(order, group=group, group_src=0)
         own = order.view(parts, mesh.data_size, -1)[:, mesh.data_rank].flatten()
         batch = {key: _rows_of_all(value, own) for key, value in batch.items()}
     return original(batch, parts)
@@ -167,11 +190,24 @@ def calculate_rewards(original: Callable, self: Any, *args: Any) -> torch.Tensor
     Repeated rows have none, which TRL leaves out of its means.
     """
     rewards, mesh, generated = original(self, *args), runtime.mesh(), record_of(self).step.generated
-    if mesh.size("tp") > 1:
-        dist.broadcast(rewards, group=mesh.group("tp"), group_src=0)
+    for axis in ("pp", "tp"):
+        if mesh.size(axis) > 1:
+            dist.broadcast(rewards, group=mesh.group(axis), group_src=0)
     if generated is not None:
         rewards[sum(generated) :] = torch.nan
     return rewards
+
+
+@patch(
+    "trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._get_per_token_logps_and_entropies",
+    "asks one stage",
+)
+def per_token_scores(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Before the loss, policy and reference are asked for log-probabilities: the last stage of a pipeline answers."""
+    state = runtime.parallel_state(model)
+    if state is None or state.pipeline is None or state.pipeline.pipelines.session is not None:
+        return original(self, model, *args, **kwargs)
+    return served(state.pipeline, {}, lambda: original(self, model, *args, **kwargs))[0]
 
 
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------

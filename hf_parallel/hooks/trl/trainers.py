@@ -88,6 +88,11 @@ def is_known(trainer: Trainer) -> bool:
     return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
 
 
+def needs_whole_batches(trainer: Any) -> bool:
+    """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
+    return _is_one_of(trainer, tuple(online.TRAINERS)) and online.couples_rows(trainer)
+
+
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
 def reference_log_probs(original: Callable, self: Any, *args: Any) -> object:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""

@@ -1,0 +1,135 @@
+"""TRL's `use_vllm` with `vllm_mode=server`: completions come from another process, weights go there in buckets.
+
+Rank 0 of all asks for the completions of the global batch; each data rank takes its rows, all ranks of a model the
+same. Weights are gathered from the shards of all stages as they are sent: no rank holds the whole model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+
+from hf_parallel import checkpoint
+from hf_parallel.hooks import runtime
+from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.rollouts import transfer
+from hf_parallel.spec import refuse
+
+_GENERATION = "trl.generation.vllm_generation:VLLMGeneration"
+_CLIENT = "trl.generation.vllm_client:VLLMClient"
+#: What PEFT puts around a layer, which its weight's own name has not.
+_WRAPPERS = (".base_layer", "modules_to_save.default.")
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@patch(f"{_GENERATION}.sync_weights", "gathers every weight once more to learn its shape", since="1.16")
+def sync_weights(original: Callable, self: Any) -> None:
+    """Shapes are known without the values."""
+    if self._weight_metadata is None and runtime.parallel_state(self.model) is not None:
+        entries = [entry for group in _groups(self) for entry in group.entries]
+        self._weight_metadata = [(e.name, str(e.dtype).removeprefix("torch."), list(e.shape)) for e in entries]
+    original(self)
+
+
+@patch(f"{_GENERATION}._iter_named_params", "yields this rank's part of its own stage", since="1.16")
+def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
+    if runtime.parallel_state(self.model) is None:
+        yield from original(self)
+        return
+    adapted = hasattr(self.model, "merge_adapter")
+    if adapted:
+        self.model.merge_adapter()
+    try:
+        own, stored = _own_names(self.model), checkpoint.parameters(_base(self.model))
+        local = {name: tensor for given, tensor in stored.items() if (name := own(given)) is not None}
+        for name, tensor in checkpoint.streamed(_groups(self), local, runtime.mesh(), transfer.BUCKET):
+            yield name, tensor.to(runtime.mesh().device)
+    finally:
+        if adapted:
+            self.model.unmerge_adapter()
+
+
+def _groups(generation: Any) -> list:
+    """What is sent, in its order; collective the first time."""
+    if not hasattr(generation, "_hf_parallel_groups"):
+        base, own = _base(generation.model), _own_names(generation.model)
+        generation._hf_parallel_groups = checkpoint.parameter_groups(base, runtime.mesh(), own)
+    return generation._hf_parallel_groups
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _own_names(model: Any) -> Callable[[str], str | None]:
+    """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains in its place."""
+    prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
+
+    def own(name: str) -> str | None:
+        if prefix is not None and (prefix in name or "original_module" in name):
+            return None
+        for wrapper in _WRAPPERS if prefix is not None else ():
+            name = name.replace(wrapper, "")
+        return name
+
+    return own
+
+
+# ---- the stand-in for vLLM's server ---------------------------------------------------------------------------------
+
+
+@replace(
+    "trl.generation.{vllm_client,vllm_generation}:is_vllm_available",
+    "asks for vLLM where only its server is talked to",
+    since="1.16",
+)
+def available(original: Any) -> Callable[..., bool]:
+    """Whether it is needed the server tells, in `init_communicator`."""
+    return lambda *args, **kwargs: True
+
+
+@patch(f"{_CLIENT}.init_communicator", "knows vLLM's NCCL engine alone", since="1.16")
+def init_communicator(original: Callable, self: Any, device: Any = 0) -> None:
+    """To the stand-in, which names another way, over that."""
+    found = self.get_server_info()["weight_transfer_config"]
+    if found is None or found["backend"] != transfer.BACKEND:
+        if importlib.util.find_spec("vllm") is None:
+            what = f"the server at {self.base_url} takes weights over NCCL, for which vLLM is needed here too"
+            refuse("use_vllm=True", what, "a server of `python -m hf_parallel.rollouts`")
+        original(self, device)
+        return
+    info = {
+        "master_address": transfer.address_towards(self.host),
+        "master_port": self.group_port,
+        "rank_offset": 1,
+        "world_size": self.get_world_size() + 1,
+    }
+    with ThreadPoolExecutor(1) as executor:  # the server waits for this side inside the request
+        answer = executor.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+        self.communicator = transfer.Channel(info, 0)
+        answer.result()
+
+
+@patch(f"{_CLIENT}.update_named_params", "sends over vLLM's NCCL engine alone", since="1.16")
+def update_named_params(original: Callable, self: Any, metadata: list, named_params: Iterator) -> None:
+    """Announced over HTTP, then sent."""
+    if not isinstance(self.communicator, transfer.Channel):
+        original(self, metadata, named_params)
+        return
+    names, dtype_names, shapes = (list(column) for column in zip(*metadata, strict=True))
+    info = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "packed": True}
+    if not self._updating_weights:
+        self._start_weight_update()
+    with ThreadPoolExecutor(1) as executor:
+        answer = executor.submit(self._post, f"{self.base_url}/update_weights", json={"update_info": info})
+        self.communicator.send(tensor for _, tensor in named_params)
+        answer.result()
+    if not self._updating_weights:
+        self._finish_weight_update()

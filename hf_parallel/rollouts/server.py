@@ -1,0 +1,244 @@
+"""A rollout server with transformers underneath, for where vLLM cannot be installed: small models, CPUs, tests.
+
+    python -m hf_parallel.rollouts Qwen/Qwen3-0.6B --port 8000
+
+It answers what TRL's client asks of `vllm serve`: completions by token ids with log-probabilities, chats, new weights.
+What vLLM does and this does not, it refuses by name (HTTP 400): no setting is ignored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlparse
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hf_parallel.rollouts.transfer import BACKEND, Announced, Channel
+
+#: Of a request for completions; each is used, or has the one value that changes nothing.
+_SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "logprobs"}
+_OTHERS = {"model", "prompt", "messages", "return_token_ids", "return_tokens_as_token_ids", "top_logprobs"}
+_OTHERS |= {"chat_template", "chat_template_kwargs", "tools", "tool_choice"}
+
+
+class Refused(Exception):
+    """What the stand-in does not do; its message goes back to the client."""
+
+
+class Engine:
+    """The model, and the trainer's end of the weights."""
+
+    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+        self.name, self.model, self.tokenizer = name, model.eval(), tokenizer
+        self.parameters = dict(model.named_parameters())
+        self.lock = threading.Lock()  # requests of one client come at the same time
+        self.channel: Channel | None = None
+        self.answers: dict[str, Callable[[dict], dict]] = {
+            "/health": lambda asked: {},
+            "/v1/models": lambda asked: {"data": [{"id": name}]},
+            "/server_info": lambda asked: {"vllm_config": self.config()},
+            "/get_world_size": lambda asked: {"world_size": 1},
+            "/v1/completions": self.complete,
+            "/v1/chat/completions": self.chat,
+            "/init_weight_transfer_engine": self.connect,
+            "/start_weight_update": lambda asked: {},
+            "/update_weights": self.update,
+            "/finish_weight_update": lambda asked: {},
+            "/reset_prefix_cache": lambda asked: {"success": True},  # nothing is kept between requests
+        }
+
+    def config(self) -> dict[str, Any]:
+        """As far as TRL reads it."""
+        return {
+            "model_config": {"model": self.name, "logprobs_mode": "processed_logprobs"},
+            "weight_transfer_config": {"backend": BACKEND},
+        }
+
+    # ---- completions ------------------------------------------------------------------------------------------------
+
+    def complete(self, asked: dict) -> dict:
+        """`n` completions of each prompt, those of a prompt behind one another."""
+        prompts = asked["prompt"]
+        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+            prompts = [prompts]
+        ids = [self.tokenizer(one)["input_ids"] if isinstance(one, str) else one for one in prompts]
+        found = self._generate(ids, asked)
+        return {"choices": [_choice(i, *one) for i, one in enumerate(found)]}
+
+    def chat(self, asked: dict) -> dict:
+        """The same for one conversation, which is rendered here."""
+        ids = self.tokenizer.apply_chat_template(
+            asked["messages"],
+            tools=asked.get("tools"),
+            chat_template=asked.get("chat_template"),
+            add_generation_prompt=True,
+            return_dict=True,
+            **(asked.get("chat_template_kwargs") or {}),
+        )["input_ids"]
+        wanted = asked.get("top_logprobs") if asked.get("logprobs") else None
+        found = self._generate([ids], {**asked, "logprobs": wanted})
+        return {"prompt_token_ids": ids, "choices": [_choice(i, *one) for i, one in enumerate(found)]}
+
+    def _generate(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
+        unknown = sorted(asked.keys() - _SAMPLING - _OTHERS)
+        if unknown:
+            raise Refused(f"{unknown[0]}: not part of the stand-in for vLLM; leave it out, or use `vllm serve`")
+        if asked.get("logprobs"):
+            raise Refused(f"logprobs={asked['logprobs']}: only those of the drawn tokens; logprobs=0 works")
+        seed = asked.get("seed")
+        with self.lock, torch.no_grad():
+            if seed is None:
+                return self._draw(prompts, asked)
+            found = []
+            for prompt in prompts:  # a seed belongs to a prompt, whatever else is asked for beside it
+                torch.manual_seed(seed)
+                found += self._draw([prompt], asked)
+            return found
+
+    def _draw(self, prompts: list[list[int]], asked: dict) -> list[tuple]:
+        config = self._settings(asked)
+        rows = [prompt for prompt in prompts for _ in range(asked.get("n") or 1)]
+        longest = max(map(len, rows))
+        device = self.model.device
+        ids = torch.tensor([[config.pad_token_id] * (longest - len(row)) + row for row in rows], device=device)
+        mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in rows], device=device)
+        drawn = self.model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        tokens = drawn.sequences[:, longest:]
+        scores = [step.float().log_softmax(-1) for step in drawn.scores]
+        chosen = torch.stack([s.gather(1, t[:, None])[:, 0] for s, t in zip(scores, tokens.T, strict=True)], 1)
+        wanted = asked.get("logprobs") is not None
+        ends = [_length(row, config.eos_token_id) for row in tokens.tolist()]
+        return [
+            (row, tokens[i, :end].tolist(), chosen[i, :end].tolist() if wanted else None)
+            for i, (row, end) in enumerate(zip(rows, ends, strict=True))
+        ]
+
+    def _settings(self, asked: dict) -> GenerationConfig:
+        own, temperature = self.model.generation_config, asked.get("temperature", 1.0)
+        end = own.eos_token_id if own.eos_token_id is not None else self.tokenizer.eos_token_id
+        padding = own.pad_token_id if own.pad_token_id is not None else self.tokenizer.pad_token_id
+        warped = {"temperature": temperature, "top_p": asked.get("top_p", 1.0), "top_k": asked.get("top_k") or 0}
+        if asked.get("min_p"):
+            warped["min_p"] = asked["min_p"]
+        return GenerationConfig(
+            max_new_tokens=asked.get("max_tokens", 16),
+            do_sample=temperature > 0,
+            repetition_penalty=asked.get("repetition_penalty", 1.0),
+            eos_token_id=end,
+            pad_token_id=end if padding is None else padding,
+            return_dict_in_generate=True,
+            output_scores=True,
+            disable_compile=True,
+            **(warped if temperature > 0 else {}),
+        )
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def connect(self, asked: dict) -> dict:
+        """Meet the trainer, which waits for it."""
+        info = asked["init_info"]
+        self.channel = Channel(info, info["rank_offset"])
+        return {}
+
+    def update(self, asked: dict) -> dict:
+        """Take what is announced, as it comes."""
+        if self.channel is None:
+            raise Refused("/update_weights before /init_weight_transfer_engine")
+        info = asked["update_info"]
+        columns = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
+        announced = [Announced(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+        wrong = [one.name for one in announced if not self._fits(one)]
+        with self.lock, torch.no_grad():
+            for name, tensor in self.channel.receive(announced):  # also what does not fit: the trainer sends it all
+                if name not in wrong:
+                    self.parameters[name].copy_(tensor)
+        if wrong:
+            raise Refused(f"{wrong[0]}: no weight of {self.name} has this name and shape")
+        return {}
+
+    def _fits(self, one: Announced) -> bool:
+        own = self.parameters.get(one.name)
+        return own is not None and tuple(own.shape) == one.shape
+
+
+def _length(row: list[int], ends: int | list[int]) -> int:
+    """Up to the first token that ends it, which counts."""
+    stops = set(ends) if isinstance(ends, list) else {ends}
+    return next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
+
+
+def _choice(index: int, prompt: list[int], tokens: list[int], logprobs: list[float] | None) -> dict:
+    told = None
+    if logprobs is not None:
+        names = [f"token_id:{token}" for token in tokens]
+        tops = [{name: value} for name, value in zip(names, logprobs, strict=True)]
+        told = {"tokens": names, "token_logprobs": logprobs, "top_logprobs": tops}
+    return {"index": index, "prompt_token_ids": prompt, "token_ids": tokens, "logprobs": told}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """JSON in, JSON out; the engine is the server's."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self._answer(json.loads(body or b"{}"))
+
+    def _answer(self, asked: dict) -> None:
+        answer = self.server.engine.answers.get(urlparse(self.path).path)  # type: ignore[attr-defined]
+        if answer is None:
+            self._write(404, {"error": f"{self.path}: not part of the stand-in for vLLM"})
+            return
+        try:
+            self._write(200, answer(asked))
+        except Exception as error:  # whatever it is, the client shows it; of 500 it would ask again
+            self._write(400, {"error": f"{type(error).__name__}: {error}"})
+
+    def _write(self, code: int, value: dict) -> None:
+        data = json.dumps(value).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are not shown."""
+
+
+def placed(model: Any) -> Any:
+    """On the GPU, if there is one."""
+    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
+
+
+def serve(engine: Engine, host: str, port: int) -> ThreadingHTTPServer:
+    """Bound, not yet serving; port 0 takes a free one."""
+    server = ThreadingHTTPServer((host, port), _Handler)
+    server.daemon_threads = True
+    server.engine = engine  # type: ignore[attr-defined]
+    return server
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Serve a model until the process is ended."""
+    parser = argparse.ArgumentParser(prog="python -m hf_parallel.rollouts", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("model", help="folder or Hub id")
+    parser.add_argument("--host", default="0.0.0.0")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--dtype", default="auto")
+    args = parser.parse_args(argv)
+    model = placed(AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype))
+    server = serve(Engine(args.model, model, AutoTokenizer.from_pretrained(args.model)), args.host, args.port)
+    print(f"hf_parallel: {args.model} is served at port {server.server_port}", flush=True)
+    server.serve_forever()
