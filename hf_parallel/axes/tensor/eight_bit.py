@@ -40,7 +40,30 @@ def linear(
     return eight_bit.linear(x, weight, bias, recipe, split, codes, gather_recompute.origin_of(x, weight))
 
 
+def without_padding(
+    x: torch.Tensor, padding: tuple[int, int], cut: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """x […, tokens, features] with zeros where a token only fills a row: it must not make a scale.
+
+    Args:
+        padding: tokens of a row, and how many more fill it.
+        cut: the group whose ranks each have a part of the tokens.
+    """
+    length, extra = padding
+    if not extra:
+        return x
+    tokens = x.shape[:-1].numel()
+    first = 0 if cut is None else cut.rank() * tokens
+    filled = torch.arange(first, first + tokens, device=x.device) % (length + extra) >= length
+    return x.masked_fill(filled.view(*x.shape[:-1], 1), 0.0)
+
+
 # ---- columns: the entry of a region -------------------------------------------------------------------------------
+
+
+def has_recipe(owner: nn.Module) -> bool:
+    """Does anything in a region multiply in 8 bits?"""
+    return any(recipe_of(module) is not None for module in owner.modules())
 
 
 def recipe_of_all(owner: nn.Module) -> Any:

@@ -50,6 +50,8 @@ class SequenceParallelFlag:
 
     def __init__(self, on: bool) -> None:
         self.on = on
+        #: Tokens of each row, and how many more only fill it up, in the latest forward pass.
+        self.padding = (0, 0)
 
 
 class Region:
@@ -139,6 +141,8 @@ class Region:
     def row(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The same, and leave."""
         recipe = recipe_of(layer)
+        if recipe is not None and self.sequence_parallel:
+            x = eight_bit.without_padding(x, self.switch.padding)
         if recipe is not None and recipe.tensorwise and self.sequence_parallel:
             self.scope.end()
             return eight_bit.row(x, weight, recipe, self.group)
@@ -166,9 +170,11 @@ class Region:
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
             self._late = dict(zip(self.columns, late, strict=True))
             return entered
-        recipe = eight_bit.recipe_of_all(self.owner) if self.sequence_parallel and self.lowers else None
-        if recipe is not None:
-            return eight_bit.gather(tensor, recipe, self.group)
+        if self.sequence_parallel and eight_bit.has_recipe(self.owner):
+            tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
+            recipe = eight_bit.recipe_of_all(self.owner) if self.lowers else None
+            if recipe is not None:
+                return eight_bit.gather(tensor, recipe, self.group)
         return (gather_recompute.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
 
     def _begin_scope(self) -> None:
