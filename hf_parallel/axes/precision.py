@@ -158,6 +158,7 @@ def _linears(model: Any) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     from transformers.pytorch_utils import Conv1D
 
     from hf_parallel.axes.eight_bit import ALIGNED
+    from hf_parallel.axes.tensor.tensor_parallel import SAME_AS_LINEAR
     from hf_parallel.model.anatomy import transformer_blocks
 
     inside = {id(module) for block in transformer_blocks(model) for module in block.modules()}
@@ -167,7 +168,7 @@ def _linears(model: Any) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
             continue
         if isinstance(module, Conv1D):
             left[name] = "is a Conv1D, which torchao does not convert"
-        elif type(module).forward is not nn.Linear.forward:
+        elif type(module).forward is not nn.Linear.forward and type(module).__name__ not in SAME_AS_LINEAR:
             left[name] = f"is a {type(module).__name__} with a forward of its own"
         elif module.in_features % ALIGNED or module.out_features % ALIGNED:
             left[name] = f"is {module.out_features} x {module.in_features}, not multiples of {ALIGNED}"
@@ -215,8 +216,11 @@ def _check_split(asked: str, config: ParallelConfig, anatomy: Anatomy, facts: Pr
         return  # tp itself refuses
     for name, widths in facts.linears.items():
         style = styles.get(name, ("whole", ""))[0]
+        if style.startswith("shared"):
+            kv_heads = (anatomy.heads or (1, 1))[1]
+            refuse(asked, f"tp_size={size} ranks share keys that {name} holds beside queries", f"tp_size={kv_heads}")
         if style not in _SPLIT:
-            refuse(asked, f"tp_size={size} leaves {name} {style}, and ranks see parts of its gradient", "tp_size=1")
+            refuse(asked, f"tp_size={size} keeps {name} whole, and ranks see parts of its gradient", "tp_size=1")
         cut = widths[style == "colwise" or style.startswith(("packed", "falcon"))]
         if style != "colwise_shared_heads" and cut // size % ALIGNED and facts.device == "cuda":
             why = f"tp_size={size} leaves {cut // size} of {cut} features of {name}, no multiple of {ALIGNED}"
