@@ -200,7 +200,8 @@ class EightBit(nn.Module):
 
 def become(module: Any, recipe: Any) -> None:
     """Let a linear multiply as the recipe says; its class keeps its name and its parameters."""
-    module.__class__, module.recipe = in_front(EightBit, type(module)), recipe
+    kind: Any = type(module)
+    module.__class__, module.recipe = in_front(EightBit, kind), recipe
 
 
 def recipe_of(module: Any) -> Any:

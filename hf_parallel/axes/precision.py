@@ -119,9 +119,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
         gathers = scaling == "tensorwise" and config.offload != "cpu" and not compressed
         shards = config.dp_shard_size * config.cp_size > 1
-        return PrecisionPart(
-            config.precision, scaling, emulated, tuple(facts.linears), facts.left, gathers and shards
-        )
+        return PrecisionPart(config.precision, scaling, emulated, tuple(facts.linears), facts.left, gathers and shards)
 
     def notes(self, part: PrecisionPart) -> list[str]:
         total = len(part.linears) + len(part.left)

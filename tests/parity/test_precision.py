@@ -5,6 +5,7 @@ other, as scales are made of them.
 """
 
 import dataclasses
+import functools
 import re
 
 import pytest
@@ -59,7 +60,7 @@ def asked(spec):
     return precision, scaling[1] if scaling else "tensorwise" if precision == "fp8" else "rowwise"
 
 
-# ---- regions: every operand is rounded as in one process -----------------------------------------------------------
+# ---- regions: every operand is rounded as in one process ------------------------------------------------------------
 
 
 def region_inputs(model):
@@ -92,6 +93,11 @@ def regions_alone():
         convert(model, *recipe)
         found[recipe] = {part: through(model, part) for part in ("self_attn", "mlp")}
     return found
+
+
+@functools.cache
+def reference_of_regions():
+    return run_alone(regions_alone)
 
 
 def regions(settings):
@@ -129,7 +135,7 @@ def test_regions_round_as_torchao_does(ranks, settings):
 
     Four ranks share two key heads.
     """
-    expected = run_alone(regions_alone)
+    expected = reference_of_regions()
     for found in run(regions, ranks, settings):
         for recipe, part, name in ((r, p, n) for r in RECIPES for p in found[r] for n in found[r][p]):
             ours, theirs = found[recipe][part][name], expected[recipe][part][name]
@@ -137,7 +143,7 @@ def test_regions_round_as_torchao_does(ranks, settings):
             assert gap < 2e-6, (recipe, part, name, gap)
 
 
-# ---- layouts: whole steps --------------------------------------------------------------------------------------------
+# ---- layouts: whole steps -------------------------------------------------------------------------------------------
 
 
 def tokens(step):
@@ -216,9 +222,10 @@ def compare(ranks, expected, loss, norm, weights):
 FP8 = ",precision=fp8"
 #: No sum is cut: the codes are the same, and so is all else but the order in which gradients are added.
 EXACT = {"loss": 1e-6, "norm": 1e-6, "weights": 1e-6}
-#: Sums in another order are 1e-7 apart. Of a million numbers some lie so close to the middle between two codes, move to
-#: the other one, 6 % of their size away, and move more behind them. torchao in one process does the same when it starts
-#: from weights 1e-7 apart: loss 5e-4, norm 7e-3 to 1.4e-2, weights 3e-3. What a layout itself does is compared above.
+#: Sums in another order are 1e-7 apart. Of a million numbers some lie so close to the middle between two codes, move
+#: to the other one, 6 % of their size away, and move more behind them. torchao in one process does the same when it
+#: starts from weights 1e-7 apart: loss 5e-4, norm 7e-3 to 1.4e-2, weights 3e-3. What a layout itself does is compared
+#: above.
 MOVED = {"loss": 3e-3, "norm": 4e-2, "weights": 8e-3}
 LAYOUTS = {
     "dp_shard=2": EXACT,
@@ -239,22 +246,27 @@ LAYOUTS = {
 }
 
 
+@functools.cache
+def reference(recipe, calls):
+    return run_alone(alone, recipe, calls)
+
+
 @pytest.mark.parametrize("spec", LAYOUTS, ids=spec_id)
 def test_layouts_train_as_torchao_does(spec):
-    expected = run_alone(alone, asked(spec + FP8), pieces(spec))
+    expected = reference(asked(spec + FP8), pieces(spec))
     compare(run(parallel, axes(spec)["world"], spec + FP8), expected, **LAYOUTS[spec])
 
 
 def test_accumulation_and_16_bit_weights():
     """Two calls a step; weights of bf16 are rounded to fp8 as they are, and gathered so."""
     spec = "dp_shard=2" + FP8
-    compare(run(parallel, 2, spec, 2), run_alone(alone, asked(spec), 4), **EXACT)
+    compare(run(parallel, 2, spec, 2), reference(asked(spec), 4), **EXACT)
     # In one process gradients are added up in bf16, which keeps 8 bits, over data ranks in fp32.
     narrow = {"loss": 2e-2, "norm": 5e-2, "weights": 2e-2}
     compare(run(parallel, 2, spec, 1, torch.bfloat16), run_alone(alone, asked(spec), 2, torch.bfloat16), **narrow)
 
 
-# ---- adapters ---------------------------------------------------------------------------------------------------------
+# ---- adapters -------------------------------------------------------------------------------------------------------
 
 
 def with_adapters(model):
@@ -286,7 +298,9 @@ def adapters(spec):
     return found, {}
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2,pipeline_microbatches=2", "tp=2", "tp=2,dp_shard=2"], ids=spec_id)
+@pytest.mark.parametrize(
+    "spec", ["dp_shard=2", "pp=2,pipeline_microbatches=2", "tp=2", "tp=2,dp_shard=2"], ids=spec_id
+)
 def test_adapters_on_a_base_in_fp8(spec):
     pytest.importorskip("peft")
     expected = run_alone(adapters_alone, asked(spec + FP8), pieces(spec))
@@ -295,7 +309,7 @@ def test_adapters_on_a_base_in_fp8(spec):
     compare(ranks, expected, **{**limits, "weights": None})
 
 
-# ---- what travels -----------------------------------------------------------------------------------------------------
+# ---- what travels ---------------------------------------------------------------------------------------------------
 
 
 def gathered(spec):
@@ -332,7 +346,7 @@ def test_one_byte_per_number_is_gathered(spec, numbers):
     assert plain - ours == pytest.approx(3 * numbers, rel=1e-3)
 
 
-# ---- an unchanged script -----------------------------------------------------------------------------------------------
+# ---- an unchanged script --------------------------------------------------------------------------------------------
 
 
 def script(spec, folder, out, resume=None):
@@ -347,7 +361,7 @@ def script(spec, folder, out, resume=None):
 
 
 def test_checkpoints_are_ordinary_and_resume_without_fp8(tmp_path):
-    """A Trainer script under fp8 and bf16's absence: fp32 weights by their own names, which one process goes on with."""
+    """Of a Trainer script under fp8: fp32 weights by their own names, with which one process goes on."""
     from safetensors.torch import load_file
 
     folder = str(tmp_path / "initial")
@@ -361,3 +375,61 @@ def test_checkpoints_are_ordinary_and_resume_without_fp8(tmp_path):
     assert sorted(plain) == [5, 6]
     for step in plain:  # one step, and two, without the noise of fp8
         assert plain[step]["loss"] == pytest.approx(logs[step]["loss"], rel=2e-2)
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def refusal(spec, name="llama", world=2, **machine):
+    """Why a model cannot have this on such a machine."""
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.model.anatomy import read
+    from hf_parallel.resolve import draft
+
+    config = ParallelConfig.parse(spec).resolve(world)
+    anatomy = read(models.build(name, **({} if name != "llama" else SHAPE)), config)
+    facts = dataclasses.replace(anatomy.facts["precision"], **machine)
+    plan = draft(config, dataclasses.replace(anatomy, facts={**anatomy.facts, "precision": facts}))
+    return [problem for problem in plan.problems if problem.startswith("precision")]
+
+
+@pytest.mark.parametrize(
+    ("spec", "model", "machine", "words"),
+    [
+        ("precision=fp8", "llama", {"device": "cuda", "capability": (8, 0)}, ("8.9", "8.0", "precision=int8 works")),
+        ("precision=fp8", "llama", {"device": "cuda", "capability": (7, 0)}, ("8.9", "7.0", "precision=auto works")),
+        ("precision=int8", "llama", {"device": "cuda", "capability": (7, 5)}, ("8.0", "7.5", "precision=auto works")),
+        ("precision=int8", "llama", {"device": "cuda", "capability": (9, 0), "triton": False}, ("triton",)),
+        ("precision=fp8", "llama", {"device": "xpu"}, ("xpu", "precision=auto works")),
+        ("precision=fp8", "llama", {"torchao": None}, ("torchao 0.18", "none is installed")),
+        ("precision=fp8", "llama", {"torchao": (0, 9)}, ("torchao 0.18", "0.9")),
+        ("precision=fp8", "gpt2", {}, ("GPT2LMHeadModel", "Conv1D", "precision=auto works")),
+        ("tp=2,precision=fp8", "deepseek_v3", {}, ("q_a_proj", "tp_size=2", "tp_size=1 works")),
+        ("tp=4,precision=fp8", "phi3", {}, ("qkv_proj", "tp_size=4", "tp_size=2 works")),
+        (
+            "tp=2,precision=fp8",
+            "llama",
+            {"device": "cuda", "capability": (9, 0), "linears": {"model.layers.0.mlp.up_proj": (64, 48)}},
+            ("tp_size=2", "24 of 48", "tp_size=1 works"),
+        ),
+    ],
+)
+def test_what_lacks_something_is_refused_by_name(spec, model, machine, words):
+    (line,) = refusal(spec, model, 4 if "tp=4" in spec else 2, **machine)
+    assert all(word in line for word in (spec.rpartition(",")[2], *words)), line
+
+
+@pytest.mark.parametrize(
+    ("spec", "works"),
+    [
+        ("precision_scaling=rowwise", "precision=fp8"),
+        ("precision=int8,precision_scaling=tensorwise", "precision_scaling=rowwise"),
+        ("tp=2,tp_overlap=true,precision=fp8", "tp_overlap=false"),
+        ("precision=fp4", "int8"),
+    ],
+)
+def test_contradictions_are_refused(spec, works):
+    from hf_parallel.config import ParallelConfig, SpecError
+
+    with pytest.raises(SpecError, match=works):
+        ParallelConfig.parse(spec)

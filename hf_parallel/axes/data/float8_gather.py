@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.data.zero import sharded_modules
@@ -36,10 +36,15 @@ _installed: list[Any] = []
 def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the units below `root` gather codes of what multiplies in fp8."""
     if not _installed:
-        _installed.append(register_optimizer_step_post_hook(lambda *_: [scales.forget() for scales in _scales]))
+        _installed.append(register_optimizer_step_post_hook(_forget))
     groups = [mesh.sharing_mesh.get_group(mesh.sharing_mesh.ndim - 1)]
     groups += [mesh["tp"].get_group()] if mesh.size("tp") > 1 else []
     root.register_forward_pre_hook(Scales(groups).before, prepend=True)  # before FSDP2's own, which gathers
+
+
+def _forget(*_: Any) -> None:
+    for scales in _scales:
+        scales.forget()
 
 
 class Scales:
@@ -53,10 +58,9 @@ class Scales:
     def before(self, root: Any, args: Any) -> None:
         """Weights may have been loaded, or replaced, since the root's last forward pass."""
         self.forget()
-        state = fully_shard.state(root)
-        state._lazy_init()
-        held = [(held, _recipe(held)) for held in _held(root)]
-        self.weights = [_coded(held, recipe, self) for held, recipe in held if recipe is not None]
+        fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+        found = [(held, _recipe(held)) for held in _held(root)]
+        self.weights = [_coded(held, recipe, self) for held, recipe in found if recipe is not None]
 
     def forget(self) -> None:
         """The weights may change."""
@@ -109,8 +113,9 @@ class CodedWeight:
 
 
 def _held(root: nn.Module) -> Iterator[Any]:
-    units = (unit for unit in sharded_modules(root) if isinstance(unit, FSDPModule))
-    return (held for unit in units for group in fully_shard.state(unit)._fsdp_param_groups for held in group.fsdp_params)  # type: ignore[attr-defined]
+    for unit in sharded_modules(root):
+        for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+            yield from group.fsdp_params
 
 
 def _recipe(held: Any) -> Any:

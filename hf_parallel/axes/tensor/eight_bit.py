@@ -40,9 +40,7 @@ def linear(
     return eight_bit.linear(x, weight, bias, recipe, split, codes, gather_recompute.origin_of(x, weight))
 
 
-def without_padding(
-    x: torch.Tensor, padding: tuple[int, int], cut: dist.ProcessGroup | None = None
-) -> torch.Tensor:
+def without_padding(x: torch.Tensor, padding: tuple[int, int], cut: dist.ProcessGroup | None = None) -> torch.Tensor:
     """x […, tokens, features] with zeros where a token only fills a row: it must not make a scale.
 
     Args:
@@ -120,7 +118,9 @@ class _Row(torch.autograd.Function):
     """The product and the reduce-scatter after it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.recipe, ctx.group, ctx.split = recipe, group, Split("in", group)
         with no_autocast(x.device.type):
             product, ctx.scales = recipe.output(x.flatten(0, -2), weight, ctx.split)
