@@ -114,12 +114,15 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         emulated = config.precision == "fp8" and facts.device == "cpu"
         if config.tp_size > 1:
             _check_split(asked, config, anatomy, facts, emulated)
-        default = "tensorwise" if config.precision == "fp8" else "rowwise"
-        scaling = default if config.precision_scaling == "auto" else config.precision_scaling
-        compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
-        gathers = scaling == "tensorwise" and config.offload != "cpu" and not compressed
-        shards = config.dp_shard_size * config.cp_size > 1
-        return PrecisionPart(config.precision, scaling, emulated, tuple(facts.linears), facts.left, gathers and shards)
+        sharded = config.dp_shard_size * config.cp_size > 1
+        return PrecisionPart(
+            config.precision,
+            _scaling(config),
+            emulated,
+            tuple(facts.linears),
+            facts.left,
+            sharded and gathers_codes(config),
+        )
 
     def notes(self, part: PrecisionPart) -> list[str]:
         total = len(part.linears) + len(part.left)
@@ -148,6 +151,18 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
 
             for root, _ in building.roots:
                 gather_codes(root, building.mesh)
+
+
+def _scaling(config: ParallelConfig) -> str:
+    default = "tensorwise" if config.precision == "fp8" else "rowwise"
+    return default if config.precision_scaling == "auto" else config.precision_scaling
+
+
+def gathers_codes(config: ParallelConfig) -> bool:
+    """Are weights that multiply in fp8 gathered so, where they are sharded?"""
+    codes = config.precision == "fp8" and _scaling(config) == "tensorwise"
+    compressed = config.hierarchical_shard is not None or config.quantize_weights != "none"
+    return codes and config.offload != "cpu" and not compressed
 
 
 def _linears(model: Any) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:

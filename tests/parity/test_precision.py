@@ -356,12 +356,12 @@ def script(spec, folder, out, resume=None):
         from hf_parallel import hooks
 
         hooks.activate(spec, source="test")
-    ended, _ = resuming.train(folder, out, 2 if spec and "dp_shard=2" in spec else 1, resume=resume)
+    ended, _ = resuming.train(folder, out, 2 if spec else 1, resume=resume, bf16=True)
     return ended.logs
 
 
 def test_checkpoints_are_ordinary_and_resume_without_fp8(tmp_path):
-    """Of a Trainer script under fp8: fp32 weights by their own names, with which one process goes on."""
+    """Of a Trainer script under bf16 and fp8: fp32 weights by their own names, with which one process goes on."""
     from safetensors.torch import load_file
 
     folder = str(tmp_path / "initial")
