@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 
@@ -14,3 +17,8 @@ def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     """What autocast does to an argument of F.linear, or of attention."""
     dtype = autocast_dtype(tensor.device)
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
+
+
+def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()

@@ -25,6 +25,7 @@ from hf_parallel.axes.loss import LossKeys
 from hf_parallel.axes.monitoring import MonitorKeys
 from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
+from hf_parallel.axes.precision import PrecisionKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
@@ -45,6 +46,7 @@ class ParallelConfig(
     RecomputeKeys,
     CompileKeys,
     LossKeys,
+    PrecisionKeys,
     TensorKeys,
     ContextKeys,
     ExpertKeys,

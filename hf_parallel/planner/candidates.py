@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_parallel.axes.pipeline.axis import recomputes_in_parts
+from hf_parallel.axes.precision import gathers_codes
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
@@ -181,7 +182,7 @@ def to_layout(config: ParallelConfig) -> Layout:
         split=config.pipeline_split,
         reduces_each=config.reduces_each_micro_batch,
         hierarchical_shard=config.hierarchical_shard or 1,
-        quantize_weights=config.quantize_weights,
+        quantize_weights="fp8" if gathers_codes(config) else config.quantize_weights,
         quantize_gradients=config.quantize_gradients,
         gradient_error_feedback=config.gradient_error_feedback,
     )
@@ -195,7 +196,7 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         micro_batch,
         count,
         recompute=config.activation_checkpointing,
-        precision=goal.precision,
+        precision="fp8" if config.precision == "fp8" and goal.precision == "bf16" else goal.precision,
         lora=goal.lora,
         optimizer=goal.optimizer,
         offload=config.offload.partition(":")[0],

@@ -53,6 +53,49 @@ def test_all_ranks_skip_a_step_that_overflows(spec):
         assert scale == 2.0**57
 
 
+def overflowing(spec: str | None) -> tuple[list[float], list[float]]:
+    """Losses and scales of five steps; in the second, one number of one rank's gradients is infinite."""
+    model = models.build("llama").train()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    rank, size, share = 0, 1, slice(None)
+    if spec:
+        mesh = parallelize(model, spec)._hf_parallel.mesh
+        scaler = MeshGradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        rank, size = dist.get_rank(), mesh.data_size
+        share = slice(mesh.data_rank * 8 // size, (mesh.data_rank + 1) * 8 // size)
+        if model._hf_parallel.pipeline is not None:
+            model._hf_parallel.pipeline.scale_loss = scaler.scale
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, models.VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(5))[share]
+    losses, scales = [], []
+    for step in range(5):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(input_ids=tokens, labels=tokens, num_items_in_batch=128).loss * size
+        scaler.scale(loss).backward()
+        if step == 1 and rank == (dist.get_world_size() - 1 if spec else 0):
+            gradient = dict(model.named_parameters())["model.layers.3.mlp.down_proj.weight"].grad
+            getattr(gradient, "_local_tensor", gradient)[0, 0] = torch.inf
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        total = loss.detach() / size**2
+        if size > 1:
+            dist.all_reduce(total, group=mesh.sharing_mesh.get_group())
+        losses.append(total.item() * size)
+        scales.append(scaler.get_scale())
+    return losses, scales
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2"], ids=spec_id)
+def test_one_rank_overflows_and_all_skip(spec):
+    """The scale is that of one process, in each step: it is halved, and grows again after two good steps."""
+    expected, scales = run_alone(overflowing, None)
+    assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**10]
+    for losses, ours in run(overflowing, axes(spec)["world"], spec):
+        assert ours == scales
+        assert losses == pytest.approx(expected, rel=3e-3)  # fp16 keeps 11 bits: 5e-4 per product
+
+
 def test_fused_optimizers_skip_together():
     """They look for overflows by themselves, at this rank's gradients."""
 

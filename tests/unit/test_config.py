@@ -14,6 +14,8 @@ VALUES = {
     "gradient_reduction": ("step", "step"),
     "sequence_parallel": ("false", False),
     "tp_overlap": ("false", False),
+    "precision": ("auto", "auto"),
+    "precision_scaling": ("auto", "auto"),
     "pipeline_schedule": ("gpipe", "gpipe"),
     "pipeline_microbatches": ("4", 4),
     "pipeline_virtual_stages": ("1", 1),

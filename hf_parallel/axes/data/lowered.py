@@ -25,6 +25,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.autocast import autocast_dtype
+from hf_parallel.axes.eight_bit import recipe_of
 
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
 _installed: list[Any] = []
@@ -60,7 +61,9 @@ def _forget(*_: Any) -> None:
 
 
 def _is_matrix(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear | Conv1D) and getattr(module, "weight", None) is not None
+    """Is there a weight to lower? What is multiplied in 8 bits is rounded once, from fp32."""
+    lowered = isinstance(module, nn.Linear | Conv1D) and recipe_of(module) is None
+    return lowered and getattr(module, "weight", None) is not None
 
 
 class Lowered:

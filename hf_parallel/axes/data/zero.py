@@ -13,8 +13,9 @@ mesh of size one `fully_shard` would copy every weight at each gather.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -48,9 +49,11 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     settings["ignored_params"] = _shard_experts(root, mesh, keeps, settings)
     for block in blocks:
         if any(True for _ in block.parameters()):
+            _shard_other_dtypes(block, reshard_after_forward=not keeps, **settings)
             fully_shard(block, reshard_after_forward=not keeps, **settings)
     if root is model:  # a pipeline keeps all of its weights
         shard_ends(model, blocks, keeps, **settings)
+    _shard_other_dtypes(root, reshard_after_forward=not keeps, **settings)
     # What is left is needed first in backward: None lets torch keep it.
     fully_shard(root, reshard_after_forward=False if keeps else None, **settings)
     if root is model and hasattr(model, "generate"):
@@ -63,6 +66,24 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def _shard_other_dtypes(unit: nn.Module, **settings: Any) -> None:
+    """Give modules of another dtype than the rest of `unit` groups of their own, such as those kept in fp32.
+
+    torch reduces the gradients of a group in one dtype.
+    """
+    sharded = {module for inner in sharded_modules(unit) for module in cast(nn.Module, inner).modules()}
+    own = {module: _trained_dtypes(module) for module in unit.modules() if module not in sharded}
+    sizes = Counter(dtype for dtypes in own.values() for dtype in dtypes)
+    prevailing = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    for module, dtypes in own.items():
+        if module is not unit and dtypes and prevailing not in dtypes:
+            fully_shard(module, **settings)
+
+
+def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {parameter.dtype for parameter in module.parameters(recurse=False) if parameter.requires_grad}
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:

@@ -10,7 +10,6 @@ runs while the input's gradient is computed:
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from hf_parallel.autocast import no_autocast
 from hf_parallel.collectives import begin_gather_sequence, gather_sequence
 
 
@@ -70,17 +70,12 @@ class _Linear(torch.autograd.Function):
         part, weight = ctx.saved_tensors
         ctx.gathered_again.begin(ctx, part)
         # In the forward's dtype, whatever the caller's context; autograd casts to the dtype of each input.
-        with _no_autocast(gradient.device.type):
+        with no_autocast(gradient.device.type):
             of_whole = None if weight is None else gradient @ weight.to(gradient.dtype)
             rows = gradient.flatten(0, -2)
             of_weight = rows.t() @ ctx.gathered_again.take(ctx)
             of_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return of_whole, of_weight, of_bias, None
-
-
-def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 class Origin:

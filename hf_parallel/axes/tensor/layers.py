@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.pytorch_utils import Conv1D
 
-from hf_parallel.axes.tensor import gather_recompute
+from hf_parallel.axes.eight_bit import Split, recipe_of
+from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.collectives import copy_weight_to_group, gather_last_dim
@@ -52,8 +53,8 @@ class RowParallel(TensorParallelLayer):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.adapted:
-            return F.linear(input, local_weight(self))
-        return self._with_bias(self.region.row(input, local_weight(self)))
+            return self.region.product(self, input, local_weight(self))
+        return self._with_bias(self.region.row(self, input, local_weight(self)))
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
         return self._with_bias(self.region.leave(output))
@@ -81,7 +82,11 @@ class SharedHeads(TensorParallelLayer):
         group, rows = self.region.group, rows_on(self, input.device)
         weight = copy_weight_to_group(self.weight, group)[rows]
         bias = None if self.bias is None else copy_weight_to_group(self.bias, group)[rows]
-        return gather_recompute.linear(self.region.enter(input), weight, bias)
+        entered, recipe = self.region.enter(input), recipe_of(self)
+        if recipe is None:
+            return gather_recompute.linear(entered, weight, bias)
+        output = eight_bit.linear(entered, weight, bias, recipe, Split("out", group))
+        return eight_bit.share_gradient(output, rows, len(self.weight), group)
 
 
 def rows_on(layer: Any, device: torch.device) -> torch.Tensor:

@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_parallel.autocast import as_autocast
-from hf_parallel.axes.tensor import gather_recompute
+from hf_parallel.axes.eight_bit import Split, recipe_of
+from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.heads import PER_HEAD
@@ -49,6 +50,8 @@ class SequenceParallelFlag:
 
     def __init__(self, on: bool) -> None:
         self.on = on
+        #: Tokens of each row, and how many more only fill it up, in the latest forward pass.
+        self.padding = (0, 0)
 
 
 class Region:
@@ -121,15 +124,31 @@ class Region:
         """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""
         # A wrapper has entered, with a tensor that FSDP2 may have replaced on its way into the layer.
         entered = x if layer.adapted else self.enter(x)
-        late = self._late.pop(layer, None)
+        late, recipe = self._late.pop(layer, None), recipe_of(layer)
+        if recipe is not None:
+            return eight_bit.linear(entered, self.columns[layer](), bias, recipe, Split("out", self.group))
         if late is None:
             return gather_recompute.linear(entered, self.columns[layer](), bias)
         return column_linear(entered, late, bias)
 
-    def row(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply x […, in / tp] by the weight and leave."""
-        if not self.overlap and not keeps(COLLECTIVE):  # a checkpoint keeps the sum, and not the product before it
-            return self.leave(F.linear(x, weight))
+    def product(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x […, in / tp] times the weight of a row-parallel layer: this rank's part of a sum."""
+        recipe = recipe_of(layer)
+        if recipe is None:
+            return F.linear(x, weight)
+        return eight_bit.linear(x, weight, None, recipe, Split("in", self.group))
+
+    def row(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The same, and leave."""
+        recipe = recipe_of(layer)
+        if recipe is not None and self.sequence_parallel:
+            x = eight_bit.without_padding(x, self.switch.padding)
+        if recipe is not None and recipe.tensorwise and self.sequence_parallel:
+            self.scope.end()
+            return eight_bit.row(x, weight, recipe, self.group)
+        # A checkpoint keeps the sum, and not the product before it.
+        if recipe is not None or not (self.overlap or keeps(COLLECTIVE)):
+            return self.leave(self.product(layer, x, weight))
         self.scope.end()
         return row_linear(x, weight, self.group, self.sequence_parallel)
 
@@ -151,6 +170,11 @@ class Region:
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
             self._late = dict(zip(self.columns, late, strict=True))
             return entered
+        if self.sequence_parallel and eight_bit.has_recipe(self.owner):
+            tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
+            recipe = eight_bit.recipe_of_all(self.owner) if self.lowers else None
+            if recipe is not None:
+                return eight_bit.gather(tensor, recipe, self.group)
         return (gather_recompute.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
 
     def _begin_scope(self) -> None:

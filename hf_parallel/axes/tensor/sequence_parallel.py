@@ -141,9 +141,11 @@ def _padded_forward(
         if caches and (cached or batch.get("past_key_values") is not None):
             return _whole_sequences(switch, forward, batch)
         tokens = next((batch[k] for k in ("input_ids", "inputs_embeds") if batch.get(k) is not None), None)
+        switch.padding = (0, 0)
         if tokens is None or tokens.shape[1] % multiple == 0:
             return forward(**batch)
         shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
+        switch.padding = shape[1], extra
         return _cut(forward(**_padded_batch(batch, shape, extra, bidirectional)), shape[1], extra)
 
     return padded

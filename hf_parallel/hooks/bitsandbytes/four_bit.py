@@ -55,6 +55,8 @@ class Pack:
 
     def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse weights whose rows, or a tp rank's parts of rows, are not whole blocks."""
+        if plan.config.precision != "auto":
+            refuse(f"precision={plan.config.precision}", "load_in_4bit packs the same linears", "precision=auto")
         part = plan.part(TENSOR)
         if plan.part(EXPERTS) is not None:
             _check_experts(plan)

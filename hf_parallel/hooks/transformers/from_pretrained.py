@@ -77,6 +77,7 @@ def distribute(
     del model.config.distributed_config
     if getattr(model.config, "quantization_config", None) is not None:
         refuse("quantised checkpoints", "not part of this version", do="load in bf16, or pack that in 4 bits")
+    _widen(model)
     before = set(model.state_dict())
     quantization = distributed_config.quantization
     pack = four_bit.Pack(quantization) if quantization is not None else None
@@ -84,6 +85,19 @@ def distribute(
     local = set(model.state_dict())
     _ignore_foreign(model, before - local, local)
     return model
+
+
+def _widen(model: PreTrainedModel) -> None:
+    """What the loader will keep in fp32 is fp32 before it is sharded: a unit of FSDP2 has one dtype."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    kept = list(model._get_dtype_plan(model.dtype))
+    if not kept:
+        return
+    pattern = build_glob_alternation(kept)[0]
+    for name, parameter in model.named_parameters():
+        if pattern.search(name):
+            parameter.data = parameter.data.float()
 
 
 def _ignore_foreign(model: PreTrainedModel, foreign: set[str], local: set[str]) -> None:

@@ -1,0 +1,47 @@
+"""Modules that a model keeps in fp32 when it is loaded in 16 bits: T5's `wo`, whose outputs fp16 does not hold."""
+
+import pytest
+import torch
+
+from tests import models
+from tests.distributed import run, run_alone
+from tests.training import axes, spec_id
+
+
+def steps(spec, folder):
+    """Losses of three steps of the loaded model, and its parameters by dtype."""
+    if spec:
+        from hf_parallel import hooks
+
+        hooks.activate(spec, source="test")
+    from accelerate import Accelerator
+    from transformers import AutoModelForSeq2SeqLM
+
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float16).train()
+    accelerator, optimizer = Accelerator(cpu=True), torch.optim.SGD(model.parameters(), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    rows = torch.randint(3, 60, (6, 17), generator=torch.Generator().manual_seed(4))
+    if spec and "dp_shard" in spec:
+        rows = rows.chunk(2)[model._hf_parallel.mesh.data_rank]
+    losses = []
+    for _ in range(3):
+        loss = model(input_ids=rows, labels=rows).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(accelerator.reduce(loss.detach().float(), "mean").item())
+    return losses, {name: parameter.dtype for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2", "dp_replicate=2"], ids=spec_id)
+def test_they_stay_so_on_every_layout(spec, tmp_path):
+    run_alone(lambda: models.build("t5").save_pretrained(tmp_path))
+    expected, dtypes = run_alone(steps, None, str(tmp_path))
+    assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {
+        f"{stack}.block.{block}.layer.{layer}.DenseReluDense.wo.weight"
+        for stack, layer in (("encoder", 1), ("decoder", 2))
+        for block in range(2)
+    }
+    for losses, ours in run(steps, axes(spec)["world"], spec, str(tmp_path), init=False):
+        assert ours == dtypes
+        assert losses == pytest.approx(expected, rel=1e-2)  # fp16 keeps 11 bits, logits here are 10 to 100
