@@ -89,7 +89,7 @@ def test_same_weights_as_one_process_under_each_optimizer(way, ranks, chunk, tmp
             assert ours.keys() == theirs.keys()
             gap = max((ours[key] - theirs[key]).abs().max().item() for key in ours)
             # absolute; Adam's first step is lr times the sign of a gradient, whatever is left of it at 1e-8
-            assert gap <= (1e-6 if name in ("sgd", "momentum") else 2e-5), (name, gap)
+            assert gap <= (1e-6 if ranks == 1 or name in ("sgd", "momentum") else 2e-5), (name, gap)
     assert not list(tmp_path.glob("states/*")), "a file with a name would outlive a crash"
 
 
