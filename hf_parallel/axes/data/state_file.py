@@ -43,13 +43,14 @@ class StateFile:
         Raises:
             SpecError: the disk has less.
         """
+        if not size:
+            return
         try:
             os.posix_fallocate(self._file.fileno(), self._reserved, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            free = shutil.disk_usage(self.folder).free
-            why = f"optimizer states of this rank need {_gib(size)}, {_gib(free)} are free"
+            why = f"optimizer states of this rank need {_gib(size)}, {self._free()}"
             refuse(f"offload=nvme:{self.folder}", why, "a folder with more room, or offload=optimizer,")
         self._reserved += size
 
@@ -82,14 +83,27 @@ class StateFile:
             _libc.malloc_trim(0)
 
     def settle(self) -> None:
-        """Wait for what was begun.
+        """Wait for what was begun; what is then in the file can be read.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written, or the file was cut: what is read would not be what was kept.
         """
         unfinished, self._unfinished = self._unfinished, []
         for future in unfinished:
-            future.result()
+            try:
+                future.result()
+            except OSError as error:
+                why = f"could not be written ({os.strerror(error.errno or 0)}, {self._free()})"
+                raise OSError(error.errno, self._lost(why)) from error
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._reserved:
+            raise OSError(errno.EIO, self._lost(f"were cut from {_gib(self._reserved)} to {_gib(size)}"))
+
+    def _lost(self, why: str) -> str:
+        return f"offload=nvme:{self.folder}: optimizer states {why}; training can go on from the last checkpoint"
+
+    def _free(self) -> str:
+        return f"{_gib(shutil.disk_usage(self.folder).free)} are free"
 
     def _submit(self, work: object) -> None:
         self._unfinished.append(self._thread.submit(work))  # type: ignore[arg-type]
@@ -119,7 +133,7 @@ class StatePart:
         address, size = ctypes.c_void_p(self._address), ctypes.c_size_t(self.size)
         if _libc.msync(address, size, _SYNC):
             code = ctypes.get_errno()
-            raise OSError(code, f"offload=nvme: optimizer states could not be written: {os.strerror(code)}")
+            raise OSError(code, os.strerror(code))
         _libc.madvise(address, size, _FORGET)
 
 
