@@ -23,7 +23,7 @@ _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {"offload": offload, "activation_checkpointing": recompute}
-    for offload in ("none", "optimizer", "cpu", "nvme:PATH")
+    for offload in ("none", "optimizer", "cpu", "nvme:PATH", "nvme_all:PATH")
     for recompute in ("none", "selective", "full")
 )
 

@@ -88,8 +88,7 @@ class HostStep:
 
     def __init__(self, optimizer: Any, offload: str) -> None:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
-        path = folder(offload)
-        self.file = StateFile(path) if path else None
+        self.file = StateFile(offload, "optimizer states") if folder(offload) else None
         if self.file is not None:
             self.file.reserve(_state_bytes(optimizer))
             optimizer.register_state_dict_pre_hook(lambda _: self._settle())

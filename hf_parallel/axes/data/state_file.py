@@ -1,4 +1,4 @@
-"""Optimizer states in a file that is mapped into memory: read ahead of their use, written back behind it.
+"""What training keeps, in a file that is mapped into memory: read ahead of its use, written back behind it.
 
 The file never has a name, so a process that ends in any way leaves nothing behind, and nobody can cut it. Its room
 is reserved before it is used: a full disk is an error at once, not a signal at some later write. Pages of a shared
@@ -18,6 +18,7 @@ import tempfile
 
 import torch
 
+from hf_parallel.axes.offload import folder
 from hf_parallel.spec import refuse
 
 _SYNC = 4  # MS_SYNC
@@ -27,14 +28,14 @@ _libc = ctypes.CDLL(None, use_errno=True)  # lets other threads of Python run me
 
 
 class StateFile:
-    """Parts of one file, each for the states that are used together."""
+    """Parts of one file, each for what is used together. `what` is in it under which `offload`, for messages."""
 
-    def __init__(self, folder: str) -> None:
-        os.makedirs(folder, exist_ok=True)
-        self.folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - for as long as the optimizer lives
+    def __init__(self, offload: str, what: str) -> None:
+        self.offload, self.folder, self.what = offload, folder(offload), what
+        os.makedirs(self.folder, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - for as long as its owner lives
         self._reserved = self._used = 0
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "optimizer states")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "files of offload=nvme")
         self._unfinished: list[concurrent.futures.Future] = []
 
     def reserve(self, size: int) -> None:
@@ -50,8 +51,8 @@ class StateFile:
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            why = f"optimizer states of this rank need {_gib(size)}, {self._free()}"
-            refuse(f"offload=nvme:{self.folder}", why, "a folder with more room, or offload=optimizer,")
+            why = f"{self.what} of this rank need {_gib(size)}, {self._free()}"
+            refuse(f"offload={self.offload}", why, "a folder with more room, or offload=optimizer,")
         self._reserved += size
 
     def part(self, size: int) -> StatePart:
@@ -100,7 +101,7 @@ class StateFile:
             raise OSError(errno.EIO, self._lost(f"were cut from {_gib(self._reserved)} to {_gib(size)}"))
 
     def _lost(self, why: str) -> str:
-        return f"offload=nvme:{self.folder}: optimizer states {why}; training can go on from the last checkpoint"
+        return f"offload={self.offload}: {self.what} {why}; training can go on from the last checkpoint"
 
     def _free(self) -> str:
         return f"{_gib(shutil.disk_usage(self.folder).free)} are free"
