@@ -200,6 +200,7 @@ def to_layout(config: ParallelConfig) -> Layout:
         quantize_weights=config.quantize_weights,
         quantize_gradients=config.quantize_gradients,
         gradient_error_feedback=config.gradient_error_feedback,
+        partition_activations=config.partition_activations,
     )
 
 

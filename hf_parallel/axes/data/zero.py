@@ -67,7 +67,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
-    """`fully_shard` moves what is in its units; a stage has buffers beside them. Parameters that rest on the host stay."""
+    """`fully_shard` moves what is in its units; a stage has buffers beside them. What rests on the host stays."""
     device, rests = mesh.device, bool(resting(mesh))
     for module in model.modules():
         for tensors in (module._buffers,) if rests else (module._parameters, module._buffers):
