@@ -229,7 +229,7 @@ def diagnostics() -> dict[str, str]:
 
 
 def allocation() -> dict[str, str]:
-    """A GPU's memory in segments that grow in place: between blocks of fixed sizes would be gaps (ZeRO-R, section 6.3).
+    """A GPU's memory in segments that grow in place: between blocks of fixed sizes would be gaps (ZeRO-R, 6.3).
 
     What is gathered and what batches take differ in size from layer to layer and step to step. Read when memory is
     first taken. What the script's environment says stays.
