@@ -1,18 +1,20 @@
-"""ZeRO's stages beside accelerate's own FSDP2 and torch's DDP: both on the same processes, step by step in turns.
+"""ZeRO's stages beside accelerate's own FSDP2, torch's DDP and DeepSpeed, on the same processes in turns.
 
     python -m benchmarks.zero_side_by_side [--steps 12] [--ranks 2] [--hidden 256] [--layers 4]
 
-Prints, for each stage, the median seconds of a step (forward, backward, SGD) of both and the median of their ratios,
-each of two steps that followed each other. Only ratios mean anything: a machine that is busy is so for both. Stage 0
-stands beside DDP, 2 and 3 beside `fully_shard` as accelerate's FullyShardedDataParallelPlugin calls it with
-reshard_after_forward False and True; stage 1, which accelerate has not, beside the same as 2.
+Prints, for each stage, the median seconds of a step (forward, backward, SGD), and the median ratio of ours to it, each
+of two steps of one round. Only ratios mean anything: a machine that is busy is so for all. DeepSpeed takes part where
+it is installed. Stage 0 stands beside DDP, 2 and 3 beside `fully_shard` as accelerate's FullyShardedDataParallelPlugin
+calls it with reshard_after_forward False and True; stage 1, which accelerate has not, beside the same as 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ from tests.distributed import run
 
 ROWS, LENGTH, VOCABULARY = 2, 64, 4096
 Step = Callable[[], None]
+_WARM = 5  # rounds: what is compared between ranks in the first steps, and what allocators learn
 
 
 def _model(hidden: int, layers: int) -> Any:
@@ -36,14 +39,18 @@ def _model(hidden: int, layers: int) -> Any:
     return AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **heads, num_hidden_layers=layers)).train()
 
 
+def _tokens() -> torch.Tensor:
+    """This rank's rows."""
+    rows = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 7 * torch.distributed.get_rank()
+    return rows % VOCABULARY
+
+
 def _step(model: nn.Module) -> Step:
     """A step of `model` on this rank's rows."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    rows = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) + 7 * torch.distributed.get_rank()
-    tokens = rows % VOCABULARY
 
     def step() -> None:
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        model(input_ids=_tokens(), labels=_tokens()).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -71,20 +78,44 @@ def _theirs(model: nn.Module, stage: int) -> nn.Module:
     return fsdp2_prepare_model(accelerator, model)
 
 
-def _rank(stage: int, hidden: int, layers: int, steps: int) -> tuple[float, float, float]:
-    """Seconds of a step of theirs and of ours, and the ratio."""
+def _deepspeeds(model: nn.Module, stage: int) -> Step:
+    """A step by DeepSpeed's engine, whose kernels for CPUs are left out: torch's SGD, and gloo."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    config = {"train_micro_batch_size_per_gpu": ROWS, **zero}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def step() -> None:
+        engine.backward(engine(input_ids=_tokens(), labels=_tokens()).loss)
+        engine.step()
+
+    return step
+
+
+def _rank(stage: int, hidden: int, layers: int, steps: int) -> dict[str, tuple[float, float]]:
+    """Of each: median seconds of a step, and the ratio of ours to it."""
     from hf_parallel import parallelize
 
-    ours = _step(parallelize(_model(hidden, layers), f"zero_stage={stage}"))
-    theirs = _step(_theirs(_model(hidden, layers), stage))
-    pairs = []
-    for number in range(steps + 2):
-        turns = [theirs, ours] if number % 2 else [ours, theirs]
-        seconds = {turn: _seconds(turn) for turn in turns}
-        pairs.append((seconds[theirs], seconds[ours]))
-    pairs = pairs[2:]
-    others, own = zip(*pairs, strict=True)
-    return statistics.median(others), statistics.median(own), statistics.median(b / a for a, b in pairs)
+    made = {
+        "ours": lambda model: _step(parallelize(model, f"zero_stage={stage}")),
+        "accelerate": lambda model: _step(_theirs(model, stage)),
+    }
+    if importlib.util.find_spec("deepspeed"):
+        made["deepspeed"] = lambda model: _deepspeeds(model, stage)
+    each = {name: make(_model(hidden, layers)) for name, make in made.items()}
+    rounds = []
+    for number in range(steps + _WARM):
+        turns = list(each)[number % len(each) :] + list(each)[: number % len(each)]
+        rounds.append({name: _seconds(each[name]) for name in turns})
+    rounds = rounds[_WARM:]
+    return {
+        name: (statistics.median(r[name] for r in rounds), statistics.median(r["ours"] / r[name] for r in rounds))
+        for name in each
+    }
 
 
 def _seconds(step: Step) -> float:
@@ -101,10 +132,10 @@ def main() -> None:
     for name, default in (("steps", 12), ("ranks", 2), ("hidden", 256), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     asked = parser.parse_args()
-    print(f"{'':10}{'theirs':>10}{'ours':>10}{'ratio':>8}")
     for stage in range(4):
-        theirs, ours, ratio = run(_rank, asked.ranks, stage, asked.hidden, asked.layers, asked.steps)[0]
-        print(f"stage {stage:<4}{theirs * 1e3:8.0f}ms{ours * 1e3:8.0f}ms{ratio:8.2f}", flush=True)
+        found = run(_rank, asked.ranks, stage, asked.hidden, asked.layers, asked.steps, timeout=400)[0]
+        cells = [f"{name} {seconds * 1e3:5.0f} ms (ours x {ratio:.2f})" for name, (seconds, ratio) in found.items()]
+        print(f"stage {stage}   " + "   ".join(cells), flush=True)
 
 
 if __name__ == "__main__":

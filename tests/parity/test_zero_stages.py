@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks import zero_side_by_side
 from hf_parallel.planner.states import StateBytes, zero_states
 from tests import models
 from tests.counting import CountCollectives
@@ -64,6 +65,14 @@ def test_one_reduction_per_step_under_every_schedule(stage):
 def test_adapters(runs, spec):
     adapters = (("r", 4), ("target_modules", "all-linear"))
     runs.check(Script(lora=adapters).with_accumulation(MICRO_BATCHES), spec)
+
+
+def test_beside_accelerates_own_and_ddp():
+    """The benchmark runs, at the stages where it makes another model; its figures are the page's own."""
+    for stage in (0, 3):
+        found = run(zero_side_by_side._rank, 2, stage, 64, 2, 1)[0]
+        assert {"ours", "accelerate"} <= found.keys()
+        assert all(seconds > 0 for seconds, _ in found.values())
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2,gradient_reduction=step", "dp_replicate=2,dp_shard=2,zero_stage=2"])
