@@ -9,10 +9,9 @@ from tests.parity.test_qlora import folder, train  # noqa: F401 - a fixture
 from tests.training import axes
 
 
-@pytest.mark.parametrize("layout", ["dp_shard=2", "tp=2,dp_shard=2"])
 @pytest.mark.parametrize("way", ["cpu", "optimizer", "nvme:FILES", "nvme_all:FILES"])
-def test_same_numbers_as_resident(folder, tmp_path, layout, way):  # noqa: F811
-    found = []
+def test_same_numbers_as_resident(folder, tmp_path, way):  # noqa: F811
+    found, layout = [], "tp=2,dp_shard=2"
     for more in ("", f",offload={way}".replace("FILES", str(tmp_path / "files"))):
         call = partial(train, f"{layout}{more}", folder, str(tmp_path / f"out{len(found)}"), {})
         logs, keys, stored, _ = run(call, axes(layout)["world"], init=False)[0]
