@@ -80,11 +80,20 @@ def _rank(steps: int) -> None:
         rows = _rows(rank % 2, 2 * ROWS) if "pp=2" in spec else _rows(rank, ROWS)  # as many per process
         model = parallelize(_model(), spec)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        begin = _crossed()
         found[name] = statistics.median(_seconds(lambda: _step(model, rows, optimizer), steps))  # noqa: B023 - it is called at once
+        found[f"{name} bytes"] = (_crossed() - begin) / (steps + 1)
     if dist.get_rank() == 0:
         print(json.dumps(found), flush=True)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _crossed() -> int:
+    """Bytes that this host has sent over the link so far."""
+    with open("/proc/self/net/dev") as table:
+        cards = [line.partition(":") for line in table]
+    return sum(int(numbers.split()[8]) for name, _, numbers in cards if name.strip().startswith("hfp"))
 
 
 def _rows(seed: int, count: int) -> Any:
@@ -247,12 +256,16 @@ def _table(rate: int, measured: dict[str, float]) -> list[str]:
     """Print one; what of it is too slow."""
     expected, base = predicted(rate, measured["alone"]), measured["ZeRO-3"]
     print(
-        f"\n{rate} Mbit/s{'':8} s per step  x ZeRO-3   predicted s  x ZeRO-3"
+        f"\n{rate} Mbit/s{'':8} s per step  x ZeRO-3   predicted s  x ZeRO-3   MB each way  x ZeRO-3"
         f"   one process alone {measured['alone']:.3f} s"
     )
+    sent = {name: measured[f"{name} bytes"] / 1e6 for name in LAYOUTS}
     for name in LAYOUTS:
-        one, other = measured[name], expected[name]
-        print(f"{name:18} {one:9.3f} {base / one:9.2f} {other:13.3f} {expected['ZeRO-3'] / other:9.2f}")
+        one, other, crossed = measured[name], expected[name], sent[name]
+        print(
+            f"{name:18} {one:9.3f} {base / one:9.2f} {other:13.3f} {expected['ZeRO-3'] / other:9.2f}"
+            f" {crossed:13.2f} {sent['ZeRO-3'] / crossed:9.2f}"
+        )
     orders = [sorted(LAYOUTS, key=table.__getitem__) for table in (measured, expected)]
     print(
         f"fastest first   measured: {', '.join(orders[0])}\n               predicted: {', '.join(orders[1])}",

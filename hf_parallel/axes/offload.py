@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
-_NVME = "nvme:"
+#: Ways that have a folder: only states in files, and all that rests.
+_NVME, _ALL = "nvme:", "nvme_all:"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class OffloadKeys(Keys):
     offload: str = key(
         "none",
         "`optimizer`: its states and its step on the host; `cpu`: parameters and gradients, too; `nvme:PATH`: its "
-        "states in files",
+        "states in files; `nvme_all:PATH`: parameters, too",
     )
 
 
@@ -35,47 +36,62 @@ class Offload(Axis[None, list[str]]):
         """One of the ways that there are."""
         way, path = config.offload, folder(config.offload)
         if way not in ("none", "optimizer", "cpu") and not path:
-            refuse(f"offload={way}", "not one of none, optimizer, cpu, nvme:PATH", "offload=cpu")
+            refuse(f"offload={way}", "not one of none, optimizer, cpu, nvme:PATH, nvme_all:PATH", "offload=cpu")
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.offload != "none"
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""
-        if config.offload == "cpu" and config.sharing_size == 1:
-            refuse("offload=cpu", "one data rank gathers no parameters, it needs them all", "offload=optimizer")
-        path = folder(config.offload)
+        offload, path = config.offload, folder(config.offload)
+        if parameters_rest(offload) and config.sharing_size == 1:
+            works = f"offload={_NVME}{path}" if path else "offload=optimizer"
+            refuse(f"offload={offload}", "one data rank gathers no parameters, it needs them all", works)
+        if offload.startswith(_ALL) and config.sharing_size == config.dp_replicate_size:
+            why = "replicas alone keep all parameters for every pass"
+            refuse(f"offload={offload}", why, f"offload={_NVME}{path}")
         if path:
-            _check_folder(path)
-            return [f"optimizer states in unnamed files below {path}, gone with the process; checkpoints hold them"]
+            _check_folder(*offload.split(":", 1))
+            what = "parameters and optimizer states" if offload.startswith(_ALL) else "optimizer states"
+            return [f"{what} in unnamed files below {path}, gone with the process; checkpoints hold them"]
         return []
 
     def notes(self, part: list[str]) -> list[str]:
         return part
 
     def finish(self, model: Any, part: list[str], building: Building) -> None:
-        """Let optimizers of this model step on the host."""
+        """Let optimizers of this model step on the host, and parameters lie in files."""
         from hf_parallel.axes.data.host_step import step_on_host
+        from hf_parallel.axes.data.parameter_file import rest_in_file
 
-        step_on_host(model, building.mesh.config.offload)
+        offload = building.mesh.config.offload
+        step_on_host(model, offload)
+        if offload.startswith(_ALL):
+            for root, _ in building.roots:
+                rest_in_file(root, offload)
 
 
 def folder(offload: str) -> str:
-    """PATH of `nvme:PATH`; empty if states rest in memory."""
-    return offload.removeprefix(_NVME) if offload.startswith(_NVME) else ""
+    """PATH of `nvme:PATH`; empty if what rests does so in memory."""
+    return offload.partition(":")[2] if offload.startswith((_NVME, _ALL)) else ""
 
 
-def _check_folder(path: str) -> None:
+def parameters_rest(offload: str) -> bool:
+    """Do parameters and gradients rest on the host, and go to the device to be gathered?"""
+    return offload.partition(":")[0] in ("cpu", "nvme_all")
+
+
+def _check_folder(way: str, path: str) -> None:
     """One that can be written to, made if it is not there."""
     if path == "PATH":  # as `plan` writes it
-        refuse(f"offload={_NVME}PATH", "PATH stands for a folder on a fast disk", f"offload={_NVME}/scratch")
+        refuse(f"offload={way}:PATH", "PATH stands for a folder on a fast disk", f"offload={way}:/scratch")
     above = os.path.abspath(path)
     while not os.path.exists(above):
         above = os.path.dirname(above)
     if not os.path.isdir(above):
-        refuse(f"offload={_NVME}{path}", f"{above} is no folder", f"offload={_NVME}{os.path.dirname(above)}")
+        refuse(f"offload={way}:{path}", f"{above} is no folder", f"offload={way}:{os.path.dirname(above)}")
     if not os.access(above, os.W_OK | os.X_OK):
-        refuse(f"offload={_NVME}{path}", f"{above} cannot be written to", "offload=optimizer")
+        refuse(f"offload={way}:{path}", f"{above} cannot be written to", "offload=optimizer")
 
 
 OFFLOAD = OffloadKeys.axis = Offload()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.axis import Axis, Keys, key
-from hf_parallel.spec import refuse
+from hf_parallel.spec import refuse, spell
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
@@ -34,6 +34,9 @@ class RecomputeKeys(Keys):
         "attention and what ranks send",
     )
     activation_offload: bool = key(False, "what layers keep for the backward pass rests on the host")
+    partition_activations: bool = key(
+        False, "of a checkpointed layer's input each `tp` rank keeps a part, also without sequence parallelism"
+    )
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class Recompute(Axis[RecomputeFacts, str]):
             refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
         if config.activation_offload and config.compile != "none":
             refuse("activation_offload=true", f"compile={config.compile} keeps what it likes", "compile=none")
+        if config.partition_activations:
+            _check_partition(config)
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.activation_checkpointing != "none" or config.activation_offload
@@ -82,6 +87,9 @@ class Recompute(Axis[RecomputeFacts, str]):
             refuse(asked, f"{anatomy.name} does not support it", "activation_checkpointing=none")
         if way != "full" and not facts.by_layer:
             refuse(asked, f"{anatomy.name} checkpoints its layers all alike", "activation_checkpointing=full")
+        if config.partition_activations and not facts.by_layer:
+            why = f"{anatomy.name} checkpoints its layers all alike"
+            refuse("partition_activations=true", why, "partition_activations=false")
         if every(way) > facts.layers:
             refuse(
                 asked, f"{anatomy.name} has {facts.layers} layers", f"activation_checkpointing=every:{facts.layers}"
@@ -102,11 +110,31 @@ class Recompute(Axis[RecomputeFacts, str]):
 
     def finish(self, model: Any, part: str, building: Building) -> None:
         """The layers of this rank, stage by stage."""
+        flag = building.sequence_flag
+        if building.mesh.config.partition_activations and (flag is None or not flag.on):
+            from hf_parallel.axes.partitioned_input import partition_inputs
+
+            for _, layers in building.roots:
+                partition_inputs(layers, building.mesh.group("tp"))
         if building.mesh.config.activation_offload:
             from hf_parallel.axes.activation_offload import offload_activations
 
             for _, layers in building.roots:
                 offload_activations(layers, building.mesh.device)
+
+
+def _check_partition(config: ParallelConfig) -> None:
+    """Only inputs of checkpointed layers, where tp ranks have the same, and they stay on the device."""
+    what, without = "partition_activations=true", "partition_activations=false"
+    if config.tp_size == 1:
+        refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
+    if config.activation_checkpointing == "none":
+        refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
+    if config.sequence_parallel:
+        refuse(what, "sequence_parallel=true has cut them already", without)
+    for name, value in (("activation_offload", False), ("compile", "none")):
+        if getattr(config, name) != value:
+            refuse(what, f"{name}={spell(getattr(config, name))} keeps them another way", without)
 
 
 def every(way: str) -> int:

@@ -76,6 +76,8 @@ def save_optimizer(
     plan = shards({name: group.nbytes for name, group in groups.items()}, "state", max_shard_size)
     where = os.path.join(directory, folder)
     with current(mesh) as saving:
+        with saving.noting():
+            _settle(optimizer)
         if mesh.rank == 0:
             with saving.noting():
                 os.makedirs(where, exist_ok=True)
@@ -84,6 +86,12 @@ def save_optimizer(
         files = {os.path.join(where, file): names for file, names in plan.filename_to_tensors.items()}
         write_all = functools.partial(_write_tensors, saving, files, groups, items)
         saving.stream(taken(state.tensors, items, mesh), write_all)
+
+
+def _settle(optimizer: Any) -> None:
+    """As its `state_dict` would: states may lie in files, and what could not be written there is not to be saved."""
+    for hook in getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values():
+        hook(optimizer)
 
 
 def _write_tensors(

@@ -63,6 +63,7 @@ _ON_HOST = {
     "optimizer": frozenset({"optimizer"}),
     "nvme": frozenset({"optimizer"}),
     "cpu": frozenset({"parameters", "gradients", "optimizer"}),
+    "nvme_all": frozenset({"parameters", "gradients", "optimizer"}),
 }
 
 

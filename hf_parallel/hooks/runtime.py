@@ -203,7 +203,7 @@ def _set_environment() -> dict[str, str | None]:
     wanted = {"HF_DEACTIVATE_ASYNC_LOAD": "1"}  # load one tensor at a time: all at once would need the whole model
     if not torch.accelerator.is_available():
         wanted["ACCELERATE_USE_CPU"] = "true"  # else accelerate takes several CPU processes for single ones
-    wanted |= diagnostics()
+    wanted |= diagnostics() | allocation()
     former = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     return former
@@ -226,6 +226,18 @@ def diagnostics() -> dict[str, str]:
     if int(os.environ.get("WORLD_SIZE", "1")) <= _DESYNC_RANKS:
         wanted["TORCH_NCCL_DESYNC_DEBUG"] = "1"
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def allocation() -> dict[str, str]:
+    """A GPU's memory in segments that grow in place: between blocks of fixed sizes would be gaps (ZeRO-R, 6.3).
+
+    What is gathered and what batches take differ in size from layer to layer and step to step. Read when memory is
+    first taken. What the script's environment says stays.
+    """
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second: its former name, which still holds
+    if not torch.cuda.is_available() or torch.version.hip or any(name in os.environ for name in names):
+        return {}
+    return {names[0]: "expandable_segments:True"}
 
 
 def _quiet_other_ranks() -> None:

@@ -132,9 +132,8 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
     if job.recompute == "selective" and job.habits.keeps_products and job.attention == "flash":
         return _all_products(block, shape, layout, job)
     if job.recompute == "full":
-        return job.stored * shape.hidden / (layout.tp if layout.sequence_parallel else 1) + _given(
-            terms_of(block, shape, job), layout, job.seq
-        )
+        parts = layout.tp if layout.sequence_parallel or layout.partition_activations else 1
+        return job.stored * shape.hidden / parts + _given(terms_of(block, shape, job), layout, job.seq)
     formula = _by_formula(block, shape, layout, job)
     counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)

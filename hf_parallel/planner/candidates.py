@@ -21,7 +21,7 @@ _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {"offload": offload, "activation_checkpointing": recompute}
-    for offload in ("none", "optimizer", "cpu", "nvme:PATH")
+    for offload in ("none", "optimizer", "cpu", "nvme:PATH", "nvme_all:PATH")
     for recompute in ("none", "selective", "full")
 )
 
@@ -185,6 +185,7 @@ def to_layout(config: ParallelConfig) -> Layout:
         quantize_weights="fp8" if gathers_codes(config) else config.quantize_weights,
         quantize_gradients=config.quantize_gradients,
         gradient_error_feedback=config.gradient_error_feedback,
+        partition_activations=config.partition_activations,
     )
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import Goal, configured, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
@@ -114,7 +115,7 @@ def variants(
     share = goal.share(config)
     sizes = micro_batches(goal, share, config) if share else []
     for way in ways:
-        if way["offload"] == "cpu" and config.data_parallel_size == 1:
+        if parameters_rest(way["offload"]) and config.data_parallel_size == 1:
             continue  # FSDP2 gathers parameters from the host, and one data rank has none of it
         tried = list(_growing(goal, configured(config, **way), sizes, limit))
         yield from tried

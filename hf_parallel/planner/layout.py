@@ -106,6 +106,7 @@ class Layout:
     quantize_weights: str = "none"
     quantize_gradients: str = "none"
     gradient_error_feedback: bool = False
+    partition_activations: bool = False  # inputs of checkpointed layers over tp, without sequence parallelism
 
     @property
     def gpus(self) -> int:

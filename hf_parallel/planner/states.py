@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job
 
@@ -71,7 +72,7 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
         state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
     if job.offload == "none":
         return state
-    if habits.fsdp2 and job.offload == "cpu":
+    if habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
     return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
 
@@ -83,7 +84,7 @@ def adapter_width(job: Job) -> int:
 
 def adapter_bytes(job: Job) -> StateBytes:
     """What training keeps per parameter of an adapter."""
-    if job.habits.fsdp2 and job.offload == "cpu":
+    if job.habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
     moments = moment_bytes(job.optimizer, ADAPTER_WIDTH) if job.offload == "none" else 0.0
     return StateBytes(ADAPTER_WIDTH, ADAPTER_WIDTH, moments)
@@ -101,6 +102,8 @@ def host_bytes(parameters: float, job: Job) -> float:
     """What `parameters` whose optimizer runs on the host take in its memory: gradient, weight, two moments."""
     if job.offload == "optimizer":
         return parameters * 2 * state_width(job)
+    if job.offload == "nvme_all":
+        return parameters * job.stored
     return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
 
 
@@ -110,8 +113,9 @@ def pcie_bytes(parameters: float, job: Job) -> tuple[float, float]:
 
 
 def nvme_bytes(parameters: float, job: Job) -> float:
-    """Per step: master weights and moments, read and written."""
-    return 2 * 3 * state_width(job) * parameters if job.offload.startswith("nvme") else 0.0
+    """Per step: master weights and moments, read and written; weights that are gathered from files."""
+    gathered = 2 * job.stored if job.offload == "nvme_all" else 0  # of the parameters; once in each direction
+    return (2 * 3 * state_width(job) + gathered) * parameters if job.offload.startswith("nvme") else 0.0
 
 
 def offload_seconds(parameters: float, job: Job, cluster: Cluster, backward: float) -> dict[str, float]:

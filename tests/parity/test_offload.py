@@ -1,9 +1,7 @@
 """Optimizer states and parameters that rest elsewhere: the numbers of one process, and the memory that is saved."""
 
 import ctypes
-import os
 import resource
-import time
 from functools import partial
 
 import pytest
@@ -89,7 +87,7 @@ def test_same_weights_as_one_process_under_each_optimizer(way, ranks, chunk, tmp
             assert ours.keys() == theirs.keys()
             gap = max((ours[key] - theirs[key]).abs().max().item() for key in ours)
             # absolute; Adam's first step is lr times the sign of a gradient, whatever is left of it at 1e-8
-            assert gap <= (1e-6 if name in ("sgd", "momentum") else 2e-5), (name, gap)
+            assert gap <= (1e-6 if ranks == 1 or name in ("sgd", "momentum") else 2e-5), (name, gap)
     assert not list(tmp_path.glob("states/*")), "a file with a name would outlive a crash"
 
 
@@ -200,53 +198,3 @@ def test_states_larger_than_the_limit_on_memory(tmp_path):
     assert found["states"] == expected["states"]
     assert found["losses"] == expected["losses"]
     assert found["grown"] < room
-
-
-def test_a_disk_without_room_is_refused_with_the_number(tmp_path):
-    def step():
-        import errno
-
-        import hf_parallel
-
-        def full(*args):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        os.posix_fallocate = full
-        model = hf_parallel.parallelize(Deep(), f"dp_shard=1,offload=nvme:{tmp_path}")
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1)).backward()
-        optimizer.step()
-
-    with pytest.raises(RankFailure) as caught:
-        run(step, 1)
-    message = caught.value.message
-    for word in (f"offload=nvme:{tmp_path}", "0.125 GiB", "are free", "offload=optimizer"):
-        assert word in message, message
-
-
-@pytest.mark.parametrize("fault", ["killed", "error"])
-def test_a_write_that_does_not_end(tmp_path, fault):
-    def step():
-        import signal
-
-        import hf_parallel
-        from hf_parallel.axes.data.state_file import StatePart
-
-        def broken(self):
-            if fault == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(5, "offload=nvme: optimizer states could not be written: Input/output error")
-
-        StatePart.write_back = broken
-        model = hf_parallel.parallelize(Deep(), f"dp_shard=1,offload=nvme:{tmp_path}")
-        optimizer = torch.optim.AdamW(model.parameters())
-        for _ in range(2):
-            model(torch.ones(1)).backward()
-            optimizer.step()
-        time.sleep(10)
-
-    with pytest.raises(RankFailure) as caught:
-        run(step, 1)
-    assert caught.value.kind == ("Killed" if fault == "killed" else "OSError")
-    assert fault == "killed" or "could not be written" in caught.value.message
-    assert list(tmp_path.iterdir()) == []

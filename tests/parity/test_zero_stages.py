@@ -7,6 +7,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from benchmarks import zero_side_by_side
 from hf_parallel.planner.states import StateBytes, zero_states
 from tests import models
 from tests.counting import CountCollectives
@@ -25,10 +26,53 @@ def test_numbers_of_one_process(runs, stage, layout):
     runs.check(script, f"{layout},zero_stage={stage}")
 
 
+SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stage_1_under_each_schedule(runs, schedule):
+    script = Script(model="deep", arguments=(("max_grad_norm", 0.05),)).with_accumulation(2)
+    runs.check(script, f"pp=2,dp_shard=2,zero_stage=1,pipeline_schedule={schedule}")
+
+
+def reductions(stage, schedules):
+    """How often each of this rank's numbers is reduced and gathered in a step of four micro-batches."""
+    import hf_parallel
+
+    found = []
+    for schedule in schedules:
+        model = models.build("llama", num_hidden_layers=8)
+        spec = f"pp=2,dp_shard=2,zero_stage={stage},pipeline_microbatches=4,pipeline_schedule={schedule}"
+        hf_parallel.parallelize(model, spec)
+        size = sum(parameter.numel() for parameter in model.parameters())
+        tokens = torch.randint(0, models.VOCABULARY, (4, 33), generator=torch.Generator().manual_seed(5))
+        for _ in range(2):
+            with CountCollectives() as counted:
+                model(input_ids=tokens, labels=tokens).loss.backward()
+        found.append((counted.whole["scatter"] / 4 / size, counted.whole["gather"] / 4 / size))
+    return found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_one_reduction_per_step_under_every_schedule(stage):
+    for rank in run(reductions, 4, stage, SCHEDULES):
+        for schedule, (scattered, gathered) in zip(SCHEDULES, rank, strict=True):
+            assert 0.9 <= scattered <= 1.03, (schedule, scattered)  # padded, but for what tied copies add
+            assert gathered <= 1.03, (schedule, gathered)
+
+
 @pytest.mark.parametrize("spec", layouts("LoRA", *(f"dp_shard=2,zero_stage={stage}" for stage in range(3))))
 def test_adapters(runs, spec):
     adapters = (("r", 4), ("target_modules", "all-linear"))
     runs.check(Script(lora=adapters).with_accumulation(MICRO_BATCHES), spec)
+
+
+def test_beside_accelerates_own_and_ddp():
+    """The benchmark runs, at the stages where it makes another model; its figures are the page's own."""
+    for stage in (0, 3):
+        found = run(zero_side_by_side._rank, 2, stage, 64, 2, 1)[0]
+        assert {"ours", "accelerate"} <= found.keys()
+        assert all(seconds > 0 for seconds, _ in found.values())
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2,gradient_reduction=step", "dp_replicate=2,dp_shard=2,zero_stage=2"])

@@ -88,6 +88,7 @@ MORE = [
     ("llama", f"pp=2,tp=2,dp_shard=2,{FOUR}=dualpipe_v", {"rows": 4}),
     ("llama", "dp_shard=8,hierarchical_shard=2,quantize_weights=int8,quantize_gradients=int4", {"rows": 2}),
     ("llama", "dp_shard=8,offload=cpu", {"rows": 2}),
+    ("llama", "dp_shard=8,offload=nvme_all:/scratch", {"rows": 2}),
     ("llama", "tp=2,dp_shard=4,offload=optimizer", {"rows": 2}),
     ("llama", "dp_shard=8,quantize_weights=fp8", {"rows": 2, "adapters": 8}),
     ("llama", "tp=2,dp_shard=4,quantize_gradients=int8,hierarchical_shard=2", {"rows": 2}),

@@ -22,6 +22,7 @@ VALUES = {
     "context_parallel": ("ulysses", "ulysses"),
     "activation_checkpointing": ("full", "full"),
     "activation_offload": ("true", True),
+    "partition_activations": ("false", False),
     "compile": ("regional", "regional"),
     "lean_loss": ("true", "true"),
     "hierarchical_shard": ("2", 2),

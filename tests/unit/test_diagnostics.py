@@ -38,6 +38,16 @@ def test_desync_debug_is_for_worlds_whose_store_bears_it(monkeypatch):
     assert "TORCH_NCCL_DESYNC_DEBUG" not in runtime.diagnostics()
 
 
+def test_memory_grows_in_place_on_cuda_unless_somebody_has_chosen(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    assert runtime.allocation() == {}  # nothing to set without a GPU
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert runtime.allocation() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    assert runtime.allocation() == {}
+
+
 @pytest.mark.parametrize(
     ("cores", "cpu", "bound"), [(8, False, True), (4, False, False), (8, True, False)], ids=["free", "chosen", "cpu"]
 )

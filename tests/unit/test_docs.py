@@ -58,6 +58,7 @@ ELSEWHERE = {
     r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
     r"python -m benchmarks.compression": "tests/parity/test_zeropp.py::test_loss_of_a_run_with_compression",
+    r"python -m benchmarks.zero_side_by_side": "tests/parity/test_zero_stages.py::test_beside_accelerates_own_and_ddp",
     r"python -m benchmarks.slow_network": "tests/parity/test_zeropp.py::test_planned_order_on_a_slow_link",
     r"python -m tests.patch_list": "tests/unit/test_patch_list.py::test_the_page_is_current",
     r"python -m tests.activations": "tests/parity/test_activation_memory.py::test_formula_in_one_process",

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_parallel.axes.data.local_step import is_elementwise, parameters_of, step_on_local_parts
 from hf_parallel.axes.data.state_file import StateFile, StatePart
 from hf_parallel.axes.offload import folder
+from hf_parallel.mesh import stored
 from hf_parallel.spec import refuse
 
 #: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
@@ -43,11 +44,13 @@ def step_on_host(model: nn.Module, offload: str) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Refuse an optimizer whose step cannot be made on the host, or in parts."""
+    """Refuse an optimizer whose step cannot be made on the host, or in parts, or whose states a disk cannot hold."""
     way = _way_of(optimizer)
     if way not in (None, "cpu") and not is_elementwise(optimizer):
         why = f"{type(optimizer).__name__} is none of torch's optimizers that step number by number"
         refuse(f"offload={way}", why, "AdamW (adamw_torch) or SGD, or offload=cpu,")
+    if way is not None and folder(way) and _HELD not in vars(optimizer):
+        vars(optimizer)[_HELD] = HostStep(optimizer, way)
 
 
 def _way_of(optimizer: Any) -> str | None:
@@ -85,8 +88,10 @@ class HostStep:
 
     def __init__(self, optimizer: Any, offload: str) -> None:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
-        path = folder(offload)
-        self.file = StateFile(path) if path else None
+        self.file = StateFile(offload, "optimizer states") if folder(offload) else None
+        if self.file is not None:
+            self.file.reserve(_state_bytes(optimizer))
+            optimizer.register_state_dict_pre_hook(lambda _: self._settle())
         self._parts: dict[int, StatePart] = {}  # by chunk
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # states in files, by place of the parameter
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -97,6 +102,7 @@ class HostStep:
         former = [group["params"] for group in optimizer.param_groups]
         places = {parameter: place for place, parameter in enumerate(p for group in former for p in group)}
         chunks = list(_chunks(parameter for parameter in places if parameter.grad is not None))
+        self._settle()
         copies = _HostCopies(chunks)
         try:
             for number, chunk in enumerate(chunks):
@@ -139,6 +145,11 @@ class HostStep:
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
+    def _settle(self) -> None:
+        """Before states are read: what was written is there."""
+        if self.file is not None:
+            self.file.settle()
+
     def _fetch(self, number: int) -> None:
         if self.file is not None and number in self._parts:
             self.file.fetch(self._parts[number])
@@ -161,21 +172,12 @@ class HostStep:
         fresh = [entry for entry in new if entry not in known]
         if fresh:
             size = StatePart.size_of([slots[slot] for _, slots, slot in fresh])
-            if not self._parts:
-                self._reserve_all(size / sum(p.numel() for p in chunk), places)
             part = self._parts[number] = self.file.part(size)
             for place, slots, slot in fresh:
                 slots[slot] = self._kept[place, slot] = part.keep(slots[slot])
             self.file.free()
-        if not number:
-            self.file.settle()  # what the last step has left
         if number in self._parts:
             self.file.release(self._parts[number])
-
-    def _reserve_all(self, per_number: float, places: Iterable[torch.Tensor]) -> None:
-        """Room for the states of all parameters, as the first chunk's are; before any other is made."""
-        assert self.file is not None
-        self.file.reserve(int(per_number * sum(p.numel() for p in places if p.grad is not None)))
 
 
 class _HostCopies:
@@ -209,6 +211,22 @@ class _HostCopies:
 def _begin_copy(tensor: Any) -> torch.Tensor:
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor.detach(), non_blocking=True)
+
+
+def _state_bytes(optimizer: Any) -> int:
+    """What its states will take: as many bytes for each number as a step keeps for one."""
+    kind: Any = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    total = 0
+    for group in optimizer.param_groups:
+        trained = [stored(parameter) for parameter in group["params"] if parameter.requires_grad]
+        for dtype in {parameter.dtype for parameter in trained}:
+            one = torch.zeros(1, dtype=dtype, requires_grad=True)
+            one.grad = torch.zeros_like(one)
+            alike = kind([{**group, "params": [one]}])
+            alike.step()
+            each = sum(value.nbytes for value in alike.state[one].values() if torch.is_tensor(value) and value.ndim)
+            total += each * sum(parameter.numel() for parameter in trained if parameter.dtype == dtype)
+    return total
 
 
 def _to_host(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Optimizer states in a file that is mapped into memory: read ahead of their use, written back behind it.
+"""What training keeps, in a file that is mapped into memory: read ahead of its use, written back behind it.
 
 The file never has a name, so a process that ends in any way leaves nothing behind, and nobody can cut it. Its room
 is reserved before it is used: a full disk is an error at once, not a signal at some later write. Pages of a shared
@@ -18,6 +18,7 @@ import tempfile
 
 import torch
 
+from hf_parallel.axes.offload import folder
 from hf_parallel.spec import refuse
 
 _SYNC = 4  # MS_SYNC
@@ -27,14 +28,14 @@ _libc = ctypes.CDLL(None, use_errno=True)  # lets other threads of Python run me
 
 
 class StateFile:
-    """Parts of one file, each for the states that are used together."""
+    """Parts of one file, each for what is used together. `what` is in it under which `offload`, for messages."""
 
-    def __init__(self, folder: str) -> None:
-        os.makedirs(folder, exist_ok=True)
-        self.folder = folder
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - for as long as the optimizer lives
+    def __init__(self, offload: str, what: str) -> None:
+        self.offload, self.folder, self.what = offload, folder(offload), what
+        os.makedirs(self.folder, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - for as long as its owner lives
         self._reserved = self._used = 0
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "optimizer states")
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "files of offload=nvme")
         self._unfinished: list[concurrent.futures.Future] = []
 
     def reserve(self, size: int) -> None:
@@ -43,14 +44,15 @@ class StateFile:
         Raises:
             SpecError: the disk has less.
         """
+        if not size:
+            return
         try:
             os.posix_fallocate(self._file.fileno(), self._reserved, size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            free = shutil.disk_usage(self.folder).free
-            why = f"optimizer states of this rank need {_gib(size)}, {_gib(free)} are free"
-            refuse(f"offload=nvme:{self.folder}", why, "a folder with more room, or offload=optimizer,")
+            why = f"{self.what} of this rank need {_gib(size)}, {self._free()}"
+            refuse(f"offload={self.offload}", why, "a folder with more room, or offload=optimizer,")
         self._reserved += size
 
     def part(self, size: int) -> StatePart:
@@ -82,14 +84,27 @@ class StateFile:
             _libc.malloc_trim(0)
 
     def settle(self) -> None:
-        """Wait for what was begun.
+        """Wait for what was begun; what is then in the file can be read.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it could not be written, or the file was cut: what is read would not be what was kept.
         """
         unfinished, self._unfinished = self._unfinished, []
         for future in unfinished:
-            future.result()
+            try:
+                future.result()
+            except OSError as error:
+                why = f"could not be written ({os.strerror(error.errno or 0)}, {self._free()})"
+                raise OSError(error.errno, self._lost(why)) from error
+        size = os.fstat(self._file.fileno()).st_size
+        if size < self._reserved:
+            raise OSError(errno.EIO, self._lost(f"were cut from {_gib(self._reserved)} to {_gib(size)}"))
+
+    def _lost(self, why: str) -> str:
+        return f"offload={self.offload}: {self.what} {why}; training can go on from the last checkpoint"
+
+    def _free(self) -> str:
+        return f"{_gib(shutil.disk_usage(self.folder).free)} are free"
 
     def _submit(self, work: object) -> None:
         self._unfinished.append(self._thread.submit(work))  # type: ignore[arg-type]
@@ -119,7 +134,7 @@ class StatePart:
         address, size = ctypes.c_void_p(self._address), ctypes.c_size_t(self.size)
         if _libc.msync(address, size, _SYNC):
             code = ctypes.get_errno()
-            raise OSError(code, f"offload=nvme: optimizer states could not be written: {os.strerror(code)}")
+            raise OSError(code, os.strerror(code))
         _libc.madvise(address, size, _FORGET)
 
 

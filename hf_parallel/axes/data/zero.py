@@ -27,6 +27,7 @@ from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.data.ends import shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
+from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
 
@@ -87,7 +88,7 @@ def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
 
 
 def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
-    """`fully_shard` moves what is in its units; a stage has buffers beside them. Under offload=cpu parameters stay."""
+    """`fully_shard` moves what is in its units; a stage has buffers beside them. What rests on the host stays."""
     device, rests = mesh.device, bool(resting(mesh))
     for module in model.modules():
         for tensors in (module._buffers,) if rests else (module._parameters, module._buffers):
@@ -97,10 +98,11 @@ def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
 
 
 def resting(mesh: ParallelMesh) -> dict[str, Any]:
-    """Under offload=cpu parameters and gradients rest on the host, in memory that a GPU copies from by itself."""
-    if mesh.config.offload != "cpu":
+    """Parameters and gradients that rest on the host; if not in files, in memory that a GPU copies from by itself."""
+    offload = mesh.config.offload
+    if not parameters_rest(offload):
         return {}
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu")}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu" and not folder(offload))}
 
 
 def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: dict[str, Any]) -> set[nn.Parameter]:
