@@ -29,11 +29,15 @@ class ExpertKeys(Keys):
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one."""
+    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one.
+
+    `waits`: it is asked for under pp, whose backward passes wait for all forward ones.
+    """
 
     experts: dict[str, ExpertFacts]
     ranks: int
     balanced: bool
+    waits: bool
 
     @property
     def per_rank(self) -> int:
@@ -43,10 +47,11 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class MixtureFacts:
-    """Experts of each layer, by the module's full name, and whether the loss that balances them is a known one."""
+    """Experts of each layer, by the module's full name, whether the loss that balances them is a known one, and asked for."""
 
     experts: dict[str, ExpertFacts]
     balanced: bool
+    asked: bool
 
 
 class Experts(Axis["MixtureFacts", ExpertPart]):
@@ -75,21 +80,24 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def read(self, model: Any, config: ParallelConfig) -> MixtureFacts:
         """Which modules hold experts, and how."""
-        from hf_parallel.axes.experts.balance import has_known_balance
-        from hf_parallel.model.experts import expert_facts, named_experts
+        from hf_parallel.model.experts import expert_facts, has_known_balance, named_experts
 
         found = {name: expert_facts(module) for name, module in named_experts(model)}
-        return MixtureFacts(found, bool(found) and hasattr(model, "config") and has_known_balance(model))
+        balanced = bool(found) and hasattr(model, "config") and has_known_balance(model)
+        return MixtureFacts(found, balanced, balanced and bool(getattr(model.config, "output_router_logits", False)))
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
         """The same number of experts on each rank."""
         if config.ep_size > 1:
             _check_experts(config, anatomy, facts.experts)
-        return ExpertPart(facts.experts, config.ep_size, facts.balanced) if facts.experts else None
+        waits = facts.asked and config.pp_size > 1
+        return ExpertPart(facts.experts, config.ep_size, facts.balanced, waits) if facts.experts else None
 
     def notes(self, part: ExpertPart) -> list[str]:
         whole = part.per_rank * part.ranks
-        return [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
+        waits = "output_router_logits under pp: backward passes start after all forward ones, as gpipe's do"
+        shared = [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
+        return [*shared, *([waits] if part.waits else [])]
 
     def apply(self, model: Any, part: ExpertPart | None, building: Building) -> None:
         """Keep this rank's experts of each layer, and let tokens travel to them."""
@@ -99,15 +107,20 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
             share_out(model, part.experts, building.mesh, building.sequence_flag)
 
     def finish(self, model: Any, part: ExpertPart | None, building: Building) -> None:
-        """Balance experts over the rows of all data ranks, and count how evenly tokens fall on them."""
+        """Balance experts over the rows of all data ranks, and over all stages; count how evenly tokens fall on them."""
         from hf_parallel.axes.experts.balance import balance_over_data_ranks
         from hf_parallel.axes.experts.load import watch_load
+        from hf_parallel.axes.experts.stages import StageBalance
 
         if part is None:
             return
-        watch_load(model, max(facts.count for facts in part.experts.values()), building.mesh)
-        if part.balanced and building.mesh.data_size > 1:
-            balance_over_data_ranks(model, building.mesh)
+        mesh, count = building.mesh, max(facts.count for facts in part.experts.values())
+        watch_load(model, count, mesh)
+        if part.balanced and building.pipeline is not None:
+            engine = building.pipeline
+            engine.balance = StageBalance(model, count, mesh, engine.last_rank, building.whole_tokens)
+        elif part.balanced and mesh.data_size > 1:
+            balance_over_data_ranks(model, mesh)
 
 
 def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
