@@ -29,6 +29,7 @@ VALUES = {
     "offload": ("nvme:/scratch", "nvme:/scratch"),
     "attention": ("eager", "eager"),
     "async_save": ("true", True),
+    "expert_capacity_factor": ("1.25", 1.25),
 }
 
 

@@ -175,7 +175,12 @@ class PipelineEngine:
 
     def _outputs(self, batch: Batch) -> Any:
         outputs = self._model_forward(**batch)
-        if self.model.training and torch.is_grad_enabled() and batch.get("labels") is not None and self.balances(batch):
+        if (
+            self.model.training
+            and torch.is_grad_enabled()
+            and batch.get("labels") is not None
+            and self.balances(batch)
+        ):
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
         if self.loss_only and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])

@@ -239,7 +239,7 @@ def describe(engine: Any, kwargs: Batch, batch: Batch, values: bool = True) -> C
 def _pass_count(engine: Any, rows: int) -> int:
     """Into how many micro-batches so many rows are cut: as many on all data ranks whose tokens meet at experts."""
     config, count = engine.config, min(rows, 2 * engine.config.pp_size)
-    if config.ep_size <= config.cp_size * config.tp_size:
+    if config.ep_size <= config.cp_size * config.tp_size and config.expert_capacity_factor is None:
         return count
     fewest = torch.tensor(count, device=engine.mesh.device)
     dist.all_reduce(fewest, dist.ReduceOp.MIN, group=engine.mesh.data_group)
