@@ -107,12 +107,13 @@ def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """What a model records as its router logits: full name and module, and which of its outputs they are."""
     for name, module in model.named_modules():
         for recorder in _recorders(model):
-            kind, layer = getattr(recorder, "target_class", recorder), getattr(recorder, "layer_name", None)
+            kind: Any = getattr(recorder, "target_class", recorder)
+            layer = getattr(recorder, "layer_name", None)
             if isinstance(kind, type) and isinstance(module, kind) and f".{layer or name}." in f".{name}.":
                 yield name, module, getattr(recorder, "index", 1)
 
 
 def _recorders(model: nn.Module) -> list[Any]:
     declared = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
-    found = next((known["router_logits"] for known in declared if "router_logits" in known), [])
+    found: Any = next((known["router_logits"] for known in declared if "router_logits" in known), [])
     return found if isinstance(found, list) else [found]

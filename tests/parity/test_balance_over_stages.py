@@ -28,7 +28,7 @@ def test_a_trainer_script(runs, spec, changes):
 
 @pytest.mark.parametrize("spec", ["pp=2,cp=2", "pp=2,cp=2,tp=2,ep=4", "pp=2,tp=2"], ids=spec_id)
 def test_parts_of_sequences(spec):
-    """33 tokens, of which padding does not count; stages with no experts, of a model with some in every other layer."""
+    """33 tokens, of which padding does not count; a stage without experts."""
     sparse = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     cases = [
         ("mixtral_balanced", "padded", spec, True, {}),

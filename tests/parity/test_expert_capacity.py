@@ -1,4 +1,4 @@
-"""Room for so many tokens per expert: what is dropped is what one plain process would drop, and its share is logged."""
+"""Room for so many tokens per expert: the same are dropped as in one plain process; their share is logged."""
 
 import functools
 import math

@@ -1,4 +1,4 @@
-"""What ranks that hold whole experts (`ep`) save, export, merge and go on from; and what routers keep beside weights."""
+"""What ranks that hold whole experts (`ep`) save, export, merge and go on from; biases of routers."""
 
 from functools import partial
 from typing import Any
@@ -65,9 +65,9 @@ def biased(spec: str, initial: str, out: str) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(initial)
     routers = {name: buffer for name, buffer in model.named_buffers() if "e_score_correction_bias" in name}
     read = {name: buffer.clone() for name, buffer in routers.items()}
+    load = torch.arange(8.0) + dist.get_rank()
+    dist.all_reduce(load)
     for buffer in routers.values():
-        load = torch.arange(len(buffer), dtype=torch.float32) + dist.get_rank()
-        dist.all_reduce(load)
         buffer += 0.125 * torch.sign(load.mean() - load)
     model.save_pretrained(out)
     return {"read": read, "changed": {name: buffer.clone() for name, buffer in routers.items()}}

@@ -58,7 +58,7 @@ class Capacity:
     def _over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many tokens of each expert ranks before this one have, and all: from the ranks nearest each other on."""
         parts = [self.mesh.group("tp")] if self._switch is not None and self._switch.on else []
-        groups = [*parts, self.mesh.group("cp"), self.mesh.data_group]
+        groups: list[Any] = [*parts, self.mesh.group("cp"), self.mesh.data_group]
         before, total = torch.zeros_like(own), own
         for group in (group for group in groups if group.size() > 1):
             theirs = start_all_gather(total, group).wait()
