@@ -105,11 +105,12 @@ def _setting(model: Any, names: tuple[str, ...]) -> Any:
 
 def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     """What a model records as its router logits: full name and module, and which of its outputs they are."""
-    for name, module in model.named_modules():
-        for recorder in _recorders(model):
+    recorders, modules = _recorders(model), dict(model.named_modules())
+    for name, module in modules.items():
+        for recorder in recorders:
             kind: Any = getattr(recorder, "target_class", recorder)
             layer = getattr(recorder, "layer_name", None)
-            if isinstance(kind, type) and isinstance(module, kind) and f".{layer or name}." in f".{name}.":
+            if isinstance(kind, type) and issubclass(type(module), kind) and f".{layer or name}." in f".{name}.":
                 yield name, module, getattr(recorder, "index", 1)
 
 
