@@ -191,7 +191,7 @@ def _expert_facts(plan: Plan) -> dict[str, str]:
     for rank in range(plan.config.world_size):
         holders.setdefault(expert_coordinates(plan.config, rank)["ep"], []).append(rank)
     shown = [
-        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_numbered(ranks)}"
+        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_ranks(ranks)}"
         for place, ranks in holders.items()
     ]
     shown = shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
@@ -200,7 +200,7 @@ def _expert_facts(plan: Plan) -> dict[str, str]:
     return {"experts": f"{counts} in each of {len(part.experts)} layers: {', '.join(shown)}{shared}"}
 
 
-def _numbered(ranks: list[int]) -> str:
+def _ranks(ranks: list[int]) -> str:
     few = ranks if len(ranks) <= 4 else [*ranks[:2], "…", ranks[-1]]
     return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, few))}"
 
