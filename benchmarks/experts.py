@@ -243,9 +243,8 @@ def whole_run(path: str) -> None:
     pairs = [(ours["loss"], theirs["loss"]) for ours, theirs in zip(logs, alone, strict=True)]
     ours, theirs = (statistics.mean(side[-10:]) for side in zip(*pairs, strict=True))
     print(f"{RUN_STEPS} steps under {SPEC} in {time.perf_counter() - start:.0f} s")
-    print(
-        f"loss of the last {10 * EVERY} steps: {ours:.4f}, of one process {theirs:.4f}, apart {abs(ours / theirs - 1):.1e}"
-    )
+    apart = abs(ours / theirs - 1)
+    print(f"loss of the last {10 * EVERY} steps: {ours:.4f}, of one process {theirs:.4f}, apart {apart:.1e}")
     print(f"largest gap of all logged losses: {max(abs(a / b - 1) for a, b in pairs):.1e}")
     first, last = logs[0], logs[-1]
     print(f"busiest expert over the mean: {first['expert_load']:.2f} at first, {last['expert_load']:.2f} at last")

@@ -65,11 +65,17 @@ def test_dense_experts_do_not_travel():
 @pytest.mark.parametrize(
     ("spec", "said"),
     [
-        ("tp=2,dp_shard=2,ep=2", "4 in each of 4 layers: 0-1 on ranks 0 2, 2-3 on ranks 1 3; a rank stores 1/2 of each"),
-        ("dp_replicate=2,dp_shard=4,ep=4", "4 in each of 4 layers: 0-0 on ranks 0 4, 1-1 on ranks 1 5, 2-2 on ranks 2 6, "),
+        (
+            "tp=2,dp_shard=2,ep=2",
+            "0-1 on ranks 0 2, 2-3 on ranks 1 3; a rank stores 1/2 of each",
+        ),
+        (
+            "dp_replicate=2,dp_shard=4,ep=4",
+            "0-0 on ranks 0 4, 1-1 on ranks 1 5, 2-2 on ranks 2 6, ",
+        ),
         ("pp=2,tp=2", "4 in each of 4 layers, on every rank"),
     ],
 )
 def test_where_experts_live(spec, said):
     cls, config = tiny("mixtral")
-    assert examine(sweep.build(cls, config), ParallelConfig.parse(spec)).facts["experts"].startswith(said)
+    assert said in examine(sweep.build(cls, config), ParallelConfig.parse(spec)).facts["experts"]

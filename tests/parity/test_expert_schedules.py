@@ -1,4 +1,4 @@
-"""Whole experts on different ranks under schedules that compute gradients of inputs and of weights at different times."""
+"""Whole experts on different ranks under schedules whose backward has two parts."""
 
 import pytest
 

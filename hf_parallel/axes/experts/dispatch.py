@@ -11,6 +11,7 @@ The weights of a token's experts stay with the token: what comes back is weighte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_parallel.collectives import exchange, exchange_counts, join_sequence, split_sequence
+from hf_parallel.collectives import exchange, exchange_counts, exchange_during, join_sequence, split_sequence
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,18 @@ class Arrived:
     received: list[int]
 
 
-def send(tokens: torch.Tensor, experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Arrived:
+def send(
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    count: int,
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], None] | None = None,
+) -> Arrived:
     """Bring each token [t, hidden] to its experts [t, k], numbered over all ranks of the group.
 
     Args:
         count: experts over all ranks. A pair of this number, which no expert has, does not travel.
+        meanwhile: computes something while tokens travel.
     """
     ranks, chosen = group.size(), experts.reshape(-1)
     order = chosen.argsort()
@@ -45,7 +53,11 @@ def send(tokens: torch.Tensor, experts: torch.Tensor, count: int, group: dist.Pr
     own = own.scatter_add_(0, chosen, torch.ones_like(chosen))[:count].view(ranks, -1)
     theirs = exchange_counts(own, group)
     sent, received = _sizes(own, theirs, len(chosen))
-    rows = exchange(tokens[order[: sum(sent)] // experts.shape[-1]], sent, received, group)
+    leaving = tokens[order[: sum(sent)] // experts.shape[-1]]
+    if meanwhile is None:
+        rows = exchange(leaving, sent, received, group)
+    else:
+        rows = exchange_during(leaving, sent, received, group, meanwhile)
     local = torch.arange(count // ranks, device=tokens.device).repeat(ranks)
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
 
