@@ -40,7 +40,14 @@ def test_adapters_merged_and_exported(runs, tmp_path, model, spec):
     none(weight_differences(str(tmp_path / "exported"), f"{one}/merged", 1e-6))
 
 
-@pytest.mark.parametrize("later", ["tp=2,ep=2", "pp=2,dp_shard=2,ep=2", "dp_replicate=2,dp_shard=2,ep=2", ONE])
+@pytest.mark.parametrize(
+    "later",
+    [
+        "tp=2,ep=2",
+        "pp=2,dp_shard=2,ep=2",
+        ONE,
+    ],
+)
 def test_goes_on_from_ep(runs, tmp_path, later):
     """ep=2 -> another layout: read and saved again bit for bit, the same steps after it; and what is exported."""
     folder = runs.initial("mixtral")

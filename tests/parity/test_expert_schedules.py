@@ -13,7 +13,6 @@ LAYOUT = "pp=2,dp_shard=2,ep=2"
         f"{LAYOUT},pipeline_schedule=zbv_zero_bubble",
         f"{LAYOUT},pipeline_schedule=dualpipe_v",
         f"{LAYOUT},pipeline_schedule=interleaved_zero_bubble",
-        "pp=2,tp=2,ep=2,pipeline_schedule=zbv_zero_bubble",
     ],
     ids=spec_id,
 )
