@@ -65,10 +65,19 @@ def expert_sizes(config: ParallelConfig) -> dict[str, int]:
 
 def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     """Where `rank` sits: {axis: index}. Pure arithmetic, no process group."""
+    return _place(config.sizes, rank)
+
+
+def expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
+    """The same in the second view."""
+    return _place(expert_sizes(config), rank)
+
+
+def _place(sizes: dict[str, int], rank: int) -> dict[str, int]:
     place = {}
-    for axis, size in reversed(config.sizes.items()):
+    for axis, size in reversed(sizes.items()):
         rank, place[axis] = divmod(rank, size)
-    return {axis: place[axis] for axis in config.sizes}
+    return {axis: place[axis] for axis in sizes}
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:

@@ -188,11 +188,13 @@ def convert(name: str, annotation: Any, value: Any) -> Any:
             return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
         if kind == "int":
             return int(text)
+        if kind == "float":
+            return float(text)
         if kind.startswith("tuple"):
             items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
             return tuple(int(item) for item in items)
     except (KeyError, ValueError) as error:
-        example = {"bool": "true", "int": "2"}.get(kind, "[2,2]")
+        example = {"bool": "true", "int": "2", "float": "1.5"}.get(kind, "[2,2]")
         refuse(f"{name}={text}", "not a value of this key", f"{name}={example}", cause=error)
     return text
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
@@ -73,6 +74,8 @@ class Building:
     pack: Packing | None = None
     sequence_flag: SequenceParallelFlag | None = None
     local_length: Callable[[int], int] | None = None  # tokens of a row -> those of it that a cp rank holds
+    #: Router logits [rows, own tokens, experts] of a batch -> those of all its tokens, one axis after another.
+    whole_tokens: list[Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]] = field(default_factory=list)
     pipeline: PipelineEngine | None = None
 
 

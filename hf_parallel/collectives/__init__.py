@@ -1,6 +1,12 @@
 """Differentiable collectives: each names what it does forward and backward. Some that only start. Who is here."""
 
-from hf_parallel.collectives.all_to_all import exchange, exchange_counts, exchange_equally, scale_gradient
+from hf_parallel.collectives.all_to_all import (
+    exchange,
+    exchange_counts,
+    exchange_during,
+    exchange_equally,
+    scale_gradient,
+)
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
 from hf_parallel.collectives.desync import AloneError, assert_all_ranks, watch
 from hf_parallel.collectives.differentiable import (
@@ -30,6 +36,7 @@ __all__ = [
     "copy_weight_to_group",
     "exchange",
     "exchange_counts",
+    "exchange_during",
     "exchange_equally",
     "gather_last_dim",
     "gather_sequence",

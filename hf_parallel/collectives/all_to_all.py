@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.collectives.kept import COLLECTIVE, kept_or
+from hf_parallel.collectives.kept import COLLECTIVE, keeps, kept_or
 
 if TYPE_CHECKING:
     from hf_parallel.collectives.context import Context
@@ -71,6 +72,74 @@ def exchange(rows: torch.Tensor, sent: list[int], received: list[int], group: di
         received: how many come from each.
     """
     return _Exchange.apply(rows, sent, received, group)
+
+
+def exchange_during(
+    rows: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup, meanwhile: Callable[[], None]
+) -> torch.Tensor:
+    """`exchange`; what `meanwhile` computes runs while rows travel, its gradients while theirs do."""
+    if keeps(COLLECTIVE):  # a checkpoint keeps what arrives, in order
+        arrived = exchange(rows, sent, received, group)
+        meanwhile()
+        return arrived
+    journey = _Journey(sent, received, group)
+    departed = _Depart.apply(rows, journey)
+    meanwhile()
+    return _Arrive.apply(departed, journey)
+
+
+class _Journey:
+    """Rows on their way, or their gradients on the way back."""
+
+    def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        self._travels: Any = None
+
+    def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """What will hold those that arrive."""
+        arriving, rows = rows.new_empty(sum(received), *rows.shape[1:]), rows.contiguous()
+        work = dist.all_to_all_single(
+            arriving, rows, output_split_sizes=received, input_split_sizes=sent, group=self.group, async_op=True
+        )
+        self._travels = work, rows, arriving  # rows, as their memory is read until then
+        return arriving
+
+    def wait(self) -> torch.Tensor:
+        """They have arrived."""
+        (work, _, arrived), self._travels = self._travels, None
+        work.wait()
+        return arrived
+
+
+class _Depart(torch.autograd.Function):
+    """Rows start forward; their gradients have arrived backward."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
+        ctx.journey = journey
+        return journey.start(rows, journey.sent, journey.received)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.journey.wait(), None
+
+
+class _Arrive(torch.autograd.Function):
+    """Rows have arrived forward; their gradients start backward."""
+
+    @staticmethod
+    def forward(ctx: Any, departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
+        ctx.journey = journey
+        journey.wait()
+        return departed.view_as(departed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        journey = ctx.journey
+        journey.start(gradient, journey.received, journey.sent)
+        return gradient, None  # of the shape that autograd expects; `_Depart` has the rows that come back
 
 
 def exchange_counts(counts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

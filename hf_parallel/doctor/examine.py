@@ -14,7 +14,7 @@ from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
 from hf_parallel.doctor.sizes import slice_shape, stored, tp_cuts
-from hf_parallel.mesh import coordinates
+from hf_parallel.mesh import coordinates, expert_coordinates
 from hf_parallel.model import build
 from hf_parallel.model.anatomy import Anatomy, read
 from hf_parallel.resolve import Plan, draft
@@ -190,11 +190,22 @@ def _expert_facts(plan: Plan) -> dict[str, str]:
     counts = ", ".join(str(count) for count in sorted({facts.count for facts in part.experts.values()}))
     if part.ranks == 1:
         return {"experts": f"{counts} in each of {len(part.experts)} layers, on every rank"}
+    holders: dict[int, list[int]] = {}
+    for rank in range(plan.config.world_size):
+        holders.setdefault(expert_coordinates(plan.config, rank)["ep"], []).append(rank)
+    shown = [
+        f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_ranks(ranks)}"
+        for place, ranks in holders.items()
+    ]
+    shown = shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
     shards = plan.config.ep_shard_size
-    shared = f", each over {shards} ranks" if shards > 1 else ""
-    ranges = [f"{r * part.per_rank}-{(r + 1) * part.per_rank - 1}" for r in range(part.ranks)]
-    shown = ranges if len(ranges) <= 4 else [*ranges[:2], "…", ranges[-1]]
-    return {"experts": f"{counts} in each of {len(part.experts)} layers; on ep ranks {', '.join(shown)}{shared}"}
+    shared = f"; a rank stores 1/{shards} of each" if shards > 1 else ""
+    return {"experts": f"{counts} in each of {len(part.experts)} layers: {', '.join(shown)}{shared}"}
+
+
+def _ranks(ranks: list[int]) -> str:
+    few = ranks if len(ranks) <= 4 else [*ranks[:2], "…", ranks[-1]]
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, few))}"
 
 
 def _count(

@@ -222,6 +222,9 @@ class _Run:
     def observe(self, counts: tuple[int, ...]) -> Observed:
         """With so many layers on each of this rank's stages; other ranks' stages get one each."""
         model, config = self._shortened(counts)
+        if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
+            why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
+            refuse("output_router_logits=True under pp", why, "output_router_logits=False")
         try:
             with fake_world(self.rank, config.world_size):
                 return self._step(model, config)

@@ -9,11 +9,15 @@ see it with what weight.
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+
+from hf_parallel.model.anatomy import text_config
 
 _TRAITS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 #: Kinds that run every token through every expert, the tokens of one expert after those of another.
@@ -67,3 +71,50 @@ def expert_facts(module: Any) -> ExpertFacts:
     unknown = tuple(name for name, _ in module.named_parameters() if name not in widths)
     down = held["down_proj"]
     return ExpertFacts(kind, len(down), down.shape[1 if transposed else 2], own, frozenset(packed), dense, unknown)
+
+
+# ---- the loss that balances them ---------------------------------------------------------------------------------
+
+_FUNCTION = "load_balancing_loss_func"
+_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
+
+def has_known_balance(model: Any) -> bool:
+    """Has the model the auxiliary loss of nearly all in transformers, and a coefficient for it?"""
+    function = getattr(sys.modules.get(type(model).__module__), _FUNCTION, None)
+    known = function is not None and list(inspect.signature(function).parameters) == _PARAMETERS
+    return known and balance_coefficient(model) is not None and experts_per_token(model) is not None
+
+
+def balance_coefficient(model: Any) -> float | None:
+    """What its auxiliary loss counts in its loss."""
+    return _setting(model, _COEFFICIENTS)
+
+
+def experts_per_token(model: Any) -> Any:
+    """How many experts a token has."""
+    return _setting(model, ("num_experts_per_tok",))
+
+
+def _setting(model: Any, names: tuple[str, ...]) -> Any:
+    places = (model, model.config, text_config(model))
+    found = (getattr(place, name, None) for place in places for name in names)
+    return next((value for value in found if value is not None), None)
+
+
+def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
+    """What a model records as its router logits: full name and module, and which of its outputs they are."""
+    recorders, modules = _recorders(model), dict(model.named_modules())
+    for name, module in modules.items():
+        for recorder in recorders:
+            kind: Any = getattr(recorder, "target_class", recorder)
+            layer = getattr(recorder, "layer_name", None)
+            if isinstance(kind, type) and issubclass(type(module), kind) and f".{layer or name}." in f".{name}.":
+                yield name, module, getattr(recorder, "index", 1)
+
+
+def _recorders(model: nn.Module) -> list[Any]:
+    declared = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
+    found: Any = next((known["router_logits"] for known in declared if "router_logits" in known), [])
+    return found if isinstance(found, list) else [found]

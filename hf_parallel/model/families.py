@@ -125,3 +125,30 @@ UNSPLITTABLE = {
     "VisionEncoderDecoderModel": "is two models in one",
     "SpeechEncoderDecoderModel": "is two models in one",
 }
+
+#: Blocks that compute their experts, and then, of the same tokens, their `shared_experts`.
+SHARED_AFTER = {
+    "AXK1MoE",
+    "AXK2MoE",
+    "BailingHybridMoE",
+    "DeepseekOcr2TextMoe",
+    "DeepseekV2Moe",
+    "DeepseekV3MoE",
+    "DeepseekV32MoE",
+    "Dots1MoE",
+    "Dots3NoteTextMoE",
+    "ExaoneMoeSparseMoEBlock",
+    "Glm4MoeMoE",
+    "Glm4MoeLiteMoE",
+    "Glm4vMoeTextMoE",
+    "Glm5NextTextMoE",
+    "GlmMoeDsaMoE",
+    "HYV4MoE",
+    "KimiLinearMoE",
+    "Kolibri1SparseMoeBlock",
+    "Mistral4MoE",
+    "MistralLarge4TextMoE",
+    "NemotronHMoE",
+    "SolarOpenMoE",
+    "UnlimitedOcrTextMoe",
+}

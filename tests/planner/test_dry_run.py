@@ -153,6 +153,7 @@ def refusal(call):
         ({"precision": "fp8"}, "precision=fp8"),
         ({"optimizer": "lion"}, "optimizer=lion"),
         ({"world_size": 3}, "dp_shard"),
+        ({"model": models.mixtral_balanced(), "config": "pp=2", "rows": 2}, "output_router_logits=False works"),
         ({"model": models.mixtral(experts_implementation="eager")}, 'experts_implementation="grouped_mm" works'),
     ],
 )

@@ -33,6 +33,7 @@ VALUES = {
     "attention": ("eager", "eager"),
     "async_save": ("true", True),
     "monitor": ("full", "full"),
+    "expert_capacity_factor": ("1.25", 1.25),
 }
 
 

@@ -108,6 +108,7 @@ class Context(Axis["ContextFacts", ContextPart]):
             caches=building.pipeline is None,
         )
         cut.attach(model, backbone(model))
+        building.whole_tokens.append(cut.whole_tokens)
 
 
 def _multiple(building: Building) -> int:

@@ -230,8 +230,12 @@ class SequenceCut:
         if logits and not self._is_generation(batch):
             layout = self._layout(batch)
             by_row = [_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits]
-            whole = (join(layer, layout, self.group).flatten(0, 1) for layer in by_row)
+            whole = (self.whole_tokens(layer, batch).flatten(0, 1) for layer in by_row)
             output["router_logits"] = tuple(layer.clone() for layer in whole)  # FSDP2 warns of outputs that are views
+
+    def whole_tokens(self, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """[rows, own tokens, …] -> [rows, tokens, …] on all ranks, which must go on to compute the same."""
+        return join(tensor, self._layout(batch), self.group)
 
     def _whole_for_pooler(self, module: nn.Module, args: tuple) -> tuple | None:
         cut = current.cut

@@ -150,6 +150,9 @@ def on_local_parts(optimizer: Any) -> Iterator[OnLocalParts]:
 
 def _local_part(parameter: Any) -> torch.Tensor:
     part = parameter._local_tensor.detach()
-    if parameter.grad is not None:
-        part.grad = parameter.grad._local_tensor
+    gradient = parameter.grad
+    if gradient is not None:
+        if gradient._local_tensor.shape != part.shape:  # of a model that transformers has split
+            gradient = gradient.redistribute(placements=parameter.placements)
+        part.grad = gradient._local_tensor
     return part

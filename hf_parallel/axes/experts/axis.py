@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ExpertKeys(Keys):
     ep_size: int = key(1, "ranks of `dp_shard`, `cp` and `tp` that hold different experts")
+    expert_capacity_factor: float | None = key(
+        None,
+        "room of an expert for tokens, times its even share; what comes after is dropped",
+        shown="none dropped",
+    )
 
     @property
     def ep_shard_size(self) -> int:
@@ -29,11 +34,16 @@ class ExpertKeys(Keys):
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one."""
+    """What will be done. `experts`: of each layer by full name; `balanced`: the auxiliary loss is a known one.
+
+    `waits`: it is asked for under pp, whose backward passes wait for all forward ones.
+    """
 
     experts: dict[str, ExpertFacts]
     ranks: int
     balanced: bool
+    waits: bool
+    capacity_factor: float | None = None
 
     @property
     def per_rank(self) -> int:
@@ -43,10 +53,11 @@ class ExpertPart:
 
 @dataclass(frozen=True)
 class MixtureFacts:
-    """Experts of each layer, by the module's full name, and whether the loss that balances them is a known one."""
+    """Experts of each layer, by full name; whether the loss that balances them is known, and asked for."""
 
     experts: dict[str, ExpertFacts]
     balanced: bool
+    asked: bool
 
 
 class Experts(Axis["MixtureFacts", ExpertPart]):
@@ -59,7 +70,9 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def check(self, config: ParallelConfig) -> None:
         """Experts' ranks are whole groups of cp and tp, whose ranks have the same or neighbouring tokens."""
-        size, inner = config.ep_size, config.cp_size * config.tp_size
+        size, inner, factor = config.ep_size, config.cp_size * config.tp_size, config.expert_capacity_factor
+        if factor is not None and not factor > 0:
+            refuse(f"expert_capacity_factor={factor:g}", "leaves no room for a token", "expert_capacity_factor=1.25")
         if size == -1:
             refuse("ep_size=-1", "takes no processes of its own, but ranks of dp_shard, cp and tp", "ep_size=2")
         if size == 1 or inner < 1:
@@ -75,21 +88,26 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def read(self, model: Any, config: ParallelConfig) -> MixtureFacts:
         """Which modules hold experts, and how."""
-        from hf_parallel.axes.experts.balance import has_known_balance
-        from hf_parallel.model.experts import expert_facts, named_experts
+        from hf_parallel.model.experts import expert_facts, has_known_balance, named_experts
 
         found = {name: expert_facts(module) for name, module in named_experts(model)}
-        return MixtureFacts(found, bool(found) and hasattr(model, "config") and has_known_balance(model))
+        balanced = bool(found) and hasattr(model, "config") and has_known_balance(model)
+        return MixtureFacts(found, balanced, balanced and bool(getattr(model.config, "output_router_logits", False)))
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: MixtureFacts) -> ExpertPart | None:
         """The same number of experts on each rank."""
         if config.ep_size > 1:
             _check_experts(config, anatomy, facts.experts)
-        return ExpertPart(facts.experts, config.ep_size, facts.balanced) if facts.experts else None
+        factor, waits = config.expert_capacity_factor, facts.asked and config.pp_size > 1
+        if factor is not None:
+            _check_capacity(factor, anatomy, facts.experts)
+        return ExpertPart(facts.experts, config.ep_size, facts.balanced, waits, factor) if facts.experts else None
 
     def notes(self, part: ExpertPart) -> list[str]:
         whole = part.per_rank * part.ranks
-        return [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
+        waits = "output_router_logits under pp: backward passes start after all forward ones, as gpipe's do"
+        shared = [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
+        return [*shared, *([waits] if part.waits else [])]
 
     def apply(self, model: Any, part: ExpertPart | None, building: Building) -> None:
         """Keep this rank's experts of each layer, and let tokens travel to them."""
@@ -99,15 +117,34 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
             share_out(model, part.experts, building.mesh, building.sequence_flag)
 
     def finish(self, model: Any, part: ExpertPart | None, building: Building) -> None:
-        """Balance experts over the rows of all data ranks, and count how evenly tokens fall on them."""
+        """Balance experts over all data ranks and stages, count how evenly tokens fall on them, limit their room."""
         from hf_parallel.axes.experts.balance import balance_over_data_ranks
+        from hf_parallel.axes.experts.capacity import Capacity, limit_experts
         from hf_parallel.axes.experts.load import watch_load
+        from hf_parallel.axes.experts.stages import StageBalance
 
         if part is None:
             return
-        watch_load(model, max(facts.count for facts in part.experts.values()), building.mesh)
-        if part.balanced and building.mesh.data_size > 1:
-            balance_over_data_ranks(model, building.mesh)
+        mesh, count = building.mesh, max(facts.count for facts in part.experts.values())
+        limit = part.capacity_factor
+        capacity = None if limit is None else Capacity(limit, mesh, building.sequence_flag)
+        watch_load(model, count, mesh, capacity)
+        if capacity is not None:
+            limit_experts(model, part.experts, capacity)
+        if part.balanced and building.pipeline is not None:
+            engine = building.pipeline
+            engine.balance = StageBalance(model, count, mesh, engine.last_rank, building.whole_tokens)
+        elif part.balanced and mesh.data_size > 1:
+            balance_over_data_ranks(model, mesh)
+
+
+def _check_capacity(factor: float, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:
+    asked, works = f"expert_capacity_factor={factor:g}", "leave it out"
+    if not experts:
+        refuse(asked, f"{anatomy.name} has no experts that transformers keeps side by side", do=works)
+    for facts in experts.values():
+        if facts.dense:
+            refuse(asked, f"{facts.kind} computes every expert for every token, so none is dropped", do=works)
 
 
 def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, ExpertFacts]) -> None:

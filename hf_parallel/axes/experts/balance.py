@@ -11,8 +11,7 @@ over the data ranks, 2 E + 1 numbers in one all-reduce. The model adds its own t
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,39 +20,34 @@ from torch import nn
 
 from hf_parallel.collectives import copy_to_group, reduce_from_group
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.model.anatomy import text_config
-
-_FUNCTION = "load_balancing_loss_func"
-_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+from hf_parallel.model.experts import balance_coefficient, experts_per_token
 
 #: Does this rank take part with rows that do not count? Hooks know.
 is_absent: Callable[[], bool] = lambda: False  # noqa: E731
 
 
-def has_known_balance(model: Any) -> bool:
-    """Has the model the auxiliary loss of nearly all in transformers, and a coefficient for it?"""
-    function = getattr(sys.modules.get(type(model).__module__), _FUNCTION, None)
-    known = function is not None and list(inspect.signature(function).parameters) == _PARAMETERS
-    return known and _coefficient(model) is not None and _chosen(model) is not None
-
-
 def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the auxiliary loss of `model`, and its part in the loss, are those of all data ranks' rows."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
+    top_k = experts_per_token(model)
 
     def correct(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         if not torch.is_tensor(getattr(output, "aux_loss", None)):
             return output
-        exact = balance_loss(output.router_logits, _chosen(module), given.get("attention_mask"), mesh.data_group)
-        if output.loss is not None:
-            change = _coefficient(module) * (exact - output.aux_loss.to(exact.device))
-            output["loss"] = output.loss + change.to(output.loss.device)
-        output["aux_loss"] = exact
-        return output
+        exact = balance_loss(output.router_logits, top_k, given.get("attention_mask"), mesh.data_group)
+        return with_exact(module, output, exact)
 
     model.register_forward_hook(correct, with_kwargs=True)
+
+
+def with_exact(model: Any, output: Any, exact: torch.Tensor) -> Any:
+    """The output of `model` with this auxiliary loss instead of its own, in its loss too."""
+    if output.loss is not None:
+        change = balance_coefficient(model) * (exact - output.aux_loss.to(exact.device))
+        output["loss"] = output.loss + change.to(output.loss.device)
+    output["aux_loss"] = exact
+    return output
 
 
 def balance_loss(
@@ -64,15 +58,20 @@ def balance_loss(
     Args:
         mask: which tokens count, [rows, length]; None: all.
     """
-    experts = router_logits[0].shape[-1]
-    sums = torch.cat(_sums(router_logits, top_k, mask))
+    sums = torch.cat(balance_sums(router_logits, top_k, mask))
     if group is not None:
         sums = copy_to_group(reduce_from_group(sums, group), group)  # forward and backward a sum: each has all in it
+    return loss_of_sums(sums)
+
+
+def loss_of_sums(sums: torch.Tensor) -> torch.Tensor:
+    """The auxiliary loss of what `balance_sums` counts, of which probabilities alone have a gradient."""
+    experts = len(sums) // 2
     chosen, probable, tokens = sums.split([experts, experts, 1])
     return experts * torch.sum(chosen.detach() / tokens.detach() * probable / tokens.detach())
 
 
-def _sums(logits: tuple[torch.Tensor, ...], top_k: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def balance_sums(logits: Sequence[torch.Tensor], top_k: int, mask: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
     """How often each expert was chosen, the sum of its probabilities, and the number of tokens, over all layers."""
     device = logits[0].device
     counted = logits[0].new_ones(len(logits[0]), dtype=torch.float32)
@@ -89,18 +88,3 @@ def _sums(logits: tuple[torch.Tensor, ...], top_k: int, mask: torch.Tensor | Non
         probable = probable + (probabilities.float() * counted.unsqueeze(-1)).sum(0)
         tokens = tokens + counted.sum()
     return chosen, probable, tokens
-
-
-def _coefficient(model: Any) -> float | None:
-    return _setting(model, _COEFFICIENTS)
-
-
-def _chosen(model: Any) -> Any:
-    """How many experts a token has."""
-    return _setting(model, ("num_experts_per_tok",))
-
-
-def _setting(model: Any, names: tuple[str, ...]) -> Any:
-    places = (model, model.config, text_config(model))
-    found = (getattr(place, name, None) for place in places for name in names)
-    return next((value for value in found if value is not None), None)

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts and back, none dropped.
+"""Tokens on their way to experts and back, none dropped but those that `capacity.py` has marked.
 
 Each rank sorts its (token, expert) pairs by expert, which is by rank, as each holds a range of experts. Counts travel
 first; reading them is the one time that the process waits for the device.
@@ -11,6 +11,7 @@ The weights of a token's experts stay with the token: what comes back is weighte
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
 
-from hf_parallel.collectives import exchange, exchange_counts, join_sequence, split_sequence
+from hf_parallel.collectives import exchange, exchange_counts, exchange_during, join_sequence, split_sequence
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,30 @@ class Arrived:
     received: list[int]
 
 
-def send(tokens: torch.Tensor, experts: torch.Tensor, count: int, group: dist.ProcessGroup) -> Arrived:
+def send(
+    tokens: torch.Tensor,
+    experts: torch.Tensor,
+    count: int,
+    group: dist.ProcessGroup,
+    meanwhile: Callable[[], None] | None = None,
+) -> Arrived:
     """Bring each token [t, hidden] to its experts [t, k], numbered over all ranks of the group.
 
     Args:
-        count: experts over all ranks.
+        count: experts over all ranks. A pair of this number, which no expert has, does not travel.
+        meanwhile: computes something while tokens travel.
     """
     ranks, chosen = group.size(), experts.reshape(-1)
     order = chosen.argsort()
-    own = torch.zeros(count, dtype=torch.long, device=tokens.device)
-    own = own.scatter_add_(0, chosen, torch.ones_like(chosen)).view(ranks, -1)
+    own = torch.zeros(count + 1, dtype=torch.long, device=tokens.device)
+    own = own.scatter_add_(0, chosen, torch.ones_like(chosen))[:count].view(ranks, -1)
     theirs = exchange_counts(own, group)
     sent, received = _sizes(own, theirs, len(chosen))
-    rows = exchange(tokens[order // experts.shape[-1]], sent, received, group)
+    leaving = tokens[order[: sum(sent)] // experts.shape[-1]]
+    if meanwhile is None:
+        rows = exchange(leaving, sent, received, group)
+    else:
+        rows = exchange_during(leaving, sent, received, group, meanwhile)
     local = torch.arange(count // ranks, device=tokens.device).repeat(ranks)
     return Arrived(rows, local.repeat_interleave(theirs.flatten(), output_size=len(rows)), order, sent, received)
 
@@ -64,6 +76,7 @@ def bring_back(
 ) -> torch.Tensor:
     """The weighted sums [t, hidden] of what the experts made of each token."""
     returned = exchange(results, arrived.received, arrived.sent, group)
+    returned = F.pad(returned, (0, 0, 0, len(arrived.order) - len(returned)))  # nothing came of what was dropped
     places = torch.empty_like(arrived.order)
     places[arrived.order] = torch.arange(len(places), device=places.device)
     by_token = returned[places].view(*weights.shape, -1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hf_parallel.axes.experts.beside import shared_beside
 from hf_parallel.axes.experts.dispatch import Shares, bring_back, send
 from hf_parallel.collectives import scale_gradient
 from hf_parallel.local import holding, in_front, local, with_added
@@ -44,15 +47,25 @@ class SharedOut(nn.Module):
     sharing: Sharing
     expert_facts: ExpertFacts
     first: int  # number of this rank's first expert
+    beside: tuple[Any]  # the shared experts to compute meanwhile, or None; no child of this module
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        shared = self.beside[0]
+        meanwhile = None if shared is None else functools.partial(shared.ahead, hidden_states)
         if self.sharing.alike is None:
-            return self._routed(hidden_states, index, weights)
+            return self._routed(hidden_states, index, weights, meanwhile)
         shares = Shares(len(hidden_states), self.sharing.alike)
-        return shares.joined(self._routed(shares.own(hidden_states), shares.own(index), shares.own(weights)))
+        own = shares.own(hidden_states), shares.own(index), shares.own(weights)
+        return shares.joined(self._routed(*own, meanwhile))
 
-    def _routed(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        arrived = send(tokens, index, self.expert_facts.count, self.sharing.group)
+    def _routed(
+        self,
+        tokens: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None,
+    ) -> torch.Tensor:
+        arrived = send(tokens, index, self.expert_facts.count, self.sharing.group, meanwhile)
         with holding(self, self._own_weights()):
             results = self._experts(arrived.rows, arrived.experts)
         return bring_back(results, arrived, weights, self.sharing.group).to(tokens.dtype)
@@ -89,5 +102,6 @@ def share_out(
         module.num_experts = facts.count // mesh.size("ep")
         module.first = sharing.group.rank() * module.num_experts
         module.sharing, module.expert_facts = sharing, facts
+        module.beside = (shared_beside(model, name),)
         kind: Any = type(module)
         module.__class__ = in_front(SharedOut, kind)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.axes.experts.capacity import Capacity
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.experts import named_experts
 
@@ -19,8 +20,8 @@ _PLACE = "_hf_parallel_expert_load"
 class ExpertLoad:
     """Tokens per expert of this rank's layers since it was last read."""
 
-    def __init__(self, modules: list[Any], experts: int, mesh: ParallelMesh) -> None:
-        self.mesh, self._shape = mesh, (len(modules), experts)
+    def __init__(self, modules: list[Any], experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
+        self.mesh, self._shape, self._capacity = mesh, (len(modules), experts), capacity
         self.counts: torch.Tensor | None = None  # made where the first tokens are
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(functools.partial(self._count, layer))
@@ -51,17 +52,19 @@ class ExpertLoad:
         peak, entropy, layers = sums.tolist()
         if not layers:
             return {}
+        dropped = {} if self._capacity is None else {"expert_dropped": self._capacity.read()}
         return {
             "expert_load": peak / layers,
             "expert_load_worst": worst.item(),
             "expert_entropy": entropy / layers,
+            **dropped,
         }
 
 
-def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh) -> None:
+def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
     """Count from here on."""
     own = [module for _, module in named_experts(model) if any(True for _ in module.parameters(recurse=False))]
-    vars(model)[_PLACE] = ExpertLoad(own, experts, mesh)
+    vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
 
 
 def load_of(model: Any) -> ExpertLoad | None:

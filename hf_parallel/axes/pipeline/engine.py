@@ -28,7 +28,7 @@ from hf_parallel.axes.axis import Building
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
 from hf_parallel.axes.pipeline.batches import Batch, count_targets, split_rows, tokens_of
-from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs
+from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs, wants
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.axes.pipeline.registry import pipelines_of
 from hf_parallel.axes.pipeline.remote_modules import RemoteModules
@@ -94,6 +94,7 @@ class PipelineEngine:
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
+        self.balance: Any = None  # counts what routers chose, where a loss asks for it
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
@@ -142,7 +143,7 @@ class PipelineEngine:
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
         batch = _named(self._signature, args, kwargs)
-        refuse_partial_outputs(self.model.config, batch)
+        refuse_partial_outputs(self.model.config, batch, self.balance is not None)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
         if self.items is not None and self.sums_over_tokens and batch.get("labels") is not None:
@@ -162,7 +163,11 @@ class PipelineEngine:
     def _schedulable(self, batch: Batch, rows: int) -> bool:
         training = torch.is_grad_enabled() and self.model.training
         own_loss = batch.get("labels") is not None and self.sums_over_tokens
-        return training and own_loss and can_be_cut(rows, self.config)
+        return training and own_loss and can_be_cut(rows, self.config) and not self.balances(batch)
+
+    def balances(self, kwargs: Batch) -> bool:
+        """Does this call of the model, or of its backbone, want what routers chose in all layers?"""
+        return self.balance is not None and wants(self.model.config, kwargs, "output_router_logits")
 
     def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
         handler = functools.partial(self.run_backbone, hidden)
@@ -170,6 +175,13 @@ class PipelineEngine:
 
     def _outputs(self, batch: Batch) -> Any:
         outputs = self._model_forward(**batch)
+        if (
+            self.model.training
+            and torch.is_grad_enabled()
+            and batch.get("labels") is not None
+            and self.balances(batch)
+        ):
+            return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
         if self.loss_only and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])
         # What is no tensor, such as a cache, is of this stage only.
@@ -222,7 +234,7 @@ class PipelineEngine:
         return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
 
     def _cut_backbone(self, kwargs: Batch) -> Any:
-        refuse_partial_outputs(self.model.config, kwargs)
+        refuse_partial_outputs(self.model.config, kwargs, self.balance is not None)
         if "use_cache" in self._backbone_signature.parameters:
             kwargs["use_cache"] = False
         if self._on_call is not None:

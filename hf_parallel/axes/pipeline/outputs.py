@@ -19,6 +19,7 @@ class PipelineLoss(ModelOutput):
     """Output of a scheduled step: the loss alone, as logits of past micro-batches are freed on the way."""
 
     loss: torch.Tensor | None = None
+    aux_loss: torch.Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -28,14 +29,23 @@ class PipelineLoss(ModelOutput):
         )
 
 
-def refuse_partial_outputs(config: Any, batch: dict[str, Any]) -> None:
+def wants(config: Any, batch: dict[str, Any], key: str) -> bool:
+    """Does the call, or else the model's config, ask for these outputs?"""
+    return bool(getattr(config, key, False) if batch.get(key) is None else batch[key])
+
+
+def refuse_partial_outputs(config: Any, batch: dict[str, Any], balances: bool) -> None:
     """What each stage would have only a part of.
+
+    Args:
+        balances: are router logits counted stage by stage?
 
     Raises:
         NotImplementedError: the call or the model's config asks for it.
     """
-    for key in ("output_hidden_states", "output_attentions", "output_router_logits"):
-        if batch.get(key) or getattr(config, key, False):
+    routers = () if balances else ("output_router_logits",)
+    for key in ("output_hidden_states", "output_attentions", *routers):
+        if wants(config, batch, key):
             raise NotImplementedError(f"hf_parallel: {key}=True needs all layers on one rank; pp_size=1 works")
     if batch.get("past_key_values") is not None:
         raise NotImplementedError("hf_parallel: a pipelined model keeps no key/value cache; pass use_cache=False")

@@ -21,6 +21,7 @@ from hf_parallel.model.anatomy import (
     text_config,
     text_part,
 )
+from hf_parallel.model.experts import has_known_balance
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -72,13 +73,13 @@ def _why_whole(model: Any, backbone: Any, plan: Backbone | None) -> str | None:
     for parameter, _ in backbone.named_parameters():
         if not parameter.startswith(placed):
             return f"the pipeline plan says nothing about {parameter}; {_ONE_STAGE}"
+    if getattr(model.config, "output_router_logits", False) and not has_known_balance(model):
+        return f"output_router_logits=True: what {name} makes of all layers' is not known; False works"
     return _why_not_by_config(name, model.config, text_config(model))
 
 
 def _why_not_by_config(name: str, config: Any, text: Any) -> str | None:
     """Settings under which layers need more than the one before them."""
-    if getattr(config, "output_router_logits", False):
-        return "output_router_logits=True needs all layers on one rank; False works"
     if getattr(text, "num_kv_shared_layers", 0):
         return f"{name}'s last layers use keys and values of earlier ones; {_ONE_STAGE}"
     if "shared" in (getattr(text, "indexer_types", None) or ()):

@@ -77,7 +77,7 @@ def find_plan(
         counts: give the model the count of the whole batch where the script gives it none.
     """
     suits = sum(call.grad for call in (one.call for one in made)) == 1 and not any(
-        one.call.has_tensors and not one.call.grad for one in made
+        one.balance is not None or (one.call.has_tensors and not one.call.grad) for one in made
     )
     verdicts = torch.zeros(len(CUTS), device=engine.mesh.device)
     if not engine.last:

@@ -85,6 +85,7 @@ class Made:
     call: Call
     passes: list[dict[int, Pass]] = field(default_factory=list)
     output: Any = None
+    balance: Any = None  # what routers choose, where a loss asks for it
 
 
 class Session:
@@ -155,14 +156,21 @@ class Serving(Session):
         engine = self.engine.pipelines.engine(call.model)
         made = Made(engine, call)
         self.made.append(made)
+        if engine.balances(call.kwargs):
+            made.balance = engine.balance.call()
         kwargs = call.arguments(batch, engine.mesh.device)
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
         with torch.set_grad_enabled(call.grad), engine.as_described(call):
             outputs = [_forward_pass(made, part) for part in parts]
+            if made.balance is not None:
+                made.balance.close()
         if engine.last:
             made.output = outputs[0]
             handed_on = [passes[engine.last_index].handed_on for passes in made.passes]
             made.output["last_hidden_state"] = torch.cat(cast(list[torch.Tensor], handed_on))
+            if made.balance is not None:
+                local = engine.boundary(tokens_of(kwargs), "meta").shape[:2]
+                made.output["router_logits"] = made.balance.stand_in(local.numel())
         return made.output
 
     def backward(self, parameters: list, tensors: list[torch.Tensor], gradients: list) -> None:
@@ -175,6 +183,9 @@ class Serving(Session):
             if engine.last:
                 pairs = [(t, g) for t, g in zip(tensors, gradients, strict=True) if g is not None and t.requires_grad]
                 torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
+            for made in self.made:
+                if made.call.grad and made.balance is not None:
+                    made.balance.weigh()
             for i, done in enumerate(passes):
                 for view, stage in reversed(list(zip(engine.views, engine.stages, strict=True))):
                     _reduce_in(stage, i == len(passes) - 1)
@@ -228,7 +239,7 @@ def describe(engine: Any, kwargs: Batch, batch: Batch, values: bool = True) -> C
 def _pass_count(engine: Any, rows: int) -> int:
     """Into how many micro-batches so many rows are cut: as many on all data ranks whose tokens meet at experts."""
     config, count = engine.config, min(rows, 2 * engine.config.pp_size)
-    if config.ep_size <= config.cp_size * config.tp_size:
+    if config.ep_size <= config.cp_size * config.tp_size and config.expert_capacity_factor is None:
         return count
     fewest = torch.tensor(count, device=engine.mesh.device)
     dist.all_reduce(fewest, dist.ReduceOp.MIN, group=engine.mesh.data_group)
@@ -246,18 +257,30 @@ def _forward_pass(made: Made, part: Batch) -> Any:
     for view, stage in zip(engine.views, engine.stages, strict=True):
         passes[view.index] = done = Pass(None if view.index == 0 else _receive(engine, view.index, part))
         if view.index == engine.last_index:
-            output = engine.run_backbone(done.hidden, part)
-            done.output = cast(torch.Tensor, output["last_hidden_state"])
+            with _listening(made) as logits:
+                output = engine.run_backbone(done.hidden, part)
+            done.output = _attached(made, cast(torch.Tensor, output["last_hidden_state"]), logits, part)
             # Cut here, so that the backward of the layers too goes micro-batch by micro-batch.
             done.handed_on = done.output.detach().requires_grad_(done.output.requires_grad)
         else:
-            done.output = engine.through(stage, functools.partial(_layers, engine, view, part), done.hidden)
+            done.output = engine.through(stage, functools.partial(_layers, made, view, part), done.hidden)
             _send(engine, done.output.detach(), view.index + 1)
     return output
 
 
-def _layers(engine: Any, view: Any, part: Batch, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
-    return engine.layers(view, hidden, part)
+def _layers(made: Made, view: Any, part: Batch, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+    with _listening(made) as logits:
+        output = made.engine.layers(view, hidden, part)
+    return _attached(made, output, logits, part)
+
+
+def _listening(made: Made) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if made.balance is None else made.balance.listening()
+
+
+def _attached(made: Made, output: torch.Tensor, logits: Any, part: Batch) -> torch.Tensor:
+    """What leaves the layers, which takes the gradient of what their routers chose along."""
+    return output if made.balance is None else made.balance.attach(output, logits, part)
 
 
 def _receive(engine: Any, index: int, batch: Batch) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    import torch
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.axes.tensor.read import SplitFacts
     from hf_parallel.config import ParallelConfig
@@ -90,6 +93,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         retie(model)
         if flag.on:
             sequence_parallel(model, mesh, device, flag)
+            building.whole_tokens.append(functools.partial(_whole_tokens, building))
 
     def finish(self, model: Any, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
@@ -100,6 +104,15 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         if part.whole_sequences is None:
             assert building.sequence_flag is not None
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)
+
+
+def _whole_tokens(building: Building, tensor: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+    """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
+    from hf_parallel.collectives import join_sequence
+
+    read = next(batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None)
+    length = read.shape[1] if building.local_length is None else building.local_length(read.shape[1])
+    return join_sequence(tensor, building.mesh.group("tp"))[:, :length]
 
 
 TENSOR = TensorKeys.axis = Tensor()

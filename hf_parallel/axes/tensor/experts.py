@@ -39,14 +39,22 @@ class SplitExperts(TensorParallelLayer):
     expert_facts: ExpertFacts
 
     def forward(self, hidden_states: torch.Tensor, *routing: torch.Tensor) -> torch.Tensor:
-        group, dense = self.region.group, self.expert_facts.dense
         leave = reduce_scatter_sequence if self.region.sequence_parallel else reduce_from_group
-        # Of dense experts the tokens of each follow those of another: ranks' parts are put together expert by expert.
-        tokens = hidden_states.unflatten(0, (self.expert_facts.count, -1)) if dense else hidden_states
-        entered = self._enter(tokens)
+        entered = self._by_expert(self._enter(self._by_token(hidden_states)))
         with holding(self, self._own_weights()):
-            output = super().forward(entered.flatten(0, -2), *map(self._enter, routing))
-        return leave(output.view(entered.shape), group).flatten(0, -2)
+            output = super().forward(entered, *map(self._enter, routing))
+        return self._by_expert(leave(self._by_token(output), self.region.group))
+
+    def _by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """What travels is one row for each token. Of dense experts the tokens of each follow those of another."""
+        if not self.expert_facts.dense:
+            return rows
+        return rows.unflatten(0, (self.expert_facts.count, -1)).transpose(0, 1).flatten(1)
+
+    def _by_expert(self, tokens: torch.Tensor) -> torch.Tensor:
+        if not self.expert_facts.dense:
+            return tokens
+        return tokens.unflatten(1, (self.expert_facts.count, -1)).transpose(0, 1).flatten(0, 1)
 
     def _enter(self, tensor: torch.Tensor) -> torch.Tensor:
         return (gather_sequence if self.region.sequence_parallel else copy_to_group)(tensor, self.region.group)
