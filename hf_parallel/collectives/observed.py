@@ -95,9 +95,9 @@ def listen(listener: Listener) -> None:
     _listeners = (*_listeners, listener)
     if not _originals:
         for name in KINDS:
-            if hasattr(dist.ProcessGroup, name):
-                _originals[name] = getattr(dist.ProcessGroup, name)
-                setattr(dist.ProcessGroup, name, _observed(name, _originals[name]))
+            if name in vars(dist.ProcessGroup):
+                _originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
+                setattr(dist.ProcessGroup, name, _observed(name, getattr(dist.ProcessGroup, name)))
 
 
 def unlisten(listener: Listener) -> None:
