@@ -21,6 +21,7 @@ from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts.axis import ExpertKeys
+from hf_parallel.axes.hangs import WatchKeys
 from hf_parallel.axes.loss import LossKeys
 from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
@@ -52,6 +53,7 @@ class ParallelConfig(
     CompressionKeys,
     OffloadKeys,
     SavingKeys,
+    WatchKeys,
 ):
     """How many processes along which axis, and how each axis behaves.
 

@@ -14,7 +14,7 @@ from hf_parallel.hooks.accelerate.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import evaluation, losses, ragged, save_callbacks
+from hf_parallel.hooks.trainer import evaluation, hangs, losses, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -73,6 +73,7 @@ def _make_ready(model: Any, optimizers: Any) -> None:
 @patch("transformers.trainer:Trainer.get_batch_samples", "repeats rows to fill a ragged last batch")
 def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
+    hangs.mark("the data loader")
     samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
     report.at_first_batch(self, samples[0])
     return samples
@@ -90,6 +91,7 @@ def num_items_in_batch(original: Callable, self: Any, batch_samples: list, devic
 @patch("transformers.trainer:Trainer.training_step", "does not know which rows are repeated")
 def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """Remember how many rows of this batch are real while its loss is computed."""
+    hangs.mark_step(self.state.global_step + 1)
     inputs, step = ragged.opened(inputs)
     runtime.compare_batches(model, inputs, "training")
     with record_of(self).during(step), _recorded(self):
