@@ -1,6 +1,8 @@
 """One place where all collectives of this process can be seen, whoever calls them: FSDP2, this package, a script.
 
-    with observing(listener): ...       listener.begin(call) before each, listener.end(call, work) after it has started
+    with observing(listener): ...       begin(call)   before each
+                                        end(call, work)   it has started
+                                        waiting(work), waited(work)   around each wait for one, also inside of c10d
 
 c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after. Not
 seen: torch's functional collectives, which call it from C++ (DTensor's own; the flight recorder has those).
@@ -11,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,6 +44,7 @@ KINDS = {
     "send": "send",
     "recv": "receive",
 }
+_WAIT = "wait"  # of a Work
 
 
 class Call:
@@ -65,14 +68,20 @@ class Call:
         return 0 if self.tensor is None else self.tensor.nbytes
 
 
-class Listener(Protocol):
+class Listener:
     """Hears of every collective, in the thread that calls it, and must be quick."""
 
     def begin(self, call: Call) -> None:
         """It is about to be started."""
 
     def end(self, call: Call, work: Any) -> None:
-        """It has been started; `work` tells whether it is done. Keeping `work` keeps its tensors."""
+        """It has been started. Keeping `work` keeps its tensors."""
+
+    def waiting(self, work: Any) -> None:
+        """Somebody begins to wait for it."""
+
+    def waited(self, work: Any) -> None:
+        """It is done, or on CUDA in the order of the stream."""
 
 
 _listeners: tuple[Listener, ...] = ()
@@ -98,6 +107,8 @@ def listen(listener: Listener) -> None:
             if name in vars(dist.ProcessGroup):
                 _originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
                 setattr(dist.ProcessGroup, name, _observed(name, getattr(dist.ProcessGroup, name)))
+        _originals[_WAIT] = vars(dist.Work)[_WAIT]
+        dist.Work.wait = _observed_wait(dist.Work.wait)  # type: ignore[method-assign]
 
 
 def unlisten(listener: Listener) -> None:
@@ -106,7 +117,7 @@ def unlisten(listener: Listener) -> None:
     _listeners = tuple(other for other in _listeners if other is not listener)
     if not _listeners:
         for name, original in _originals.items():
-            setattr(dist.ProcessGroup, name, original)
+            setattr(dist.Work if name == _WAIT else dist.ProcessGroup, name, original)
         _originals.clear()
 
 
@@ -124,6 +135,20 @@ def _observed(name: str, original: Any) -> Any:
         return work
 
     return method
+
+
+def _observed_wait(original: Any) -> Any:
+    @functools.wraps(original)
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        listeners = _listeners
+        for listener in listeners:
+            listener.waiting(work)
+        result = original(work, *args, **kwargs)
+        for listener in listeners:
+            listener.waited(work)
+        return result
+
+    return wait
 
 
 def _input(args: tuple) -> torch.Tensor | None:

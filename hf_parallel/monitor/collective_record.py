@@ -5,8 +5,8 @@
     record.facts()                        # what is not done yet, and the last of each group, ready for JSON
 
 A record costs a few microseconds: the shape and the module are references, and become text only when somebody asks.
-Whether a collective is done its `Work` knows on gloo. On NCCL, where keeping it would keep tensors of the GPU, the
-flight recorder of torch knows, which counts as this does.
+Whether a collective is done its `Work` knows on gloo, or who waits for it. On NCCL, where keeping it would keep tensors
+of the GPU, the flight recorder of torch knows, which counts as this does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import itertools
 import os
 import pickle
 import sys
+import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from types import CodeType
@@ -26,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.collectives.observed import Call
+from hf_parallel.collectives.observed import Call, Listener
 from hf_parallel.groups import takes_host_memory
 
 #: How many of each group are remembered, and how many of them are told in a report.
@@ -53,7 +54,7 @@ class Entry:
         return self.work is None
 
 
-class CollectiveRecord:
+class CollectiveRecord(Listener):
     """Hears of this process's collectives; forgets all but the last.
 
     Args:
@@ -69,6 +70,7 @@ class CollectiveRecord:
         self._on_host: dict[str, bool] = {}
         self._order = itertools.count()
         self._open: deque[Entry] = deque(maxlen=KEPT)  # whose work is looked at
+        self._waited_for: dict[int, Any] = {}  # by thread: the work that it waits for
         self._starting: dict[int, Entry] = {}  # by call: threads beside the training have collectives too
 
     # ---- of every collective -----------------------------------------------------------------------------------------
@@ -87,20 +89,32 @@ class CollectiveRecord:
     def end(self, call: Call, work: Any) -> None:
         """It has been started."""
         entry = self._starting.pop(id(call), None)
-        while self._open and self._open[0].done():
-            self._open.popleft()
         if entry is None or work is None:
             return
         if self._on_host[call.group.group_name]:
             entry.work = work
+            while self._open and self._open[0].done():
+                self._open.popleft()
             self._open.append(entry)
         elif call.kind not in MESSAGES:
             entry.number = call.group._get_sequence_number_for_group()  # the flight recorder's, with those from C++
 
+    def waiting(self, work: Any) -> None:
+        """Which one it is that a thread waits for."""
+        self._waited_for[threading.get_ident()] = work
+
+    def waited(self, work: Any) -> None:
+        """It is done; some of gloo's do not say so themselves."""
+        self._waited_for.pop(threading.get_ident(), None)
+        for entry in self._open:
+            if entry.work is work:
+                entry.work = None
+                return
+
     # ---- of a report ---------------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What is not done yet, oldest first, and the last collectives of each group."""
+        """What is not done yet, first what is waited for and the oldest, and the last collectives of each group."""
         names = {id(module): name for name, module in self.model.named_modules()}
         unfinished = unfinished_on_device()
         groups, pending = {}, []
@@ -109,10 +123,15 @@ class CollectiveRecord:
             groups[name] = {"axis": self._axis(name), "ranks": self.ranks[name], "last": told[-TOLD:]}
             for entry, facts in zip(list(entries), told, strict=False):
                 if self._is_open(name, entry, unfinished):
-                    pending.append((entry.order, facts | {"group": name}))
-        return {"pending": [facts for _, facts in sorted(pending, key=lambda found: found[0])], "groups": groups}
+                    pending.append((not self._is_waited_for(entry), entry.order, facts | {"group": name}))
+        return {"pending": [facts for *_, facts in sorted(pending, key=lambda found: found[:2])], "groups": groups}
+
+    def _is_waited_for(self, entry: Entry) -> bool:
+        return entry.work is not None and any(work is entry.work for work in list(self._waited_for.values()))
 
     def _is_open(self, name: str, entry: Entry, unfinished: Mapping[str, set[int]]) -> bool:
+        if self._is_waited_for(entry):
+            return True  # or it has failed
         starting = any(entry is other for other in list(self._starting.values()))
         if self._on_host[name]:
             return not entry.done() or starting
@@ -180,7 +199,7 @@ def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
         if code is _CALL:
             return frame.f_locals["self"], None, False
         if code in _FSDP:
-            return getattr(frame.f_locals.get("self"), "_module_fqn", None), None, _in_backward()
+            return getattr(frame.f_locals.get("self"), "_module_fqn", None) or "root", None, _in_backward()
         if code is _BACKWARD:
             return None, place, True
         if place is None and not code.co_filename.startswith(_LIBRARIES):

@@ -21,17 +21,20 @@ Facts = dict[str, Any]  # of one rank, see `Watchdog`
 
 def sentence(facts: dict[int, Facts]) -> str:
     """What holds the ranks up, by rank."""
-    found = mismatch(facts) or circle(facts)
-    return "; ".join([*([found] if found else []), states(facts)])
+    found = mismatch(facts)
+    around = [] if found else circle(facts)
+    rest = {rank: own for rank, own in facts.items() if rank not in around}
+    told = [found, _told_circle(around, facts) if around else None, states(rest, facts) if rest else None]
+    return "; ".join(filter(None, told))
 
 
 # ---- where each rank is --------------------------------------------------------------------------------------------
 
 
-def states(facts: dict[int, Facts]) -> str:
+def states(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
     """Ranks that wait first, those that they wait for after them."""
     texts: dict[tuple[bool, str, str], list[int]] = {}
-    for rank in sorted(facts):
+    for rank in sorted(of_these):
         texts.setdefault(_state(rank, facts), []).append(rank)
     ordered = sorted(texts.items(), key=lambda found: not found[0][0])  # stable: by rank otherwise
     return "; ".join(f"{ranks(of)} {one if len(of) == 1 else many}" for (_, one, many), of in ordered)
@@ -42,6 +45,9 @@ def _state(rank: int, facts: dict[int, Facts]) -> tuple[bool, str, str]:
     own = facts[rank]
     if own.get("absent"):
         return False, f"{own['absent']}", f"{own['absent']}"
+    if own.get("failed") and own["pending"]:
+        text = f"lost a peer in {_collective(own['pending'][0])}"
+        return True, text, text
     if own.get("error"):
         return False, f"has left the training by {own['error']}", f"have left the training by {own['error']}"
     if waited_for(own) is not None:
@@ -90,6 +96,8 @@ def _last_number(other: Facts, entry: Facts) -> int:
 def mismatch(facts: dict[int, Facts]) -> str | None:
     """The first collective in which ranks of a group differ, in a group in which somebody waits."""
     waiting = {entry["group"] for own in facts.values() if (entry := waited_for(own)) is not None}
+    if any(own.get("error") for own in facts.values()):  # it may have been raised by such a one
+        waiting |= {group for own in facts.values() for group in own.get("groups", {})}
     for group in sorted(waiting):
         by_number = _by_number(facts, group)
         for number in sorted(by_number):
@@ -144,16 +152,16 @@ def _with_shape(entry: Facts) -> str:
     return f"{entry['operation']}{shape} ({where})"
 
 
-def circle(facts: dict[int, Facts]) -> str | None:
-    """Ranks that wait for each other in different groups."""
+def circle(facts: dict[int, Facts]) -> list[int]:
+    """Ranks each of which waits for the next, and the last one for the first."""
     after = {rank: missing_ranks(rank, facts) for rank in facts}
     for start in sorted(after):
         path = [start]
         while (following := next((rank for rank in after.get(path[-1], []) if rank in after), None)) is not None:
             if following in path:
-                return _told_circle(path[path.index(following) :], facts)
+                return path[path.index(following) :]
             path.append(following)
-    return None
+    return []
 
 
 def _told_circle(path: Sequence[int], facts: dict[int, Facts]) -> str:

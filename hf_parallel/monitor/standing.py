@@ -10,9 +10,11 @@ from types import FrameType, TracebackType
 
 import torch
 
+from hf_parallel.collectives import observed
 from hf_parallel.collectives.desync import LIBRARIES, waits_for_others
 
 _LOADER = os.path.join(os.path.dirname(torch.__file__), "utils", "data")
+_DISTRIBUTED, _OBSERVED = os.path.join(os.path.dirname(torch.__file__), "distributed"), observed.__file__
 _CALLBACKS = os.path.join("transformers", "trainer_callback.py")
 
 
@@ -44,6 +46,12 @@ def place_of_thread(thread: int, phase: str) -> str:
 def place_of_error(error: BaseException) -> str:
     """Where it was raised, in the same words."""
     return _place(_raised(error.__traceback__), "")
+
+
+def is_of_collective(error: BaseException) -> bool:
+    """Was it raised by one, or by the wait for it?"""
+    frames = _raised(error.__traceback__)
+    return bool(frames) and (frames[0][0].f_code.co_filename.startswith((_DISTRIBUTED, _OBSERVED)))
 
 
 def _place(frames: list[tuple[FrameType, int]], phase: str) -> str:

@@ -54,8 +54,10 @@ class Watchdog:
         self.collectives, self.thread = collectives, threading.get_ident()
         self.phase, self.since, self.may_take_long = "the first step", time.monotonic(), False
         self.error: str | None = None
+        self.failed = False  # in a collective, which may be its peers' fault
         self.round, self._asked, self._beaten = 0, 0.0, 0.0
         self.closed, self.told = threading.Event(), threading.Event()
+        self._beat(f"in {self.phase}")
         self._watcher = threading.Thread(target=self._watch, name="hf_parallel/hangs", daemon=True)
         self._watcher.start()
 
@@ -77,15 +79,21 @@ class Watchdog:
         self._ask(why)
         return self.told.wait(ANSWER_S + 4 * LOOK_S)
 
+    def tell_abort(self) -> None:
+        """C++ ends this process, in whatever thread."""
+        self.error = "SIGABRT: C++ ended its process, as gloo does where messages differ in size"
+        self.explain(f"the process of rank {self.rank} is ended")
+
     def tell_error(self, error: Exception) -> None:
         """Others would wait for this rank, which will not come: unless they have the same error."""
+        self.failed = standing.is_of_collective(error)
         self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({standing.place_of_error(error)})"
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", "")
             everyone, end = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + ERROR_S
-            while time.monotonic() < end and not self.told.is_set() and not self.store.check(everyone):
+            while time.monotonic() < end and not self.told.is_set() and (self.failed or not self.store.check(everyone)):
                 if time.monotonic() > end - ERROR_S + LOOK_S:
-                    self._ask(f"rank {self.rank} has left the training by an error")
+                    self._ask(f"an error on rank {self.rank}")
                 time.sleep(LOOK_S / 10)
 
     # ---- the thread ----------------------------------------------------------------------------------------------------
@@ -103,13 +111,18 @@ class Watchdog:
 
     def _look(self) -> None:
         now = time.monotonic()
-        if now - self._beaten > BEAT_S or self._beaten == 0.0:
-            self._beaten = now
-            self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), self.phase]))
+        place = standing.place_of_thread(self.thread, self.phase)
+        if now - self._beaten > BEAT_S or place != self.place:
+            self._beat(place)
         if self.store.check([f"asked/{self.round}"]):
             return self._answer(self.store.get(f"asked/{self.round}").decode())
         if not self.may_take_long and now - max(self.since, self._asked) > self.settings.limit_s:
             self._ask(f"nothing has ended for {now - self.since:.0f} s")
+
+    def _beat(self, place: str) -> None:
+        """A sign of life, and where to look for this process."""
+        self._beaten, self.place = time.monotonic(), place
+        self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), place]))
 
     def _ask(self, why: str) -> None:
         self.store.compare_set(f"asked/{self.round}", "", f"{self.rank} {why}")
@@ -143,6 +156,7 @@ class Watchdog:
             "may_take_long": self.may_take_long,
             "waits": standing.waits(self.thread) or self._on_device(collectives),
             "error": self.error,
+            "failed": self.failed,
             **collectives,
         }
 
@@ -189,13 +203,14 @@ class Watchdog:
         slow = [rank for rank, own in facts.items() if own.get("may_take_long") and not own.get("error")]
         left = [rank for rank, own in facts.items() if own.get("error")]
         waiting = [rank for rank, own in facts.items() if own.get("waits")]
-        if left and not lost and not waiting:
+        failed = any(own.get("failed") for own in facts.values())
+        if left and not lost and not waiting and not failed:
             return ""  # they are on their way to the same error
         debugged = any(own.get("absent", "").startswith("is held") for own in facts.values())
         ends = (self.settings.ends and not slow and not debugged) or bool(left)
-        goes_on = "the run ends (hang_action=report goes on)" if ends else "the run goes on"
+        goes_on = "The run ends (hang_action=report goes on)" if ends else "The run goes on"
         if slow and not left:
-            goes_on = f"{hang_report.ranks(slow)} may take long: the run goes on"
+            goes_on = f"{hang_report.ranks(slow).capitalize()} may take long: the run goes on"
         line = f"{why}: {hang_report.sentence(facts)}"
         self._say(f"{line}. {goes_on}. Stacks and last collectives: {os.path.join(self.settings.folder, FOLDER)}")
         self._write("report.json", {"sentence": line, "ranks": {rank: _brief(own) for rank, own in facts.items()}})
@@ -209,7 +224,7 @@ class Watchdog:
             return json.loads(self.store.get(f"answer/{number}/{rank}"))
         if not self.store.check([f"beat/{rank}"]):
             return {"absent": "has never come to the training"}
-        pid, host, phase = json.loads(self.store.get(f"beat/{rank}"))
+        pid, host, place = json.loads(self.store.get(f"beat/{rank}"))
         state = standing.state_of_process(pid) if host == socket.gethostname() else "away"
         said = {
             "gone": "is gone: its process ended without a word, as one that is killed",
@@ -218,7 +233,7 @@ class Watchdog:
             "alive": "does not answer: its process runs code that holds Python's lock",
             "away": "does not answer: its process or its machine is gone or stopped",
         }[state]
-        return {"absent": f"{said} (pid {pid} on {host}, last seen in {phase})", "pid": pid, "state": state}
+        return {"absent": f"{said} (pid {pid} on {host}, last seen {place})", "pid": pid, "state": state}
 
     def _end_stopped(self, facts: dict[int, dict[str, Any]]) -> None:
         """A stopped process would let a launcher wait: it takes no other signal."""
@@ -233,7 +248,7 @@ class Watchdog:
         if not self.closed.is_set() and standing.waits(self.thread):
             facts = {self.rank: self._facts()}
             self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": standing.stacks()})
-            self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {_states(facts)}")
+            self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {hang_report.states(facts, facts)}")
             if self.settings.ends:
                 self._leave()
 
@@ -254,10 +269,6 @@ class Watchdog:
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
-
-
-def _states(facts: dict[int, dict[str, Any]]) -> str:
-    return hang_report.states(facts)
 
 
 def _brief(own: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """A training in which nothing goes on: which rank holds the others up, and where, is told in seconds, and the run ends."""
 
-import contextlib
 import json
 import os
 import signal
@@ -47,6 +46,7 @@ def sleeps(model):
 
 
 def dies(model):
+    time.sleep(0.6)  # longer than between two signs of life
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -125,7 +125,7 @@ def told(runs, capfd, tmp_path, spec, change, desync_s=60.0):
     assert time.monotonic() - start < SOON_S
     assert "Hung" not in caught.value.kinds.values(), caught.value
     err = capfd.readouterr().err
-    lines = [line for line in err.splitlines() if line.startswith("hf_parallel: ") and ": rank" in line]
+    lines = [line for line in err.splitlines() if line.startswith("hf_parallel: ") and "Stacks and last" in line]
     assert len(lines) == 1, err[-6000:]
     return lines[0], err
 
@@ -149,8 +149,14 @@ FAULTS = {
         partial(Fault, (0, 1, 2, 3), two_groups),
         ["ranks wait for each other in a circle: rank 0 for rank 1 in all_reduce number ", " (tp, test_hangs.py:"],
     ),
-    "killed": (ONE, partial(Fault, 1, dies), ["rank 1 is gone: its process ended without a word", "last seen in step"]),
+    "killed": (ONE, partial(Fault, 1, dies), ["rank 1 is gone: its process ended without a word", "last seen in a callback (`test_hangs.py:"]),
     "stopped": (ONE, partial(Fault, 1, stops), ["rank 1 is stopped (SIGSTOP) (pid"]),
+    "full disk": (ONE, partial(Fault, 1, sleeps), ["rank 1 is in a callback"]),
+    "deadlock": (  # noticed before the time is up, as all ranks stand still
+        "tp=2,dp_shard=2",
+        partial(Fault, (0, 1, 2, 3), two_groups),
+        ["all ranks wait for each other: ranks wait for each other in a circle: rank 0 for rank 1 in all_reduce number"],
+    ),
     "callback": (
         "pp=2,hang_timeout_s=20",
         partial(Fault, 1, fails),
@@ -162,10 +168,51 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_who_holds_the_others_up(runs, capfd, tmp_path, name):
     spec, change, expected = FAULTS[name]
-    line, _ = told(runs, capfd, tmp_path, spec, change)
+    if name == "full disk":
+        (tmp_path / "out" / "hangs").mkdir(parents=True)
+        for file in ("rank_0.json", "rank_1.json", "report.json"):
+            (tmp_path / "out" / "hangs" / file).symlink_to("/dev/full")
+    line, err = told(runs, capfd, tmp_path, spec, change, 1.0 if name == "deadlock" else 60.0)
     for words in expected:
         assert words in line, line
+    if name == "full disk":
+        assert "cannot write" in err and "/hangs/rank_1.json: No space left on device" in err
+        return
     written = sorted(path.name for path in (tmp_path / "out" / "hangs").iterdir())
     assert {"report.json", "rank_0.json"} <= set(written)
     facts = json.loads((tmp_path / "out" / "hangs" / "rank_0.json").read_text())
     assert any("MainThread" in thread for thread in facts["stacks"])
+
+
+class Slow(TrainerCallback):
+    """What may take long, on all ranks, and what may not, on one."""
+
+    def __init__(self, trainer):
+        trainer.add_callback(self)
+        trainer.compute_metrics = self.computes
+
+    def computes(self, prediction):
+        time.sleep(1.5)
+        return {}
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2 and dist.get_rank() == 1:
+            time.sleep(2.0)
+
+
+def goes_on(spec, folder, out):
+    from hf_parallel import hooks
+
+    quick()
+    hooks.activate(spec, source="test")
+    return train(folder, out, 2, change=Slow, **SHORT, eval_strategy="steps", eval_steps=1)[0].logs
+
+
+def test_a_run_that_goes_on(runs, capfd, tmp_path):
+    """As asked: it is told, once, and nothing is told of metrics that take as long."""
+    out = str(tmp_path / "out")
+    logs = run(goes_on, 2, "dp_shard=2,hang_timeout_s=1,hang_action=report", runs.initial("llama"), out, init=False)
+    assert sorted(logs[0]) == [1, 2, 3, 4]
+    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
+    assert len(told) == 1, told
+    assert "rank 1 is in a callback" in told[0] and "The run goes on" in told[0]

@@ -16,6 +16,7 @@ from hf_parallel.dryrun.observe import axis_names
 from hf_parallel.groups import time_out
 from hf_parallel.hooks import report, runtime
 from hf_parallel.monitor.collective_record import CollectiveRecord
+from hf_parallel.monitor.last_words import before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
 
 #: Of the process group's time-out: a rank must have said where it is before that ends it.
@@ -47,6 +48,7 @@ class Watched:
         store = dist.PrefixStore(f"hangs/{next(_numbers)}", store)
         self.watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), _settings(self.trainer), record.facts)
         self.stack.callback(self.watchdog.close)
+        self.stack.enter_context(before_abort(self.watchdog.tell_abort))
         desync.explained_by = self.watchdog.explain
         self.stack.callback(setattr, desync, "explained_by", None)
 
