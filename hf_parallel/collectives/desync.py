@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hf_parallel.collectives import observed
+
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
 PATIENCE_S, SPEAK_S = 3.0, 15.0
 #: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
@@ -244,6 +246,8 @@ def _script_line(frame: FrameType) -> str:
     while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
         outer = outer.f_back
     found = outer or frame
+    if frame.f_code.co_filename == observed.__file__ and frame.f_back is not None:
+        frame = frame.f_back  # the call that is observed
     return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
 
 

@@ -78,7 +78,10 @@ def other_shapes(model):
 def two_groups(model):
     """Each pair waits for a rank that is in another one."""
     mesh, rank = model._hf_parallel.mesh, dist.get_rank()
-    dist.all_reduce(torch.ones(3), group=mesh.group("tp" if rank in (0, 3) else "dp_shard"))
+    if rank in (0, 3):
+        dist.all_reduce(torch.ones(3), group=mesh.group("tp"))
+    else:
+        dist.all_reduce(torch.ones(3), group=mesh.group("dp_shard"))
 
 
 class Rows(torch.utils.data.Dataset):
