@@ -14,7 +14,7 @@ from hf_parallel.hooks.accelerate.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import evaluation, hangs, losses, ragged, save_callbacks
+from hf_parallel.hooks.trainer import bad_numbers, evaluation, hangs, losses, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -92,9 +92,10 @@ def num_items_in_batch(original: Callable, self: Any, batch_samples: list, devic
 def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
+    looked_at = bad_numbers.step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
     runtime.compare_batches(model, inputs, "training")
-    with record_of(self).during(step), _recorded(self):
+    with looked_at, record_of(self).during(step), _recorded(self):
         return original(self, model, inputs, *args, **kwargs)
 
 
