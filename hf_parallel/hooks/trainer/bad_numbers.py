@@ -51,6 +51,8 @@ class Looking(TrainerCallback):
             self.random_state = runtime.random_state()
             self.search = self._made() if self.wanted else None
             self.wanted = False
+            if self.search is not None:
+                self.search.look_at_weights()
         self.batches.append((model, copy.copy(inputs), args, kwargs))
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -58,7 +60,7 @@ class Looking(TrainerCallback):
         if self._is_read_now() and self.norm is not None and not math.isfinite(float(self.norm)):
             self._norm_is_bad()
         elif self.search is not None:
-            self._tell({})
+            self._not_found()
         self.batches, self.search, self.norm = [], None, None
 
     def _is_read_now(self) -> bool:
@@ -83,8 +85,14 @@ class Looking(TrainerCallback):
             self._look()
         elif self.action == "skip":
             report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}, the step is left out")
-        if self.action == "skip":
+        if self.action != "report":
             self._leave_out()
+
+    def _not_found(self) -> None:
+        line = f"step {self._step()}, which was searched for what the one before it had, is finite again"
+        if self.action == "stop":
+            raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the bad step was not taken")
+        report.say(line)
 
     def _look(self) -> None:
         self.searches += 1
