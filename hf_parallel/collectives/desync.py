@@ -201,7 +201,7 @@ class DesyncDetector:
 
     def _end(self, places: list[str]) -> None:
         """The main thread cannot be woken out of a collective."""
-        if explained_by is not None and explained_by("all ranks wait for each other"):
+        if explained_by is not None and explained_by("all ranks stand still"):
             time.sleep(LOOK_S)
             os._exit(1)
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)

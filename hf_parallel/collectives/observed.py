@@ -4,8 +4,8 @@
                                         end(call, work)   it has started
                                         waiting(work), waited(work)   around each wait for one, also inside of c10d
 
-c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after. Not
-seen: torch's functional collectives, which call it from C++ (DTensor's own; the flight recorder has those).
+c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after.
+Not seen: torch's functional collectives, which call it from C++ (DTensor's own; the flight recorder has those).
 """
 
 from __future__ import annotations

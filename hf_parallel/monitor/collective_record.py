@@ -5,8 +5,8 @@
     record.facts()                        # what is not done yet, and the last of each group, ready for JSON
 
 A record costs a few microseconds: the shape and the module are references, and become text only when somebody asks.
-Whether a collective is done its `Work` knows on gloo, or who waits for it. On NCCL, where keeping it would keep tensors
-of the GPU, the flight recorder of torch knows, which counts as this does.
+Whether a collective is done its `Work` knows on gloo, or who waits for it. On NCCL, where keeping it would keep
+tensors of the GPU, the flight recorder of torch knows, which counts as this does.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Entry:
     def __init__(self, order: int, number: int, call: Call) -> None:
         self.order, self.number, self.kind, self.peer = order, number, call.kind, call.peer
         tensor = call.tensor
-        self.shape, self.dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        self.shape: torch.Size | None = None if tensor is None else tensor.shape
+        self.dtype: torch.dtype | None = None if tensor is None else tensor.dtype
         self.module, self.place, self.backward = _in_progress()
         self.work: Any = None
 
@@ -73,7 +74,7 @@ class CollectiveRecord(Listener):
         self._waited_for: dict[int, Any] = {}  # by thread: the work that it waits for
         self._starting: dict[int, Entry] = {}  # by call: threads beside the training have collectives too
 
-    # ---- of every collective -----------------------------------------------------------------------------------------
+    # ---- of every collective ---------------------------------------------------------------------------------------
 
     def begin(self, call: Call) -> None:
         """Note it: what never returns is seen as well."""
@@ -97,7 +98,8 @@ class CollectiveRecord(Listener):
                 self._open.popleft()
             self._open.append(entry)
         elif call.kind not in MESSAGES:
-            entry.number = call.group._get_sequence_number_for_group()  # the flight recorder's, with those from C++
+            group: Any = call.group
+            entry.number = group._get_sequence_number_for_group()  # the flight recorder's, with those from C++
 
     def waiting(self, work: Any) -> None:
         """Which one it is that a thread waits for."""
@@ -111,7 +113,7 @@ class CollectiveRecord(Listener):
                 entry.work = None
                 return
 
-    # ---- of a report ---------------------------------------------------------------------------------------------------
+    # ---- of a report -----------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
         """What is not done yet, first what is waited for and the oldest, and the last collectives of each group."""

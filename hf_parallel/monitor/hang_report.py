@@ -64,7 +64,7 @@ def waited_for(own: Facts) -> Facts | None:
 
 def _collective(entry: Facts | None) -> str:
     assert entry is not None
-    what = entry["module"] or ("backward" if entry["backward"] else entry.get("place"))
+    what: Any = entry["module"] or ("backward" if entry["backward"] else entry.get("place"))
     if entry["module"] and entry["backward"]:
         what += ", backward"
     inside = ", ".join(filter(None, [entry["axis"], what]))
@@ -81,7 +81,9 @@ def missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
     if entry["operation"] in _MESSAGES:
         return [entry["peer"]]
     members = facts[rank]["groups"][entry["group"]]["ranks"]
-    return [other for other in members if other != rank and _last_number(facts.get(other, {}), entry) < entry["number"]]
+    return [
+        other for other in members if other != rank and _last_number(facts.get(other, {}), entry) < entry["number"]
+    ]
 
 
 def _last_number(other: Facts, entry: Facts) -> int:

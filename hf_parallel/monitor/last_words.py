@@ -1,7 +1,7 @@
 """A process that C++ ends still says where it was: gloo ends one (`std::terminate`) to which a message is too long.
 
-`abort` raises SIGABRT in the thread that calls it, while Python goes on in the others. So the handler may run Python, and
-wait for a thread that writes and sends; then whoever was there before handles the signal, and the process ends.
+`abort` raises SIGABRT in the thread that calls it, while Python goes on in the others. So the handler may run Python,
+and wait for a thread that writes and sends; then whoever was there before handles the signal, and the process ends.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from hf_parallel.collectives.desync import AloneError
 from hf_parallel.monitor import hang_report, standing
 
 #: Seconds between two looks; between two signs of life; that ranks have to answer; that an error waits to be told.
@@ -61,7 +62,7 @@ class Watchdog:
         self._watcher = threading.Thread(target=self._watch, name="hf_parallel/hangs", daemon=True)
         self._watcher.start()
 
-    # ---- the training's thread ---------------------------------------------------------------------------------------
+    # ---- the training's thread -------------------------------------------------------------------------------------
 
     def mark(self, phase: str, may_take_long: bool = False) -> None:
         """Something has ended, and this begins; no hang is made of what may take long by itself."""
@@ -86,17 +87,21 @@ class Watchdog:
 
     def tell_error(self, error: Exception) -> None:
         """Others would wait for this rank, which will not come: unless they have the same error."""
+        if isinstance(error, AloneError):
+            return  # it says where the others are
         self.failed = standing.is_of_collective(error)
         self.error = f"{type(error).__name__}: {' '.join(str(error).split())[:200]} ({standing.place_of_error(error)})"
         with contextlib.suppress(RuntimeError):
             self.store.set(f"left/{self.rank}", "")
             everyone, end = [f"left/{rank}" for rank in range(self.world_size)], time.monotonic() + ERROR_S
-            while time.monotonic() < end and not self.told.is_set() and (self.failed or not self.store.check(everyone)):
+            while (
+                time.monotonic() < end and not self.told.is_set() and (self.failed or not self.store.check(everyone))
+            ):
                 if time.monotonic() > end - ERROR_S + LOOK_S:
                     self._ask(f"an error on rank {self.rank}")
                 time.sleep(LOOK_S / 10)
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
         gone_since = None
@@ -242,13 +247,14 @@ class Watchdog:
                 with contextlib.suppress(OSError):
                     os.kill(own["pid"], signal.SIGKILL)
 
-    # ---- the end -------------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------------------------
 
     def _store_is_gone(self, error: Exception) -> None:
         if not self.closed.is_set() and standing.waits(self.thread):
             facts = {self.rank: self._facts()}
             self._write(f"rank_{self.rank}.json", {**facts[self.rank], "stacks": standing.stacks()})
-            self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {hang_report.states(facts, facts)}")
+            states = hang_report.states(facts, facts)
+            self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
             if self.settings.ends:
                 self._leave()
 

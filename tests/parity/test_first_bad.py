@@ -1,4 +1,4 @@
-"""A number that is not finite: the module, the rank and the micro-batch that gave it first, and what becomes of the step."""
+"""A number that is not finite: which module, rank and micro-batch gave it first, and what becomes of the step."""
 
 import math
 from functools import partial
@@ -68,11 +68,25 @@ def hook_count(model, kind):
 
 
 CASES = [
-    ("dp_shard=2", "model.layers.2.mlp.act_fn", 1, 2, "forward", "the forward of model.layers.2.mlp.act_fn on rank 1, "),
+    (
+        "dp_shard=2",
+        "model.layers.2.mlp.act_fn",
+        1,
+        2,
+        "forward",
+        "the forward of model.layers.2.mlp.act_fn on rank 1, ",
+    ),
     ("tp=2", "model.layers.1.mlp.act_fn", 1, 1, "forward", "the forward of model.layers.1.mlp.act_fn on rank 1, "),
     ("pp=2", "model.layers.1.mlp.act_fn", 0, 2, "forward", "the forward of model.layers.1.mlp.act_fn on rank 0, "),
     ("pp=2", "model.layers.3.mlp.act_fn", 1, 2, "backward", "the backward of "),
-    ("tp=2,pp=2", "model.layers.3.mlp.act_fn", 3, 2, "forward", "the forward of model.layers.3.mlp.act_fn on rank 3, "),
+    (
+        "tp=2,pp=2",
+        "model.layers.3.mlp.act_fn",
+        3,
+        2,
+        "forward",
+        "the forward of model.layers.3.mlp.act_fn on rank 3, ",
+    ),
     ("dp_shard=2", "model.layers.2.mlp.act_fn", 0, 1, "backward", "the backward of "),
 ]
 
@@ -112,12 +126,14 @@ def test_a_step_that_is_left_out(runs, capfd, tmp_path, spec):
     call = partial(training, f"{spec},nan_action=skip", runs.initial("llama"), str(tmp_path / "ours"), change)
     logs, finite, hooks_left = run(call, 2, init=False)[0]
     expected = run_alone(alone, runs.initial("llama"), str(tmp_path / "plain"))
-    assert finite and math.isnan(logs[BAD_STEP]["grad_norm"])
+    assert finite
+    assert math.isnan(logs[BAD_STEP]["grad_norm"])
     for key in ("loss", "grad_norm"):
         assert not close(key, logs[3][key], expected[3][key], 1e-5), (logs, expected)
     assert hooks_left == 1  # the fault's own
     told = [line for line in capfd.readouterr().err.splitlines() if "gradient norm is nan" in line]
-    assert len(told) == 1 and "on rank 0, micro-batch 1 of 2" in told[0], told
+    assert len(told) == 1, told
+    assert "on rank 0, micro-batch 1 of 2" in told[0]
     assert told[0].endswith("the step is left out (nan_action=skip)")
 
 

@@ -1,9 +1,9 @@
 """When the gradient norm of a step is not finite: where it comes from, and what becomes of the step.
 
-The norm is equal on all ranks, so they decide alike. It is read before the optimizer's step where that waits for nothing
-that Trainer does not wait for: on the CPU, under `logging_nan_inf_filter` (Trainer's default: it reads every loss), and
-where `nan_action` asks for it. Otherwise it is what Trainer logs. The step's batches are then computed once more, with
-hooks on all modules; where that is not possible (a script's own `training_step`, offload) the next step has the hooks.
+The norm is equal on all ranks, so they decide alike. It is read before the optimizer's step where Trainer waits for
+the device as well: on the CPU, under `logging_nan_inf_filter` (its default: it reads every loss), and where
+`nan_action` asks for it. Otherwise it is what Trainer logs. The step's batches are then computed once more, with hooks
+on all modules; where that is not possible (a script's own `training_step`, offload) the next step has the hooks.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Looking(TrainerCallback):
         self.wanted = False  # in the next step
         self.searches, self.bad_steps = 0, 0
 
-    # ---- of every step -----------------------------------------------------------------------------------------------
+    # ---- of every step ---------------------------------------------------------------------------------------------
 
     def note(self, model: Any, inputs: Any, args: tuple, kwargs: dict) -> None:
         """A micro-batch of the step in progress, before anything is taken out of it."""
@@ -75,7 +75,7 @@ class Looking(TrainerCallback):
         if bad and not self.bad_steps and not self._is_read_now():
             self.wanted = True
 
-    # ---- of a bad one ------------------------------------------------------------------------------------------------
+    # ---- of a bad one ----------------------------------------------------------------------------------------------
 
     def _norm_is_bad(self) -> None:
         self.bad_steps += 1
@@ -142,7 +142,9 @@ class Looking(TrainerCallback):
         line += sentence(findings, len(self.batches), self._step())
         if self.action == "stop":
             raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the step is not taken")
-        then = "is left out (nan_action=skip)" if self.action == "skip" else "is taken all the same (nan_action=report)"
+        then = (
+            "is left out (nan_action=skip)" if self.action == "skip" else "is taken all the same (nan_action=report)"
+        )
         report.say(f"{line}; the step {then}")
 
     def _norm(self) -> torch.Tensor:

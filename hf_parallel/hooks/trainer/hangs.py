@@ -108,5 +108,7 @@ def _settings(trainer: Any) -> Settings:
     seconds = TORCH_TIME_OUT_S if limit is None else limit.total_seconds()
     asked = SHARE * seconds if config.hang_timeout_s == AUTO else float(config.hang_timeout_s)
     if asked >= seconds:
-        report.say(f"hang_timeout_s={asked:.0f} is not below the process groups' time-out of {seconds:.0f} s, which ends")
+        report.say(
+            f"hang_timeout_s={asked:.0f} is not below the process groups' time-out of {seconds:.0f} s, which ends"
+        )
     return Settings(asked, config.hang_action == "stop", trainer.args.output_dir)
