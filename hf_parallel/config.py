@@ -21,13 +21,13 @@ from hf_parallel.axes.compression import CompressionKeys
 from hf_parallel.axes.context.axis import ContextKeys
 from hf_parallel.axes.data.axis import DataKeys
 from hf_parallel.axes.experts.axis import ExpertKeys
-from hf_parallel.axes.hangs import WatchKeys
 from hf_parallel.axes.loss import LossKeys
 from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
+from hf_parallel.axes.watching import WatchKeys
 from hf_parallel.spec import SpecError, convert, read, refuse, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]

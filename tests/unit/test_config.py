@@ -29,6 +29,9 @@ VALUES = {
     "offload": ("nvme:/scratch", "nvme:/scratch"),
     "attention": ("eager", "eager"),
     "async_save": ("true", True),
+    "hang_timeout_s": ("2.5", "2.5"),
+    "hang_action": ("report", "report"),
+    "nan_action": ("skip", "skip"),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_parallel.axes.hangs import AUTO, OFF
+from hf_parallel.axes.watching import AUTO, OFF
 from hf_parallel.collectives import desync
 from hf_parallel.collectives.observed import listen, unlisten
 from hf_parallel.dryrun.observe import axis_names

@@ -18,15 +18,13 @@ AUTO, OFF = "auto", "off"
 class WatchKeys(Keys):
     hang_timeout_s: str = key(
         AUTO,
-        "seconds without the end of a step, a batch of evaluation or a save after which all ranks say where they are;"
-        " `off`",
+        "seconds in which nothing ends, after which all ranks say where they are; `off`",
         shown="0.8 of the process group's time-out",
     )
     hang_action: str = key("stop", "then end the run, or only `report`", choices=("stop", "report"))
     nan_action: str = key(
         "report",
-        "say which module first gave a loss or gradient norm that is not finite; `stop` ends the run, `skip` leaves"
-        " the step out",
+        "a gradient norm that is not finite: say where it comes from; `stop` ends the run, `skip` leaves the step out",
         choices=("report", "stop", "skip"),
     )
 
