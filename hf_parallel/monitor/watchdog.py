@@ -77,6 +77,7 @@ class Watchdog:
         """Ask now, for another thread that has found out that nothing goes on; has it been told?"""
         if self.closed.is_set():
             return False
+        self.told.clear()
         self._ask(why)
         return self.told.wait(ANSWER_S + 4 * LOOK_S)
 
@@ -141,10 +142,10 @@ class Watchdog:
         self._asked = time.monotonic()
         verdict = self._verdict(number, why)
         self.round += 1
-        if verdict == "end":
-            self._end()
-        elif verdict:
+        if verdict:
             self.told.set()
+        if verdict in ("end", "fail"):
+            self._end(failing=verdict == "fail")
 
     def _facts(self) -> dict[str, Any]:
         try:
@@ -181,7 +182,7 @@ class Watchdog:
     # ---- one of them tells -----------------------------------------------------------------------------------------
 
     def _verdict(self, number: int, why: str) -> str:
-        """What the rank that tells has found: end, go on, or nothing to say."""
+        """What the rank that tells has found: end, fail (for one has left), goes on, or nothing to say."""
         told, end = f"told/{number}", time.monotonic() + ANSWER_S + (2 * LOOK_S if self.rank else 0.0)
         answers = [f"answer/{number}/{rank}" for rank in range(self.world_size)]
         while time.monotonic() < end and not self.store.check([told]):
@@ -221,7 +222,7 @@ class Watchdog:
         self._write("report.json", {"sentence": line, "ranks": {rank: _brief(own) for rank, own in facts.items()}})
         if ends:
             self._end_stopped(facts)
-        return "end" if ends else "goes on"
+        return "goes on" if not ends else "fail" if left else "end"
 
     def _of(self, number: int, rank: int) -> dict[str, Any]:
         """What a rank has answered, or what is known of one that does not."""
@@ -258,10 +259,13 @@ class Watchdog:
             if self.settings.ends:
                 self._leave()
 
-    def _end(self) -> None:
-        """A main thread cannot be woken out of a collective; one with an error of its own goes on to its end."""
-        self.told.set()
-        if self.error is not None:
+    def _end(self, failing: bool) -> None:
+        """A main thread cannot be woken out of a collective; one with an error goes on to its end.
+
+        Args:
+            failing: a rank is leaving, so that connections to it break: others may have an error soon.
+        """
+        if self.error is not None or (failing and self.closed.wait(ERROR_S)):
             return
         time.sleep(LOOK_S)  # a launcher ends all ranks once one has gone: who has an error prints it first
         self._leave()
