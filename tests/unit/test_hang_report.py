@@ -32,7 +32,9 @@ def test_three_wait_for_one():
 def test_one_that_was_left_out():
     seven, eight, nine = entry(7, module="a"), entry(8, module="b"), entry(8, module="a")
     facts = {0: rank(seven, eight, ranks=(0, 1)), 1: rank({**eight, "number": 7}, nine, ranks=(0, 1))}
-    assert sentence(facts).startswith("rank 1 left out reduce_scatter of [4, 3] float32 (dp_shard, a), which is number 7")
+    assert sentence(facts).startswith(
+        "rank 1 left out reduce_scatter of [4, 3] float32 (dp_shard, a), which is number 7"
+    )
 
 
 @pytest.mark.parametrize(
