@@ -29,6 +29,7 @@ from hf_parallel.axes.precision import PrecisionKeys
 from hf_parallel.axes.recompute import RecomputeKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
+from hf_parallel.axes.watching import WatchKeys
 from hf_parallel.spec import SpecError, convert, read, refuse, refuse_with, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
@@ -56,6 +57,7 @@ class ParallelConfig(
     OffloadKeys,
     SavingKeys,
     MonitorKeys,
+    WatchKeys,
 ):
     """How many processes along which axis, and how each axis behaves.
 

@@ -24,11 +24,14 @@ import sysconfig
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hf_parallel.collectives import observed
 
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
 PATIENCE_S, SPEAK_S = 3.0, 15.0
@@ -45,7 +48,7 @@ _WAITING = (
     *(os.path.join(_TORCH, place) for place in ("distributed", "autograd")),
 )
 #: Code that is not the user's.
-_LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
+LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
 
 class AloneError(RuntimeError):
@@ -171,7 +174,7 @@ class DesyncDetector:
         if before is None or self.closed.wait(STILL_S):
             return None
         now = sys._current_frames().get(self.watched)
-        if now is not before or now.f_lasti != place or not _waits_for_others(now):
+        if now is not before or now.f_lasti != place or not waits_for_others(now):
             return None
         return f"is at {_script_line(now)}"
 
@@ -198,6 +201,9 @@ class DesyncDetector:
 
     def _end(self, places: list[str]) -> None:
         """The main thread cannot be woken out of a collective."""
+        if explained_by is not None and explained_by("all ranks stand still"):
+            time.sleep(LOOK_S)
+            os._exit(1)
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
         if self.rank == speaker:
             print(_deadlock(places), file=sys.stderr, flush=True)
@@ -223,22 +229,25 @@ class _Rest:
         seen = frame and (id(frame), frame.f_lasti)
         now, used = time.monotonic(), time.process_time()
         busy = used - self._used > IDLE * max(now - self._since, LOOK_S)
-        if frame is None or seen != self._seen or busy or not _waits_for_others(frame):
+        if frame is None or seen != self._seen or busy or not waits_for_others(frame):
             self._seen, self._since, self._used = seen, now, used
             return None
         return f"is at {_script_line(frame)}" if now - self._since > DEADLOCK_S else None
 
 
-def _waits_for_others(frame: FrameType) -> bool:
+def waits_for_others(frame: FrameType) -> bool:
+    """Is it code in which a process waits for others, when it does not move?"""
     return frame.f_code.co_filename.startswith(_WAITING)
 
 
 def _script_line(frame: FrameType) -> str:
     """The innermost line of the user's own code."""
     outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename.startswith(_LIBRARIES):
+    while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
         outer = outer.f_back
     found = outer or frame
+    if frame.f_code.co_filename == observed.__file__ and frame.f_back is not None:
+        frame = frame.f_back  # the call that is observed
     return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
 
 
@@ -274,6 +283,13 @@ def _ranks(numbers: list[int]) -> str:
 
 
 _detector: DesyncDetector | None = None
+#: Says more of a deadlock than this does: given what is known, has it told?
+explained_by: Callable[[str], bool] | None = None
+
+
+def store() -> Any:
+    """That of the ranks that answer each other; None where there are none."""
+    return None if _detector is None else _detector.store
 
 
 def watch() -> None:

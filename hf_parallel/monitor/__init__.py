@@ -1,1 +1,1 @@
-"""What training does with its time and memory: measured, compared over ranks and with the plan, and written down."""
+"""What a training does while it runs: its time and memory, where ranks wait, and where a number went bad."""

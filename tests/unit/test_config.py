@@ -34,6 +34,9 @@ VALUES = {
     "async_save": ("true", True),
     "monitor": ("full", "full"),
     "expert_capacity_factor": ("1.25", 1.25),
+    "hang_timeout_s": ("2.5", "2.5"),
+    "hang_action": ("report", "report"),
+    "nan_action": ("skip", "skip"),
 }
 
 

@@ -31,7 +31,7 @@ from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.peft.settings import check_optimizer
-from hf_parallel.hooks.trainer import means
+from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.parallelize import parallelize
 from hf_parallel.spec import refuse
@@ -263,7 +263,9 @@ def clip_grad_norm_(
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
     copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
-    return clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
+    norm = clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
+    bad_numbers.norm_is(norm)
+    return norm
 
 
 @patch("accelerate.accelerator:Accelerator.get_state_dict", "returns shards")

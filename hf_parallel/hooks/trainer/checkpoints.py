@@ -26,7 +26,7 @@ from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import save_callbacks
+from hf_parallel.hooks.trainer import hangs, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 
@@ -36,7 +36,8 @@ def save_model(original: Callable, self: Any, output_dir: str | None = None, _in
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
     assert_all_ranks("trainer.save_model")
     wait_for_save(self)
-    self._save(self.args.output_dir if output_dir is None else output_dir)
+    with hangs.taking_long("a save"):
+        self._save(self.args.output_dir if output_dir is None else output_dir)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -53,6 +54,11 @@ def save(original: Callable, self: Any, output_dir: str | None = None, state_dic
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
 def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
+    with hangs.taking_long("a save"):
+        _save_checkpoint(self, trial)
+
+
+def _save_checkpoint(self: Any, trial: Any) -> None:
     wait_for_save(self)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
@@ -118,8 +124,9 @@ def wait_for_save(trainer: Any) -> None:
 @patch("transformers.trainer:Trainer._finalize_training", "counts saves that go on")
 def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """The best model is loaded, and checkpoints are counted, when all of them are there."""
-    wait_for_save(self)
-    return original(self, *args, **kwargs)
+    with hangs.taking_long("the end of the training"):
+        wait_for_save(self)
+        return original(self, *args, **kwargs)
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, replacing, share_of_rows
-from hf_parallel.hooks.trainer import means, ragged, rows
+from hf_parallel.hooks.trainer import hangs, means, ragged, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 
 
@@ -19,6 +19,7 @@ def prediction_step(
     self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
 ) -> Any:
     """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
+    hangs.mark("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
     batch = ragged.told_apart(self, inputs, self.args.eval_batch_size)
     blocks = ragged.rows_per_example(self, batch, self.args.eval_batch_size)
@@ -33,6 +34,7 @@ def prediction_step(
     if step.real_rows is not None:
         logits, labels = _rows_to_gather(self, (logits, labels), real, count, rows.JOINED in batch)
     _inputs_to_gather(self, inputs, kept, step.real_rows)
+    hangs.mark("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
 
 

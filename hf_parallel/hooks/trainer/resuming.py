@@ -20,7 +20,7 @@ from hf_parallel.hooks import entries, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer import stopping
+from hf_parallel.hooks.trainer import bad_numbers, hangs, stopping
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse
@@ -40,7 +40,9 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
             restarts.keep_rows_per_step(self, facts_of(chosen).get("global_batch"), runtime.mesh().data_size)
         if chosen is not None:
             _compare(self, chosen)
-        with stopping.steps_together(self), unfinished_save_is_awaited(self):
+        with contextlib.ExitStack() as beside:
+            for one in (hangs.watched, bad_numbers.looking, stopping.steps_together, unfinished_save_is_awaited):
+                beside.enter_context(one(self))
             return original(self, chosen, *args, **kwargs)
 
 

@@ -13,7 +13,7 @@ from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import evaluation, losses, ragged, save_callbacks
+from hf_parallel.hooks.trainer import bad_numbers, evaluation, hangs, losses, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -77,6 +77,7 @@ def _make_ready(model: Any, optimizers: Any) -> None:
 @patch("transformers.trainer:Trainer.get_batch_samples", "repeats rows to fill a ragged last batch")
 def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
+    hangs.mark("the data loader")
     with monitoring.reading(self):
         samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
     monitoring.count(samples[0])
@@ -96,9 +97,11 @@ def num_items_in_batch(original: Callable, self: Any, batch_samples: list, devic
 @patch("transformers.trainer:Trainer.training_step", "does not know which rows are repeated")
 def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
     """Remember how many rows of this batch are real while its loss is computed."""
+    hangs.mark_step(self.state.global_step + 1)
+    looked_at = bad_numbers.step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
     runtime.compare_batches(model, inputs, "training")
-    with record_of(self).during(step), _recorded(self), monitoring.phase(COMPUTE):
+    with looked_at, record_of(self).during(step), _recorded(self), monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
 
 

@@ -1,0 +1,161 @@
+"""One place where all collectives of this process can be seen, whoever calls them: FSDP2, this package, a script.
+
+    with observing(listener): ...       begin(call)   before each
+                                        end(call, work)   it has started
+                                        waiting(work), waited(work)   around each wait for one, also inside of c10d
+
+c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after.
+Not seen: torch's functional collectives, which call it from C++ (DTensor's own; the flight recorder has those).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+#: Methods of ProcessGroup and what they do; torch 2.13 has renamed some.
+KINDS = {
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather",
+    "_allgather_base": "all_gather",
+    "all_gather_single": "all_gather",
+    "allgather_into_tensor_coalesced": "all_gather",
+    "all_gather_single_coalesced": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "_reduce_scatter_base": "reduce_scatter",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter",
+    "reduce_scatter_single_coalesced": "reduce_scatter",
+    "alltoall": "all_to_all",
+    "alltoall_base": "all_to_all",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "reduce": "reduce",
+    "gather": "gather",
+    "scatter": "scatter",
+    "barrier": "barrier",
+    "send": "send",
+    "recv": "receive",
+}
+_WAIT = "wait"  # of a Work
+
+
+class Call:
+    """A collective: what it does, in which group, with which tensor; `peer` of a message, as a rank of the group."""
+
+    __slots__ = ("kind", "group", "tensor", "peer")
+
+    def __init__(self, kind: str, group: dist.ProcessGroup, args: tuple) -> None:
+        self.kind, self.group = kind, group
+        self.tensor = _input(args)
+        self.peer: int | None = args[1] if kind in ("send", "receive") and len(args) > 1 else None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of what this rank gives."""
+        return () if self.tensor is None else tuple(self.tensor.shape)
+
+    @property
+    def bytes(self) -> int:
+        """Of what this rank gives."""
+        return 0 if self.tensor is None else self.tensor.nbytes
+
+
+class Listener:
+    """Hears of every collective, in the thread that calls it, and must be quick."""
+
+    def begin(self, call: Call) -> None:
+        """It is about to be started."""
+
+    def end(self, call: Call, work: Any) -> None:
+        """It has been started. Keeping `work` keeps its tensors."""
+
+    def waiting(self, work: Any) -> None:
+        """Somebody begins to wait for it."""
+
+    def waited(self, work: Any) -> None:
+        """It is done, or on CUDA in the order of the stream."""
+
+
+_listeners: tuple[Listener, ...] = ()
+_originals: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def observing(listener: Listener) -> Iterator[None]:
+    """In here the listener hears of every collective of this process."""
+    listen(listener)
+    try:
+        yield
+    finally:
+        unlisten(listener)
+
+
+def listen(listener: Listener) -> None:
+    """From here on."""
+    global _listeners
+    _listeners = (*_listeners, listener)
+    if not _originals:
+        for name in KINDS:
+            if name in vars(dist.ProcessGroup):
+                _originals[name] = vars(dist.ProcessGroup)[name]  # itself: getattr would give an unbound function
+                setattr(dist.ProcessGroup, name, _observed(name, getattr(dist.ProcessGroup, name)))
+        _originals[_WAIT] = vars(dist.Work)[_WAIT]
+        dist.Work.wait = _observed_wait(dist.Work.wait)  # type: ignore[method-assign]
+
+
+def unlisten(listener: Listener) -> None:
+    """No more; once nobody listens ProcessGroup is as it was."""
+    global _listeners
+    _listeners = tuple(other for other in _listeners if other is not listener)
+    if not _listeners:
+        for name, original in _originals.items():
+            setattr(dist.Work if name == _WAIT else dist.ProcessGroup, name, original)
+        _originals.clear()
+
+
+def _observed(name: str, original: Any) -> Any:
+    kind = KINDS[name]
+
+    @functools.wraps(original)
+    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        call, listeners = Call(kind, group, args), _listeners
+        for listener in listeners:
+            listener.begin(call)
+        work = original(group, *args, **kwargs)
+        for listener in listeners:
+            listener.end(call, work)
+        return work
+
+    return method
+
+
+def _observed_wait(original: Any) -> Any:
+    @functools.wraps(original)
+    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+        listeners = _listeners
+        for listener in listeners:
+            listener.waiting(work)
+        result = original(work, *args, **kwargs)
+        for listener in listeners:
+            listener.waited(work)
+        return result
+
+    return wait
+
+
+def _input(args: tuple) -> torch.Tensor | None:
+    """What a rank gives: the second of (output, input), else the first of a list of tensors."""
+    for value in args[1::-1]:  # the second argument, then the first
+        while isinstance(value, (list, tuple)) and value:
+            value = value[0]
+        if isinstance(value, torch.Tensor):
+            return value
+    return None

@@ -1,0 +1,216 @@
+"""When the gradient norm of a step is not finite: where it comes from, and what becomes of the step.
+
+The norm is equal on all ranks, so they decide alike. It is read before the optimizer's step where Trainer waits for
+the device as well: on the CPU, under `logging_nan_inf_filter` (its default: it reads every loss), and where
+`nan_action` asks for it. Otherwise it is what Trainer logs. The step's batches are then computed once more, with hooks
+on all modules; where that is not possible (a script's own `training_step`, offload) the next step has the hooks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer, TrainerCallback
+
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.trainer.metrics import remembered
+from hf_parallel.monitor.first_bad import Finding, Search, sentence
+
+#: How many times a training is searched: each takes as long as a step.
+SEARCHES = 3
+_current: Looking | None = None
+
+
+class BadNumberError(RuntimeError):
+    """A loss or a gradient norm is not finite, and `nan_action=stop`."""
+
+
+class Looking(TrainerCallback):
+    """Of one training: the batches of the step in progress, and what its norm is."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer, self.action = trainer, runtime.mesh().config.nan_action
+        self.batches: list[tuple[Any, Any, tuple, dict]] = []
+        self.random_state: list[Any] = []
+        self.norm: torch.Tensor | None = None
+        self.search: Search | None = None  # in the step in progress
+        self.wanted = False  # in the next step
+        self.searches, self.bad_steps = 0, 0
+
+    # ---- of every step ---------------------------------------------------------------------------------------------
+
+    def note(self, model: Any, inputs: Any, args: tuple, kwargs: dict) -> None:
+        """A micro-batch of the step in progress, before anything is taken out of it."""
+        if not self.batches:
+            self.random_state = runtime.random_state()
+            self.search = self._made() if self.wanted else None
+            self.wanted = False
+            if self.search is not None:
+                self.search.look_at_weights()
+        self.batches.append((model, copy.copy(inputs), args, kwargs))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All gradients are there, and their norm."""
+        if self._is_read_now() and self.norm is not None and not math.isfinite(float(self.norm)):
+            self._norm_is_bad()
+        elif self.search is not None:
+            self._not_found()
+        self.batches, self.search, self.norm = [], None, None
+
+    def _is_read_now(self) -> bool:
+        free = runtime.mesh().device.type == "cpu" or self.trainer.args.logging_nan_inf_filter
+        scaled = self.trainer.accelerator.scaler is not None  # fp16's scaler tries what is too large, by plan
+        return not scaled and (free or self.action != "report" or self.search is not None)
+
+    def logged(self, logs: dict[str, Any]) -> None:
+        """What Trainer has read anyway."""
+        known = (logs.get(name) for name in ("loss", "grad_norm"))
+        bad = any(isinstance(value, int | float) and not math.isfinite(value) for value in known)
+        if bad and not self.bad_steps and not self._is_read_now():
+            self.wanted = True
+
+    # ---- of a bad one ----------------------------------------------------------------------------------------------
+
+    def _norm_is_bad(self) -> None:
+        self.bad_steps += 1
+        if self.search is not None:
+            self._tell(_of_all(self.search.finding))
+        elif self.searches < (SEARCHES if self.action == "skip" else 1):
+            self._look()
+        elif self.action == "skip":
+            report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}, the step is left out")
+        if self.action != "report":
+            self._leave_out()
+
+    def _not_found(self) -> None:
+        line = f"step {self._step()}, which was searched for what the one before it had, is finite again"
+        if self.action == "stop":
+            raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the bad step was not taken")
+        report.say(line)
+
+    def _look(self) -> None:
+        self.searches += 1
+        if self._can_repeat():
+            self._tell(self._repeated())
+        else:
+            self.wanted = True
+            report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}; the next step is searched")
+
+    def _can_repeat(self) -> bool:
+        kind = type(self.trainer)
+        plain = all(getattr(kind, name) is getattr(Trainer, name) for name in ("training_step", "_prepare_inputs"))
+        return plain and runtime.mesh().config.offload == "none" and bool(self.batches)
+
+    def _repeated(self) -> dict[int, Finding | None]:
+        """The step's batches once more, with the same random numbers; gradients are as before. Collective."""
+        search, parameters = self._made(), list(self.trainer.model.parameters())
+        gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
+        self._leave_out()
+        restore, stream, batches = remembered(self.trainer), runtime.random_state(), self.batches
+        runtime.set_random_state(self.random_state)
+        search.look_at_weights()
+        with not_noting():
+            for number, (model, inputs, args, kwargs) in enumerate(batches, 1):
+                with search.looking(number):
+                    loss = self.trainer.training_step(model, inputs, *args, **kwargs)
+                search.look_at_loss(loss)
+        search.look_at_gradients()
+        found = _of_all(search.finding)
+        restore()
+        runtime.set_random_state(stream)
+        self._leave_out()
+        for parameter, gradient in zip(parameters, gradients, strict=False):
+            parameter.grad = gradient
+        return found
+
+    def _made(self) -> Search:
+        state = runtime.parallel_state(self.trainer.model)
+        engine = None if state is None else state.pipeline
+        stages = [] if engine is None else list(zip(engine.stages, engine.views, strict=True))
+        return Search(
+            self.trainer.model, [(s, engine is None or view.index == engine.last_index) for s, view in stages]
+        )
+
+    def _tell(self, findings: dict[int, Finding | None]) -> None:
+        line = f"step {self._step()}: the gradient norm is {float(self._norm()):g}: "
+        line += sentence(findings, len(self.batches), self._step())
+        if self.action == "stop":
+            raise BadNumberError(f"hf_parallel: {line}; nan_action=stop ends the run, the step is not taken")
+        then = (
+            "is left out (nan_action=skip)" if self.action == "skip" else "is taken all the same (nan_action=report)"
+        )
+        report.say(f"{line}; the step {then}")
+
+    def _norm(self) -> torch.Tensor:
+        return torch.tensor(math.nan) if self.norm is None else self.norm
+
+    def _step(self) -> int:
+        return self.trainer.state.global_step + 1
+
+    def _leave_out(self) -> None:
+        """Optimizers pass over parameters without a gradient, on all ranks."""
+        for parameter in self.trainer.model.parameters():
+            parameter.grad = None
+
+
+def _of_all(finding: Finding | None) -> dict[int, Finding | None]:
+    """By rank. Collective over all ranks, of which each has come to the same norm."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, finding, group=runtime.mesh().host_group)
+    return dict(enumerate(found))
+
+
+@contextlib.contextmanager
+def looking(trainer: Any) -> Iterator[None]:
+    """Inside, numbers that are not finite are told about."""
+    global _current
+    former, _current = _current, Looking(trainer)
+    trainer.add_callback(_current)
+    try:
+        yield
+    finally:
+        trainer.remove_callback(_current)
+        _current = former
+
+
+@contextlib.contextmanager
+def not_noting() -> Iterator[None]:
+    """In here batches are those of a step that is known."""
+    global _current
+    former, _current = _current, None
+    try:
+        yield
+    finally:
+        _current = former
+
+
+@contextlib.contextmanager
+def step(model: Any, inputs: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+    """Around the computation of one micro-batch."""
+    if _current is None:
+        yield
+        return
+    _current.note(model, inputs, args, kwargs)
+    if _current.search is None:
+        yield
+        return
+    with _current.search.looking(len(_current.batches)):
+        yield
+
+
+def norm_is(norm: torch.Tensor) -> None:
+    """Of all gradients, before they were clipped."""
+    if _current is not None:
+        _current.norm = norm
+
+
+def logged(logs: dict[str, Any]) -> None:
+    """Numbers that Trainer shows."""
+    if _current is not None:
+        _current.logged(logs)

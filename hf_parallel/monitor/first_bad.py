@@ -1,0 +1,194 @@
+"""Which module first gave a number that is not finite: hooks on all of them, for the micro-batches of one step.
+
+    search = Search(model, stages)
+    with search.looking(micro_batch=1): loss = step(batch)
+    sentence(findings of all ranks)       # "the forward of model.layers.3.mlp.down_proj on rank 1, micro-batch 2 of 4"
+
+Forward, a module's output tells; backward, the gradient of its input. What a stage has received from another is that
+one's finding. Among ranks the earliest counts: by micro-batch, forward before backward, in the order of the program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hf_parallel.mesh import stored
+from hf_parallel.monitor.hang_report import ranks
+
+WEIGHTS, FORWARD, BACKWARD, GRADIENT = range(4)
+Finding = dict[str, Any]
+
+
+class _Trace:
+    """Of a tensor that has a gradient: whose output it is, and whose input."""
+
+    __slots__ = ("producer", "consumers", "received", "part")
+
+    def __init__(self, part: int) -> None:
+        self.producer = ""
+        self.consumers: list[str] = []
+        self.received, self.part = False, part
+
+
+class Search:
+    """Looks at the modules of one rank, and keeps the first finding.
+
+    Args:
+        stages: what a pipeline's schedule calls, and whether it is the last; its micro-batches are parts of ours.
+    """
+
+    def __init__(self, model: nn.Module, stages: Iterable[tuple[nn.Module, bool]] = ()) -> None:
+        self.model, self.stages = model, dict(stages)
+        self.finding: Finding | None = None
+        self._micro_batch, self._order = 1, 0
+        self._calls: Counter[nn.Module] = Counter()
+
+    def look_at_weights(self) -> None:
+        """Before the first micro-batch."""
+        for name, parameter in self.model.named_parameters():
+            if is_bad(parameter):
+                return self._found(WEIGHTS, name)
+
+    def look_at_gradients(self) -> None:
+        """After the last one, where no module gave anything away."""
+        for name, parameter in self.model.named_parameters():
+            if self.finding is None and is_bad(parameter.grad):
+                self._found(GRADIENT, name)
+
+    @contextlib.contextmanager
+    def looking(self, micro_batch: int) -> Iterator[None]:
+        """In here this micro-batch runs forward and backward."""
+        self._micro_batch = micro_batch
+        self._calls.clear()
+        handles: list[Any] = []
+        for name, module in [*self.model.named_modules(), *(("", stage) for stage in self.stages)]:
+            handles += self._hooks(name, module)
+        try:
+            with torch.compiler.set_stance("force_eager"):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def look_at_loss(self, loss: torch.Tensor) -> None:
+        """What none of the modules gave."""
+        if is_bad(loss):
+            self._found(FORWARD, "the loss")
+
+    def _hooks(self, name: str, module: nn.Module) -> list[Any]:
+        def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._before(name, module, (args, kwargs))
+
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+            self._after(name, module, (args, kwargs), output)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True),
+        ]
+
+    def _before(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward pass
+            self._calls[module] += 1
+        part = self._calls[module]
+        if module in self.stages and _any_bad(inputs):
+            self._found(FORWARD, name, part, received=True)
+        for trace in self._traces(inputs, part):
+            if module in self.stages:
+                continue
+            trace.consumers = [other for other in trace.consumers if not _inside(name, other)] + [name]
+
+    def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._order += 1
+        part = self._calls[module]
+        if self.finding is None and module not in self.stages and _any_bad(output):
+            self._found(FORWARD, name, part, before=_any_bad(inputs))
+        for trace in self._traces(output, part):
+            trace.producer = trace.producer or name
+            trace.received = trace.received or not self.stages.get(module, True)
+
+    def _traces(self, values: Any, part: int) -> Iterator[_Trace]:
+        for tensor in tree_leaves(values):
+            if torch.is_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf:
+                if "_first_bad" not in tensor.__dict__:
+                    trace = tensor.__dict__["_first_bad"] = _Trace(part)
+                    tensor.register_hook(lambda gradient, trace=trace: self._gradient(gradient, trace))
+                yield tensor.__dict__["_first_bad"]
+
+    def _gradient(self, gradient: torch.Tensor, trace: _Trace) -> None:
+        self._order += 1
+        if self.finding is None and is_bad(gradient):
+            name = " or ".join(trace.consumers) or f"what follows {trace.producer or 'the model'}"
+            self._found(BACKWARD, name, trace.part, received=trace.received)
+
+    def _found(self, phase: int, name: str, part: int = 1, before: bool = False, received: bool = False) -> None:
+        if self.finding is None:
+            self.finding = {
+                "phase": phase,
+                "name": name or "the model",
+                "micro_batch": self._micro_batch,
+                "part": part if self.stages else None,
+                "before": before,
+                "received": received,
+                "order": self._order,
+            }
+
+
+def is_bad(value: Any) -> bool:
+    """Is a number in it not finite? Waits for the device."""
+    if not torch.is_tensor(value) or not value.is_floating_point() or value.is_meta:
+        return False
+    return not bool(torch.isfinite(stored(value)).all())
+
+
+def _any_bad(values: Any) -> bool:
+    return any(is_bad(value) for value in tree_leaves(values))
+
+
+def _inside(name: str, outer: str) -> bool:
+    return not outer or name.startswith(f"{outer}.")
+
+
+# ---- of all ranks --------------------------------------------------------------------------------------------------
+
+
+def sentence(findings: dict[int, Finding | None], micro_batches: int, step: int) -> str:
+    """Where it comes from, by rank."""
+    own = {rank: found for rank, found in findings.items() if found is not None}
+    if not own:
+        return "no module gave it when the step was computed once more"
+    least = min(map(_place, own.values()))
+    first = {rank: found for rank, found in own.items() if _place(found) == least}
+    found = next(iter(first.values()))
+    return f"it first appears in {_operation(found, step)} on {ranks(first)}{_batch(found, micro_batches)}"
+
+
+def _place(found: Finding) -> tuple:
+    time = (found["phase"] != WEIGHTS, found["received"], found["micro_batch"])
+    # A later stage runs the same part later; ranks that split a layer run it in the same order.
+    return (*time, found["phase"], found["part"] or 0, found["order"])
+
+
+def _operation(found: Finding, step: int) -> str:
+    name = found["name"]
+    if found["phase"] == WEIGHTS:
+        return f"weight {name}, after " + (f"the optimizer's step {step - 1}" if step > 1 else "it was loaded")
+    if found["phase"] == GRADIENT:
+        return f"the gradient of {name}"
+    if found["phase"] == BACKWARD:
+        return f"the backward of {name}"
+    return f"what {name} was given" if found["before"] else f"the forward of {name}"
+
+
+def _batch(found: Finding, micro_batches: int) -> str:
+    if found["phase"] in (WEIGHTS, GRADIENT):
+        return ""
+    part = "" if found["part"] is None else f" (micro-batch {found['part']} of the pipeline)"
+    return f", micro-batch {found['micro_batch']} of {micro_batches}{part}"

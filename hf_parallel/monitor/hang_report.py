@@ -1,0 +1,185 @@
+"""What all ranks know of a hang, joined into sentences.
+
+    ranks 0-2 wait in reduce_scatter number 4,711 (dp_shard, layers.7.mlp) for rank 3; rank 3 is in the data loader
+    (`my_dataset.py:41`)
+
+Collectives are compared by group and number: at the first one in which ranks differ, one of them has left one out, or
+calls another, or with another shape. Ranks that wait for each other in different groups are told as a circle.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+#: Collectives to which ranks may give tensors of different shapes.
+_UNEVEN = {"all_to_all", "gather", "scatter", "broadcast", "barrier"}
+_MESSAGES = {"send": "to", "receive": "from"}
+Facts = dict[str, Any]  # of one rank, see `Watchdog`
+
+
+def sentence(facts: dict[int, Facts]) -> str:
+    """What holds the ranks up, by rank."""
+    found = mismatch(facts)
+    around = [] if found else circle(facts)
+    rest = {rank: own for rank, own in facts.items() if rank not in around}
+    told = [found, _told_circle(around, facts) if around else None, states(rest, facts) if rest else None]
+    return "; ".join(filter(None, told))
+
+
+# ---- where each rank is --------------------------------------------------------------------------------------------
+
+
+def states(of_these: dict[int, Facts], facts: dict[int, Facts]) -> str:
+    """Ranks that wait first, those that they wait for after them."""
+    texts: dict[tuple[bool, str, str], list[int]] = {}
+    for rank in sorted(of_these):
+        texts.setdefault(_state(rank, facts), []).append(rank)
+    ordered = sorted(texts.items(), key=lambda found: not found[0][0])  # stable: by rank otherwise
+    return "; ".join(f"{ranks(of)} {one if len(of) == 1 else many}" for (_, one, many), of in ordered)
+
+
+def _state(rank: int, facts: dict[int, Facts]) -> tuple[bool, str, str]:
+    """Does it wait, and that in words for one rank and for several."""
+    own = facts[rank]
+    if own.get("absent"):
+        return False, f"{own['absent']}", f"{own['absent']}"
+    if own.get("failed") and own["pending"]:
+        text = f"lost a peer in {_collective(own['pending'][0])}"
+        return True, text, text
+    if own.get("error"):
+        return False, f"has left the training by {own['error']}", f"have left the training by {own['error']}"
+    if waited_for(own) is not None:
+        missing = missing_ranks(rank, facts)
+        text = _collective(waited_for(own)) + (f" for {ranks(missing)}" if missing else "")
+        return True, f"waits in {text}", f"wait in {text}"
+    return False, f"is {own['place']}", f"are {own['place']}"
+
+
+def waited_for(own: Facts) -> Facts | None:
+    """The collective in which a rank waits, if it does."""
+    return own["pending"][0] if own.get("waits") and own.get("pending") else None
+
+
+def _collective(entry: Facts | None) -> str:
+    assert entry is not None
+    what: Any = entry["module"] or ("backward" if entry["backward"] else entry.get("place"))
+    if entry["module"] and entry["backward"]:
+        what += ", backward"
+    inside = ", ".join(filter(None, [entry["axis"], what]))
+    if entry["operation"] in _MESSAGES:
+        return f"{entry['operation']} {_MESSAGES[entry['operation']]} rank {entry['peer']} ({inside})"
+    return f"{entry['operation']} number {entry['number']:,} ({inside})"
+
+
+def missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
+    """Of the collective in which a rank waits: those that have not come to it."""
+    entry = waited_for(facts[rank])
+    if entry is None:
+        return []
+    if entry["operation"] in _MESSAGES:
+        return [entry["peer"]]
+    members = facts[rank]["groups"][entry["group"]]["ranks"]
+    return [
+        other for other in members if other != rank and _last_number(facts.get(other, {}), entry) < entry["number"]
+    ]
+
+
+def _last_number(other: Facts, entry: Facts) -> int:
+    last = other.get("groups", {}).get(entry["group"], {"last": []})["last"]
+    numbers = [found["number"] for found in last if found["operation"] not in _MESSAGES]
+    return max(numbers, default=0)
+
+
+# ---- who differs -------------------------------------------------------------------------------------------------
+
+
+def mismatch(facts: dict[int, Facts]) -> str | None:
+    """The first collective in which ranks of a group differ, in a group in which somebody waits."""
+    waiting = {entry["group"] for own in facts.values() if (entry := waited_for(own)) is not None}
+    if any(own.get("error") for own in facts.values()):  # it may have been raised by such a one
+        waiting |= {group for own in facts.values() for group in own.get("groups", {})}
+    for group in sorted(waiting):
+        by_number = _by_number(facts, group)
+        for number in sorted(by_number):
+            kinds = _sorts(by_number[number])
+            if len(kinds) > 1:
+                return _told_apart(group, number, by_number)
+    return None
+
+
+def _by_number(facts: dict[int, Facts], group: str) -> dict[int, dict[int, Facts]]:
+    """Number -> rank -> what it is there; only of ranks of one and the same group of this name."""
+    members = [tuple(own["groups"][group]["ranks"]) for own in facts.values() if group in own.get("groups", {})]
+    same = Counter(members).most_common(1)[0][0]
+    found: dict[int, dict[int, Facts]] = {}
+    for rank, own in sorted(facts.items()):
+        mine = own.get("groups", {}).get(group)
+        if mine is not None and tuple(mine["ranks"]) == same:
+            for entry in mine["last"]:
+                if entry["operation"] not in _MESSAGES:
+                    found.setdefault(entry["number"], {})[rank] = entry
+    return found
+
+
+def _sorts(entries: dict[int, Facts]) -> dict[tuple, list[int]]:
+    """The different things that ranks do under one number, those of most ranks first."""
+    found: dict[tuple, list[int]] = {}
+    for rank, entry in entries.items():
+        found.setdefault(_sort(entry), []).append(rank)
+    return dict(sorted(found.items(), key=lambda sort: -len(sort[1])))
+
+
+def _sort(entry: Facts) -> tuple:
+    shape = None if entry["operation"] in _UNEVEN else (tuple(entry["shape"] or ()), entry["dtype"])
+    return entry["operation"], shape, entry["module"], entry["backward"], entry["place"]
+
+
+def _told_apart(group: str, number: int, by_number: dict[int, dict[int, Facts]]) -> str:
+    entries = by_number[number]
+    (usual, most), (other, few), *_ = _sorts(entries).items()
+    for one, those, theirs in ((other, few, most), (usual, most, few)):  # the fewer ranks are blamed where both may be
+        following = by_number.get(number + 1, {})
+        if any(rank in following and _sort(following[rank]) == one for rank in theirs):
+            left_out = _with_shape(entries[theirs[0]])
+            return f"{ranks(those)} left out {left_out}, which is number {number:,} on {ranks(theirs)}"
+    told = [f"{_with_shape(entries[of[0]])} on {ranks(of)}" for of in _sorts(entries).values()]
+    return f"number {number:,} of {entries[most[0]]['axis']} differs: " + " and ".join(told)
+
+
+def _with_shape(entry: Facts) -> str:
+    shape = "" if entry["shape"] is None else f" of {entry['shape']} {entry['dtype']}"
+    where = ", ".join(filter(None, [entry["axis"], entry["module"] or entry["place"]]))
+    return f"{entry['operation']}{shape} ({where})"
+
+
+def circle(facts: dict[int, Facts]) -> list[int]:
+    """Ranks each of which waits for the next, and the last one for the first."""
+    after = {rank: missing_ranks(rank, facts) for rank in facts}
+    for start in sorted(after):
+        path = [start]
+        while (following := next((rank for rank in after.get(path[-1], []) if rank in after), None)) is not None:
+            if following in path:
+                return path[path.index(following) :]
+            path.append(following)
+    return []
+
+
+def _told_circle(path: Sequence[int], facts: dict[int, Facts]) -> str:
+    steps = zip(path, [*path[1:], path[0]], strict=True)
+    told = (f"rank {one} for rank {two} in {_collective(waited_for(facts[one]))}" for one, two in steps)
+    return "ranks wait for each other in a circle: " + ", ".join(told)
+
+
+def ranks(numbers: Iterable[int]) -> str:
+    """`rank 3`, `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    texts = [str(first) if first == last else f"{first}-{last}" for first, last in spans]
+    one = len(spans) == 1 and spans[0][0] == spans[0][1]
+    return ("rank " if one else "ranks ") + ", ".join(texts)

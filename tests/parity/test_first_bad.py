@@ -1,0 +1,165 @@
+"""A number that is not finite: which module, rank and micro-batch gave it first, and what becomes of the step."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback
+
+from hf_parallel.mesh import stored
+from tests.distributed import RankFailure, run, run_alone
+from tests.resuming import train
+from tests.training import axes, close
+
+SHORT = {"max_steps": 3, "save_strategy": "no", "gradient_accumulation_steps": 2}
+BAD_STEP = 2
+
+
+class Spoilt(torch.autograd.Function):
+    """The identity, whose gradient is not a number."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.nan
+
+
+class Fault:
+    """In the second step one rank's module gives what is no number, in one of its micro-batches."""
+
+    def __init__(self, module, rank, micro_batch, how, trainer):
+        self.trainer, self.here, self.how, self.calls = trainer, dist.get_rank() == rank, how, 0
+        self.wanted = micro_batch
+        found = dict(trainer.model.named_modules())[module]
+        found.register_forward_hook(self.spoil)
+        trainer.compute_loss = partial(self.counted, trainer.compute_loss)
+
+    def counted(self, compute_loss, *args, **kwargs):
+        """Batches of a step are numbered as they come."""
+        if self.trainer.state.global_step != getattr(self, "step", None):
+            self.step, self.calls = self.trainer.state.global_step, 0
+        self.calls += 1
+        return compute_loss(*args, **kwargs)
+
+    def spoil(self, module, args, output):
+        second = (self.calls - 1) % 2 + 1 == self.wanted  # computed once more, they come once more
+        if self.here and second and self.trainer.state.global_step == BAD_STEP - 1:
+            return Spoilt.apply(output) if self.how == "backward" else output * math.nan
+        return output
+
+
+def training(spec, folder, out, change):
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="test")
+    ended, trainer = train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT)
+    finite = all(bool(torch.isfinite(stored(parameter)).all()) for parameter in trainer.model.parameters())
+    return ended.logs, finite, hook_count(trainer.model, "act_fn")
+
+
+def hook_count(model, kind):
+    """Of modules that neither a layout nor FSDP2 has hooks on."""
+    return sum(len(module._forward_hooks) for name, module in model.named_modules() if name.endswith(kind))
+
+
+CASES = [
+    (
+        "dp_shard=2",
+        "model.layers.2.mlp.act_fn",
+        1,
+        2,
+        "forward",
+        "the forward of model.layers.2.mlp.act_fn on rank 1, ",
+    ),
+    ("tp=2", "model.layers.1.mlp.act_fn", 1, 1, "forward", "the forward of model.layers.1.mlp.act_fn on rank 1, "),
+    ("pp=2", "model.layers.1.mlp.act_fn", 0, 2, "forward", "the forward of model.layers.1.mlp.act_fn on rank 0, "),
+    ("pp=2", "model.layers.3.mlp.act_fn", 1, 2, "backward", "the backward of "),
+    (
+        "tp=2,pp=2",
+        "model.layers.3.mlp.act_fn",
+        3,
+        2,
+        "forward",
+        "the forward of model.layers.3.mlp.act_fn on rank 3, ",
+    ),
+    ("dp_shard=2", "model.layers.2.mlp.act_fn", 0, 1, "backward", "the backward of "),
+]
+
+
+@pytest.mark.parametrize(("spec", "module", "rank", "micro_batch", "how", "where"), CASES)
+def test_where_it_comes_from(runs, capfd, tmp_path, spec, module, rank, micro_batch, how, where):
+    change = partial(Fault, module, rank, micro_batch, how)
+    ended = run(training, axes(spec)["world"], spec, runs.initial("llama"), str(tmp_path), change, init=False)
+    err = capfd.readouterr().err
+    lines = [line for line in err.splitlines() if "first appears" in line]
+    assert len(lines) == 1, err
+    assert f"step {BAD_STEP}: the gradient norm is nan: it first appears in {where}" in lines[0], lines
+    assert f"rank {rank}, micro-batch {micro_batch} of 2" in lines[0], lines
+    assert module in lines[0], lines
+    assert not ended[0][1]  # as in Trainer: the step is taken
+
+
+class LeftOut(TrainerCallback):
+    """Plain Trainer's second step without its gradients."""
+
+    def __init__(self, trainer):
+        trainer.add_callback(self)
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if state.global_step == BAD_STEP - 1:
+            model.zero_grad(set_to_none=True)
+
+
+def alone(folder, out):
+    return train(folder, out, change=LeftOut, **SHORT)[0].logs
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2"])
+def test_a_step_that_is_left_out(runs, capfd, tmp_path, spec):
+    """Afterwards all ranks are where one process is that never took the step."""
+    change = partial(Fault, "model.layers.1.mlp.act_fn", 0, 1, "forward")
+    call = partial(training, f"{spec},nan_action=skip", runs.initial("llama"), str(tmp_path / "ours"), change)
+    logs, finite, hooks_left = run(call, 2, init=False)[0]
+    expected = run_alone(alone, runs.initial("llama"), str(tmp_path / "plain"))
+    assert finite
+    assert math.isnan(logs[BAD_STEP]["grad_norm"])
+    for key in ("loss", "grad_norm"):
+        assert not close(key, logs[3][key], expected[3][key], 1e-5), (logs, expected)
+    assert hooks_left == 1  # the fault's own
+    told = [line for line in capfd.readouterr().err.splitlines() if "gradient norm is nan" in line]
+    assert len(told) == 1, told
+    assert "on rank 0, micro-batch 1 of 2" in told[0]
+    assert told[0].endswith("the step is left out (nan_action=skip)")
+
+
+def test_a_run_that_stops(runs, tmp_path):
+    spec, change = "dp_shard=2,nan_action=stop", partial(Fault, "model.layers.1.mlp.act_fn", 1, 2, "forward")
+    with pytest.raises(RankFailure) as caught:
+        run(training, 2, spec, runs.initial("llama"), str(tmp_path), change, init=False)
+    assert caught.value.kinds == {0: "BadNumberError", 1: "BadNumberError"}
+    assert "the forward of model.layers.1.mlp.act_fn on rank 1, micro-batch 2 of 2" in caught.value.message
+
+
+def spoils_a_weight(trainer):
+    """What an optimizer may do; the norm of its step was finite."""
+    trainer.add_callback(Spoiler())
+
+
+class Spoiler(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == BAD_STEP - 1 and dist.get_rank() == 1:
+            name, weight = next((n, p) for n, p in model.named_parameters() if "layers.3.mlp.up_proj" in n)
+            with torch.no_grad():
+                stored(weight).view(-1)[3] = math.inf
+
+
+def test_a_weight(runs, capfd, tmp_path):
+    run(training, 2, "tp=2", runs.initial("llama"), str(tmp_path), spoils_a_weight, init=False)
+    told = [line for line in capfd.readouterr().err.splitlines() if "first appears" in line]
+    assert len(told) == 1
+    assert "weight model.layers.3.mlp.up_proj.weight, after the optimizer's step 1 on rank 1;" in told[0], told
