@@ -67,6 +67,18 @@ def test_adapters(runs, spec):
     runs.check(Script(lora=adapters).with_accumulation(MICRO_BATCHES), spec)
 
 
+BESIDE = [f"tp=2,dp_shard=2,zero_stage={stage}" for stage in (1, 2)]
+BESIDE += [f"pp=2,dp_shard=2,zero_stage={stage}" for stage in (0, 1)]
+BESIDE += ["dp_shard=4,hierarchical_shard=2", "tp=2,dp_shard=2,offload=cpu", "pp=2,dp_shard=2,offload=cpu"]
+
+
+@pytest.mark.parametrize("spec", BESIDE, ids=spec_id)
+def test_adapters_beside_other_axes(runs, spec):
+    """Four micro-batches per step and clipping, too."""
+    adapters = (("r", 4), ("target_modules", "all-linear"))
+    runs.check(Script(lora=adapters, arguments=(("max_grad_norm", 0.05),)).with_accumulation(MICRO_BATCHES), spec)
+
+
 def test_beside_accelerates_own_and_ddp():
     """The benchmark runs, at the stages where it makes another model; its figures are the page's own."""
     for stage in (0, 3):
