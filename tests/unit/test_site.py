@@ -1,10 +1,14 @@
 """The pages of docs/ as a site: no link leads nowhere, nothing is fetched from elsewhere."""
 
+import json
+import math
 import re
 import runpy
 from pathlib import Path
 
 import pytest
+
+from hf_parallel.config import ParallelConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,6 +37,19 @@ def test_pictures_are_current():
     pictures = runpy.run_path(str(ROOT / "docs/site/pictures.py"))
     for name, axis in pictures["AXES"].items():
         assert (ROOT / f"docs/images/{name}.svg").read_text() == pictures["draw"](axis)
+
+
+def test_answers_hold():
+    """Every layout of the page can be asked for; one is what the planner says now."""
+    page = runpy.run_path(str(ROOT / "docs/site/which_layout.py"))
+    head, _, lines = (ROOT / "docs/which_layout.js").read_text().partition("const ANSWERS=")
+    answers = json.loads(lines.rstrip().rstrip(";"))
+    assert json.loads(head.partition("const OPTIONS=")[2].rstrip().rstrip(";")) == [list(q) for q in page["QUESTIONS"]]
+    assert len(answers) == math.prod(len(options) for options in page["QUESTIONS"])
+    for found in answers.values():
+        assert "advice" in found or ParallelConfig.parse(found["spec"])
+    first = [next(iter(options)) for options in page["QUESTIONS"]]
+    assert page["answer"](*first).get("spec") == answers["0-0-0-0"].get("spec")
 
 
 def test_it_fetches_nothing(site):

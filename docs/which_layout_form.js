@@ -1,0 +1,31 @@
+// The form of which_layout.md: options and answers are those of which_layout.js.
+const selects = [...document.querySelectorAll("#questions select")];
+const answer = document.getElementById("answer");
+
+function line(tag, text) {
+  const node = document.createElement(tag);
+  node.textContent = text;
+  return node;
+}
+
+function show() {
+  const found = ANSWERS[selects.map((select) => select.selectedIndex).join("-")];
+  if (!found.spec) {
+    answer.replaceChildren(line("p", "Nothing fits: " + found.advice));
+    return;
+  }
+  const command = `--parallel ${found.spec} … --per_device_train_batch_size ${found.rows} --gradient_accumulation_steps ${found.calls}`;
+  const figures = `${found.tokens.toLocaleString("en")} tokens per second and GPU, ${found.gib} GiB on the fullest, as planned.`;
+  const code = document.createElement("pre");
+  code.append(line("code", command));
+  const reasons = document.createElement("ul");
+  reasons.append(...found.why.map((reason) => line("li", reason)));
+  answer.replaceChildren(code, line("p", figures), ...(found.why.length ? [line("p", "Why not"), reasons] : []));
+}
+
+OPTIONS.forEach((options, index) => {
+  selects[index].append(...options.map((option) => line("option", option)));
+  selects[index].addEventListener("change", show);
+});
+selects[2].selectedIndex = 2;
+show();
