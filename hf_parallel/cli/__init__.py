@@ -5,6 +5,7 @@
     hf-parallel doctor meta-llama/Llama-3.1-8B --parallel tp=2,pp=2
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
+    hf-parallel report out
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
 too. `doctor` and `plan` (`cli/plan.py`) start none and read a config only; `check` (`cli/check.py`) tries machines.
@@ -25,6 +26,7 @@ from typing import Any
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
+from hf_parallel.cli import report as cli_report
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.spec import refuse
 
@@ -49,6 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_check.check(args)
     if args.command == "export":
         return cli_export.export(args)
+    if args.command == "report":
+        return cli_report.report(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -117,6 +121,7 @@ def _top_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
+    cli_report.add_arguments(commands.add_parser("report", help="write a page about a training: speed, waits, memory"))
     return parser
 
 

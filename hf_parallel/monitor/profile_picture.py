@@ -26,7 +26,7 @@ COLOURS = {
     ALL: "#66727f",
 }
 NAMES = {ALL: "all ranks", "pp": "pp (other stages)"}
-_LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 150, 78, 900, 250, 32, 40  # pixels
+_LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 210, 78, 860, 330, 32, 40  # pixels
 _MOST_RANKS = 64
 _FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif"
 

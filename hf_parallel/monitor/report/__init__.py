@@ -1,9 +1,9 @@
 """One page about a training, made of what it has left in its output folder: HTML, and nothing beside it.
 
-    path = write("OUTPUT_DIR")                 # OUTPUT_DIR/report.html
+path = write("OUTPUT_DIR")                 # OUTPUT_DIR/report.html
 
-    facts    what the folder holds             advice   what to change, with numbers
-    plots    curves and bars, as SVG           page     all of it as one text
+facts    what the folder holds             advice   what to change, with numbers
+plots    curves and bars, as SVG           page     all of it as one text
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ class _figure:
         handles, labels = axes.get_legend_handles_labels()
         if entries is not None:
             handles, labels = list(entries.values()), [_plain(label) for label in entries]
-        style = {"fontsize": 7.5, "handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
+        style = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
         self.figure.legend(handles, labels, loc="outside lower left", ncols=3, **style)
 
 
