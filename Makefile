@@ -12,7 +12,7 @@
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
-EXTRAS      ?= dev,data,lora,qlora,trl,sentences
+EXTRAS      ?= dev,data,lora,qlora,trl,sentences,plots
 PYTEST_ARGS ?=
 # Two at a time: a test with four ranks waits for its messages half of the time.
 WORKERS     ?= 2

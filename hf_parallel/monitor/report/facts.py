@@ -17,6 +17,7 @@ from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.monitor import record
 from hf_parallel.spec import refuse
 
+_MOST_RANKS = 1 << 20  # a larger number is no layout
 LAYOUT, STATE, HANGS = "hf_parallel.json", "trainer_state.json", "hangs"
 
 
@@ -61,9 +62,12 @@ class Facts:
         """The layout; None if this version does not know its spec."""
         spec, world = self.run.get("spec") or self.layout.get("spec"), self.run.get("world_size")
         try:
-            return None if not isinstance(spec, str) else ParallelConfig.parse(spec).resolve(world)
-        except (SpecError, TypeError):
+            config = ParallelConfig.parse(spec) if isinstance(spec, str) else None
+            if config is not None and isinstance(world, int):
+                config = config.resolve(world)
+        except SpecError:
             return None
+        return config if config is not None and 0 < config.world_size <= _MOST_RANKS else None
 
     @property
     def plan(self) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def curves(name: str, lines: Sequence[Curve], unit: str) -> str:
         for line in lines:
             values = [value if math.isfinite(value) else math.nan for value in line.values]
             few = "o" if len(values) < 40 else None
-            style = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
+            style: Any = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
             axes.plot(line.steps, values, label=_plain(line.label), **style)
         axes.set_xlabel("step")
         axes.set_ylabel(_plain(unit))
@@ -129,7 +129,7 @@ class _figure:
         handles, labels = axes.get_legend_handles_labels()
         if entries is not None:
             handles, labels = list(entries.values()), [_plain(label) for label in entries]
-        style = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
+        style: Any = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
         self.figure.legend(handles, labels, loc="outside lower left", ncols=3, **style)
 
 
