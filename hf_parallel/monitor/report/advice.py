@@ -147,16 +147,16 @@ def _faster(facts: Facts, config: ParallelConfig) -> Iterator[str]:
         return
     if best is not None and here > FASTER * best.step_time_s:
         yield (
-            f"{_named(best.config)} is predicted {here / best.step_time_s:.1f} x faster: {best.step_time_s:.3g} s per "
+            f"{_named(best.config, config)} is predicted {here / best.step_time_s:.1f} x faster: {best.step_time_s:.3g} s per "
             f"step instead of {here:.3g} s for the same {rows} rows (per_device_train_batch_size={best.rows}, "
             f"gradient_accumulation_steps={best.accumulation}){measured}."
         )
 
 
-def _named(config: ParallelConfig) -> str:
-    """Its spec without sizes of 1, but for that of tp, which people ask about."""
-    parts = config.to_spec().split(",")
-    return ",".join(part for part in parts if not part.endswith("=1") or part == "tp=1")
+def _named(config: ParallelConfig, instead_of: ParallelConfig) -> str:
+    """Its spec, without sizes of 1 but for those that are larger now."""
+    changed = [f"{axis}=1" for axis, size in config.sizes.items() if size == 1 < instead_of.sizes[axis]]
+    return ",".join([*changed, *(part for part in config.to_spec().split(",") if not part.endswith("=1"))])
 
 
 def _shape(folder: str) -> Any:

@@ -148,7 +148,8 @@ def _history(folder: str) -> list[dict[str, Any]]:
     places = [folder, *glob.glob(_within(folder, "checkpoint-*"))]
     states = [state for place in places if (state := mapping(_json(os.path.join(place, STATE))))]
     newest = max(states, key=lambda state: number(state.get("global_step"), 0), default={})
-    return [line for line in newest.get("log_history") or [] if isinstance(line, dict) and "step" in line]
+    log = newest.get("log_history")
+    return [line for line in log if isinstance(line, dict) and "step" in line] if isinstance(log, list) else []
 
 
 def _as_history(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -179,7 +180,7 @@ def _checkpoints(folder: str) -> list[Checkpoint]:
         if os.path.isdir(path):
             files = [os.path.join(place, name) for place, _, names in os.walk(path) for name in names]
             sizes = [os.stat(file) for file in files if os.path.isfile(file)]
-            when = max((size.st_mtime for size in sizes), default=0.0)
+            when = max([os.stat(path).st_mtime, *(size.st_mtime for size in sizes)])
             whole = os.path.isfile(os.path.join(path, "manifest.json"))
             total = sum(size.st_size for size in sizes)
             found.append(Checkpoint(os.path.basename(path), _number_in(path), total, when, whole))

@@ -32,7 +32,7 @@ body { margin: 0 auto; max-width: 1240px; padding: 16px; background: var(--page)
 h1 { font-size: 1.5rem; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 1.1rem; margin: 28px 0 8px; }
 p { margin: 4px 0; overflow-wrap: anywhere; } .quiet, figcaption, dt { color: var(--quiet); font-size: .85rem; }
 dl { display: grid; grid-template-columns: repeat(auto-fit, minmax(130px, 1fr)); gap: 8px; margin: 16px 0; }
-dl div, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
+dl > div, figure, .card { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   padding: 10px 12px; }
 dd { margin: 0; font-size: 1.15rem; font-weight: 600; overflow-wrap: anywhere; }
 .figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 340px), 1fr)); gap: 12px;

@@ -47,6 +47,7 @@ def curves(name: str, lines: Sequence[Curve], unit: str) -> str:
             few = "o" if len(values) < 40 else None
             style: Any = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
             axes.plot(line.steps, values, label=_plain(line.label), **style)
+        axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
         axes.set_ylabel(_plain(unit))
         axes.grid(True, axis="y", linewidth=0.4, alpha=0.4)
@@ -108,7 +109,8 @@ class _figure:
             }
         )
         self._settings.__enter__()
-        self.figure = Figure(figsize=(_WIDE, high), layout="constrained", facecolor="none")
+        self.figure: Any = Figure(figsize=(_WIDE, high), layout="constrained", facecolor="none")
+        self.figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # fonts of browsers differ in width
 
     def __enter__(self) -> _figure:
         return self
