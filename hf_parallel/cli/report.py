@@ -1,7 +1,7 @@
 """`hf-parallel report`: one page about a training, made of what is in its output folder.
 
-hf-parallel report OUTPUT_DIR
-hf-parallel report OUTPUT_DIR --out run.html
+hf-parallel report out
+hf-parallel report out --out run.html
 """
 
 from __future__ import annotations

@@ -99,11 +99,12 @@ class Profile:
 
     def _written(self, folder: str, parts: list[trace.Part]) -> list[str]:
         base = os.path.join(folder, NAME.format(self.step))
-        spec = self.mesh.config.to_spec()
+        config = self.mesh.config
+        on = ",".join(f"{axis}={size}" for axis, size in config.sizes.items() if size > 1)
         try:
             os.makedirs(folder, exist_ok=True)
-            trace.write(f"{base}.json.gz", parts, {"spec": spec, "step": self.step})
-            profile_picture.write(f"{base}.svg", parts, f"step {self.step} of {spec}")
+            trace.write(f"{base}.json.gz", parts, {"spec": config.to_spec(), "step": self.step})
+            profile_picture.write(f"{base}.svg", parts, f"step {self.step} of {on}")
         except OSError as error:
             return [f"{base} is not written: {error}; training goes on"]
         lines = [f"step {self.step}: {base}.svg, and {base}.json.gz for ui.perfetto.dev"]

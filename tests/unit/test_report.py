@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
@@ -123,7 +124,7 @@ class Page(HTMLParser):
 
 
 def page_of(folder):
-    text = open(write(str(folder)), encoding="utf-8").read()
+    text = Path(write(str(folder))).read_text(encoding="utf-8")
     page = Page(text)
     assert page.open == []
     assert len(page.ids) == len(set(page.ids))

@@ -147,9 +147,9 @@ def _faster(facts: Facts, config: ParallelConfig) -> Iterator[str]:
         return
     if best is not None and here > FASTER * best.step_time_s:
         yield (
-            f"{_named(best.config, config)} is predicted {here / best.step_time_s:.1f} x faster: {best.step_time_s:.3g} s per "
-            f"step instead of {here:.3g} s for the same {rows} rows (per_device_train_batch_size={best.rows}, "
-            f"gradient_accumulation_steps={best.accumulation}){measured}."
+            f"{_named(best.config, config)} is predicted {here / best.step_time_s:.1f} x faster: "
+            f"{best.step_time_s:.3g} s per step instead of {here:.3g} s for the same {rows} rows "
+            f"(per_device_train_batch_size={best.rows}, gradient_accumulation_steps={best.accumulation}){measured}."
         )
 
 

@@ -18,6 +18,17 @@ from hf_parallel.spec import refuse
 COLOURS = 9
 _INK = "#010101"  # becomes that of the text around
 _WIDE = 4.6  # inches
+_INKS = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+_SETTINGS: Any = {
+    "svg.fonttype": "none",  # text, in the font of the page
+    "font.size": 8.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.formatter.useoffset": False,
+    "legend.frameon": False,
+    "text.parse_math": False,  # names come from files
+    **dict.fromkeys(_INKS, _INK),
+}
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,7 @@ def bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
         seen: dict[str, Any] = {}
         for axes, group in zip(drawn[:, 0], groups, strict=True):
             seen |= _stacked(axes, group)
+            axes.locator_params(axis="x", nbins=6)
             axes.set_xlabel(_plain(unit))
         drawing.legend(drawn[0, 0], seen)
     return drawing.text
@@ -93,24 +105,12 @@ class _figure:
             from matplotlib.figure import Figure
         except ImportError as error:
             refuse("report", "draws with matplotlib", "pip install 'hf-parallel[plots]'", cause=error)
-        inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
         self.name, self.text = name, ""
-        self._settings = matplotlib.rc_context(
-            {
-                "svg.fonttype": "none",  # text, in the font of the page
-                "svg.hashsalt": name,
-                "font.size": 8.5,
-                "axes.spines.top": False,
-                "axes.spines.right": False,
-                "axes.formatter.useoffset": False,
-                "legend.frameon": False,
-                "text.parse_math": False,
-                **dict.fromkeys(inks, _INK),
-            }
-        )
+        self._settings = matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name})
         self._settings.__enter__()
         self.figure: Any = Figure(figsize=(_WIDE, high), layout="constrained", facecolor="none")
-        self.figure.get_layout_engine().set(w_pad=0.1, h_pad=0.06)  # fonts of browsers differ in width
+        engine: Any = self.figure.get_layout_engine()
+        engine.set(w_pad=0.1, h_pad=0.06)  # fonts of browsers differ in width
 
     def __enter__(self) -> _figure:
         return self
@@ -136,7 +136,7 @@ class _figure:
 
 
 def _plain(text: str) -> str:
-    """Names come from files: not too long."""
+    """Not too long."""
     return text if len(text) <= 32 else text[:31] + "…"
 
 
