@@ -77,8 +77,10 @@ def training(folder, device="cuda", name="perf", kind=None, said="rank 3 (node1)
     (folder / "checkpoint-20" / "trainer_state.json").write_text(json.dumps(state))
     (folder / "hf_parallel.json").write_text(json.dumps({"spec": SPEC, "versions": {"torch": "2.13.0"}}))
     (folder / "hangs").mkdir()
-    (folder / "hangs" / "report.json").write_text(json.dumps({"sentence": f"ranks 0-2 wait in {said}", "ranks": {}}))
-    own = {"rank": 3, "place": "in the data loader (`my_dataset.py:41`)", "phase": "step 9", "why": said, "stacks": {}}
+    waits = {"operation": "reduce_scatter", "number": 4711, "axis": "dp_shard", "module": "layers.7.mlp"}
+    told = {"0": {"place": "in training", "pending": [waits]}, "1": {"absent": f"is gone {said}"}, "3": {"place": "?"}}
+    (folder / "hangs" / "report.json").write_text(json.dumps({"sentence": f"ranks 0-2 wait: {said}", "ranks": told}))
+    own = {"rank": 3, "place": f"in the data loader (`my_dataset.py:41`) {said}", "pending": [], "stacks": {}}
     (folder / "hangs" / "rank_3.json").write_text(json.dumps(own))
     (folder / "profile_step_5.svg").write_text(
         '<svg xmlns="http://www.w3.org/2000/svg"><script>alert(3)</script></svg>'
@@ -141,8 +143,10 @@ def test_what_is_on_the_page(folder):
         "LlamaForCausalLM",
         "step 8",
         "rank 3 (node1) is slow",
-        "ranks 0-2 wait in",
-        "my_dataset.py:41",
+        "ranks 0-2 wait: rank 3",
+        "rank 0 in training; reduce_scatter number 4711 (dp_shard, layers.7.mlp)",
+        "rank 1 is gone",
+        "rank 3 in the data loader (`my_dataset.py:41`)",
         "checkpoint-10",
         "no manifest",
         "planned",
@@ -183,7 +187,7 @@ def test_a_cpu_predicts_nothing(tmp_path):
 def test_hostile_content_stays_text(tmp_path):
     place = training(tmp_path / '<img src=x onerror="alert(1)">', name=HOSTILE, kind=HOSTILE, said=HOSTILE)
     page, text = page_of(place)
-    assert text.count("<script>alert(1)</script>") >= 4  # a note, a hang, where a rank was, a metric's name
+    assert text.count("<script>alert(1)</script>") >= 5  # a note, a hang, where two ranks were, a metric's name
     assert '<img src=x onerror="alert(1)">' in text
 
 

@@ -164,14 +164,24 @@ def _by_step(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _hangs(folder: str) -> list[tuple[str, str]]:
-    """What was found out, then where each rank was."""
+    """What was found out, then where each rank was: by its own words, or by those of the rank that told."""
     report = mapping(_json(os.path.join(folder, "report.json")))
     found = [("", report["sentence"])] if isinstance(report.get("sentence"), str) else []
-    for path in sorted(glob.glob(_within(folder, "rank_*.json")), key=_number_in):
-        own = mapping(_json(path))
-        words = [own.get("why"), f"{own['phase']}" if own.get("phase") else None, own.get("place"), own.get("error")]
-        found.append((os.path.basename(path), "; ".join(str(word) for word in words if word)))
-    return found
+    ranks = {f"rank {rank}": mapping(own) for rank, own in mapping(report.get("ranks")).items()}
+    for path in glob.glob(_within(folder, "rank_*.json")):
+        ranks[f"rank {_number_in(path)}"] = mapping(_json(path))
+    return found + [(name, _place(ranks[name])) for name in sorted(ranks, key=lambda name: (_number_in(name), name))]
+
+
+def _place(own: dict[str, Any]) -> str:
+    """In words: the error or the place, and the collective that it waits in."""
+    words = [str(own[key]) for key in ("absent", "error", "place") if own.get(key)]
+    pending = own.get("pending")
+    first = mapping(pending[0]) if isinstance(pending, list) and pending else {}
+    inside = ", ".join(str(first[key]) for key in ("axis", "module") if first.get(key))
+    if first.get("operation"):
+        words.append(f"{first['operation']} number {first.get('number')} ({inside})")
+    return "; ".join(words)
 
 
 def _checkpoints(folder: str) -> list[Checkpoint]:

@@ -165,7 +165,7 @@ def _hangs(facts: Facts) -> str:
         return ""
     sentences = [f'<p class="card bad">{escape(line)}</p>' for name, line in facts.hangs if not name]
     places = [(name, line) for name, line in facts.hangs if name]
-    return "".join(sentences) + (_table(("file", "where"), places[:_LINES]) if places else "")
+    return "".join(sentences) + (_table(("rank", "where"), places[:_LINES]) if places else "")
 
 
 def _checkpoints(facts: Facts) -> str:
