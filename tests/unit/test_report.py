@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import shutil
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -230,6 +231,14 @@ def test_the_command(folder, tmp_path, capsys):
         (line,) = capsys.readouterr().err.splitlines()
         assert missing in line
     assert cli.main(["report", str(folder), "--out", str(tmp_path / "none" / "page.html")]) == 2
+
+
+def test_without_matplotlib(folder, monkeypatch, capsys):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main(["report", str(folder)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "pip install 'hf-parallel[plots]'" in line
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
