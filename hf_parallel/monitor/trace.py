@@ -3,8 +3,8 @@
     part = part_of(trace, window, waits, axes, most)     # on each rank: the events of one step, and what they come to
     write(path, parts)                                   # all ranks as one Chrome trace, a process of it for each rank
 
-Times are microseconds after a barrier that all ranks left together. On a CPU operators compute, and what a rank waits
-for is known from its own notes; on a GPU kernels do both, those of collectives in streams of their own.
+Times are microseconds after the first rank of a machine has left a barrier of all. On a CPU operators compute, and
+what a rank waits for is known from its own notes; on a GPU kernels do both, and collectives have own streams.
 """
 
 from __future__ import annotations
