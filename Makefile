@@ -13,7 +13,7 @@
 
 PYTHON      ?= python3
 TORCH       ?= torch==2.13.0
-EXTRAS      ?= dev,docs,data,lora,qlora,trl,rollouts,sentences,fp8
+EXTRAS      ?= dev,docs,data,lora,qlora,trl,rollouts,sentences,plots,fp8
 PYTEST_ARGS ?=
 # Two at a time: a test with four ranks waits for its messages half of the time.
 WORKERS     ?= 2

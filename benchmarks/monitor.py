@@ -24,7 +24,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
 from hf_parallel import hooks
 from hf_parallel.hooks import monitoring
+from hf_parallel.monitor.intervals import Interval, common, length, union
 from hf_parallel.monitor.meter import COMPUTE
 from tests.distributed import run
 from tests.training import axes
@@ -47,7 +47,6 @@ ROWS, LAYERS, VOCABULARY = 8, 4, 4096
 LOGGING = 10  # steps between two readings; Trainer's default is 500
 #: Of the pipeline: what stages send each other, and the loss.
 _BUBBLE = ("gloo:recv", "gloo:send", "gloo:broadcast")
-Interval = tuple[float, float]
 
 
 def trained(spec: str, folder: str, data_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
@@ -173,36 +172,6 @@ def until_next(moment: float, computing: list[Interval]) -> float:
     if place == len(computing) or (place and computing[place - 1][1] > moment):
         return moment
     return computing[place][0]
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time, each moment once."""
-    found: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
-        else:
-            found.append((begin, end))
-    return found
-
-
-def common(one: list[Interval], other: list[Interval]) -> list[Interval]:
-    """The time that both hold; each of them a union."""
-    found, i, j = [], 0, 0
-    while i < len(one) and j < len(other):
-        begin, end = max(one[i][0], other[j][0]), min(one[i][1], other[j][1])
-        if begin < end:
-            found.append((begin, end))
-        if one[i][1] < other[j][1]:
-            i += 1
-        else:
-            j += 1
-    return found
-
-
-def length(intervals: list[Interval]) -> float:
-    """Of all of them together."""
-    return sum(end - begin for begin, end in intervals)
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -126,3 +127,12 @@ def _connected_when_needed() -> Iterator[None]:
             os.environ.pop(_LAZY)
         else:
             os.environ[_LAZY] = former
+
+
+def machine_id() -> str:
+    """The same for all containers of one kernel."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return socket.gethostname()

@@ -14,7 +14,6 @@ import contextlib
 import functools
 import os
 import secrets
-import socket
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -25,6 +24,7 @@ import torch.distributed as dist
 from hf_parallel.checkpoint.hub_format import Entry, Group
 from hf_parallel.checkpoint.slices import cut_part, runs
 from hf_parallel.config import ParallelConfig
+from hf_parallel.groups import machine_id
 from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
 
 #: Bytes from which on a run of rows is worth a write of its own, by the rank that holds it.
@@ -123,7 +123,7 @@ def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> 
 def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
     """Those that see the folder which rank 0 sees, and can write there. Collective, in the host group."""
     name = _put_marker(directory) if mesh.rank == 0 else None
-    told: list[Any] = [name, _machine()]
+    told: list[Any] = [name, machine_id()]
     dist.broadcast_object_list(told, group=mesh.host_group, group_src=0)
     found: list[bool] = [False] * mesh.config.world_size
     dist.all_gather_object(found, mesh.rank == 0 or _sees(directory, *told), group=mesh.host_group)
@@ -146,16 +146,7 @@ def _put_marker(directory: str) -> str | None:
 def _sees(directory: str, marker: str | None, machine: str) -> bool:
     if marker is None or not os.access(os.path.join(directory, marker), os.W_OK):
         return False
-    return machine == _machine() or _file_system(directory) in _COHERENT
-
-
-def _machine() -> str:
-    """The same for all containers of one kernel."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return socket.gethostname()
+    return machine == machine_id() or _file_system(directory) in _COHERENT
 
 
 def _file_system(directory: str) -> str:

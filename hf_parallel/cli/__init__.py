@@ -6,6 +6,7 @@
     hf-parallel plan meta-llama/Llama-3.1-8B --gpus 64 --gpu h100-80gb --global-batch 512
     hf-parallel export out/checkpoint-20 my-model --dtype bfloat16
     hf-parallel recipe run qwen3-0.6b-full-1x24gb --output_dir out
+    hf-parallel report out
 
 `launch` takes every option of `accelerate launch` and starts as many processes as asked for on a machine without GPUs
 too; with `--ray` on a Ray cluster (`cli/ray.py`). `doctor` and `plan` (`cli/plan.py`) start none and read a config
@@ -30,6 +31,7 @@ from hf_parallel.cli import export as cli_export
 from hf_parallel.cli import plan as cli_plan
 from hf_parallel.cli import ray as cli_ray
 from hf_parallel.cli import recipe as cli_recipe
+from hf_parallel.cli import report as cli_report
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.spec import refuse
 
@@ -58,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return cli_export.export(args)
     if args.command == "recipe":
         return cli_recipe.recipe(args)
+    if args.command == "report":
+        return cli_report.report(args)
     parser.print_help(sys.stderr)
     return 2
 
@@ -130,6 +134,7 @@ def _top_parser() -> argparse.ArgumentParser:
     _add_doctor(commands.add_parser("doctor", help="say what a spec would do to a model, and what stops it"))
     cli_plan.add_arguments(commands.add_parser("plan", help="rank the layouts of a model, draw the timeline of one"))
     cli_export.add_arguments(commands.add_parser("export", help="write the model of a checkpoint as a Hub folder"))
+    cli_report.add_arguments(commands.add_parser("report", help="write a page about a training: speed, waits, memory"))
     cli_recipe.add_arguments(commands.add_parser("recipe", help="run, check and share recipes"))
     _add_completion(parser)
     return parser

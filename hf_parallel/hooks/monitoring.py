@@ -33,6 +33,7 @@ class Watched:
         self.record: Record | None = None
         self.prediction: Any = None
         self.readings = 0
+        self.told_of_profiles = False
 
     def read(self, arguments: Any = None, step: int | None = None) -> dict[str, float]:
         """What is to be logged of the steps since the last time. Collective over all ranks."""
@@ -229,9 +230,17 @@ def step(original: Callable, self: Any, closure: Any = None) -> Any:
     """The end of a loop's step, if it is not one of several micro-steps."""
     result = original(self, closure)
     if _watched is not None and self.gradient_state.sync_gradients and _watched.computes:
+        if _watched.meter.owner == LOOP:
+            _say_what_loops_lack(_watched)
         _watched.meter.end(LOOP)
         _watched.computes = False
     return result
+
+
+def _say_what_loops_lack(by: Watched) -> None:
+    if by.state.config.profile_steps and not by.told_of_profiles:
+        by.told_of_profiles = True
+        report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
 
 
 def counted(batch: Any, rows: int | None = None) -> tuple[int, int]:

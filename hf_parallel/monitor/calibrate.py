@@ -72,7 +72,7 @@ def _measured(folder: str) -> Measured:
     values = {name: statistics.median(_mean(ranks, part) for ranks in warm) for name, part in parts.items()}
     step = statistics.median(max(rank["step"] for rank in ranks) for ranks in warm)
     config = ParallelConfig.parse(plan["spec"])
-    return Measured(config, Batch(**plan["batch"]), _cluster(plan["cluster"]), step, values)
+    return Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
 
 
 def _mean(ranks: list[dict[str, float]], part: str) -> float:
@@ -80,7 +80,8 @@ def _mean(ranks: list[dict[str, float]], part: str) -> float:
     return sum(rank[name] for rank in ranks for name in names) / len(ranks)
 
 
-def _cluster(saved: dict[str, Any]) -> Cluster:
+def read_cluster(saved: dict[str, Any]) -> Cluster:
+    """The cluster of a plan in a record."""
     gpu = saved["gpu"]
     gpu = Gpu(**{**gpu, "efficiency": Efficiency(**gpu["efficiency"]), "host": Host(**gpu["host"])})
     return Cluster(**{**saved, "gpu": gpu, "inside": Link(**saved["inside"]), "between": Link(**saved["between"])})

@@ -18,7 +18,7 @@ from hf_parallel.planner.shape import ModelShape
 
 #: How far step time or memory may be from the plan before a line says so.
 TOLERATED = 0.15
-TERMS = ("compute", "communication", "bubble", "other")
+TERMS = COMPUTE, COMMUNICATION, BUBBLE, OTHER = ("compute", "communication", "bubble", "other")
 _COMMUNICATION = ("gradients' reduction", "gathering updated weights")
 _OTHER = ("optimizer", "host, per step", "stragglers", "gradients to the host")
 
@@ -52,16 +52,17 @@ def terms(kinds: Mapping[str, float]) -> dict[str, float]:
     """The seconds of a prediction's kinds, by what the monitor measures."""
     found = dict.fromkeys(TERMS, 0.0)
     for kind, seconds in kinds.items():
-        found[_term(kind)] += seconds
+        found[term_of(kind)] += seconds
     return found
 
 
-def _term(kind: str) -> str:
-    if kind == "bubble":
+def term_of(kind: str) -> str:
+    """Which of them a kind of a prediction's seconds belongs to."""
+    if kind == BUBBLE:
         return kind
     if "communication" in kind or kind in _COMMUNICATION:
-        return "communication"
-    return "other" if kind in _OTHER else "compute"
+        return COMMUNICATION
+    return OTHER if kind in _OTHER else COMPUTE
 
 
 def measured_terms(rows: list[RankRow]) -> dict[str, float]:

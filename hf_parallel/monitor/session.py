@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.dryrun.observe import axis_names
-from hf_parallel.mesh import coordinates
+from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.monitor.clock import ALL
 from hf_parallel.monitor.figures import RankRow, figures, gather, mfu, own_row, significant
 from hf_parallel.monitor.meter import Meter
@@ -71,13 +71,7 @@ class Session:
 
     def _axes(self) -> Mapping[str, str]:
         """The groups of several ranks and their axis, by name."""
-        known, found = axis_names(self.mesh, self._tied), dict[str, str]()
-        for group, name in dist.distributed_c10d._world.pg_names.items():
-            size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
-            axis = known.get(name) or (ALL if size == self.mesh.config.world_size else None)
-            if size > 1 and axis is not None:
-                found[name] = axis
-        return found
+        return known_groups(self.mesh, self._tied)
 
     def read(self) -> Reading | None:
         """The steps since the last reading; None if there were none. Collective over all ranks."""
@@ -105,6 +99,21 @@ class Session:
     def stop(self) -> None:
         """Measure no more."""
         self.meter.stop()
+
+
+def known_groups(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
+    """The process groups of several ranks, by name: their axis, or `ALL` of those that hold every rank.
+
+    Args:
+        tied: the group of both ends of a pipeline that share an embedding.
+    """
+    known, found = axis_names(mesh, tied), dict[str, str]()
+    for group, name in dist.distributed_c10d._world.pg_names.items():
+        size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
+        axis = known.get(name) or (ALL if size == mesh.config.world_size else None)
+        if size > 1 and axis is not None:
+            found[name] = axis
+    return found
 
 
 def _peak(device: torch.device) -> float | None:

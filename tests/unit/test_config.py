@@ -264,7 +264,6 @@ def test_pipeline_split_needs_one_number_per_stage():
         ("pp=2,pipeline_schedule=dualpipe_v,pipeline_microbatches=3", "4 works"),
         ("pp=2,pipeline_schedule=looped_bfs,pipeline_split=[2,2]", "4 stages"),
         ("pp=2,pipeline_schedule=auto,pipeline_split=[2,2]", "name a schedule"),
-        ("tp=2,profile_steps=[3]", "pp_size=2 works"),
     ],
 )
 def test_stages_per_rank_follow_the_schedule(spec, works):

@@ -96,6 +96,8 @@ def desk(tmp_path_factory):
     (root / "script.py").write_text(SCRIPT)
     for name in ("configs", "integrations", "benchmarks"):
         (root / name).symlink_to(ROOT / name)
+    (root / "out").mkdir()
+    (root / "out" / "hf_parallel.json").write_text('{"spec": "tp=2,pp=2,dp_shard=1"}')
     (root / "ROWS.json").symlink_to(ROOT / "tests" / "planner" / "data" / "published.json")
     run_alone(partial(write_checkpoints, root))
     return root

@@ -106,7 +106,7 @@ def test_rounds_have_one_item_of_each_writer_at_most(monkeypatch):
 
 def test_who_sees_the_folder(tmp_path, monkeypatch):
     """The marker must be there; another machine writes only to file systems on which machines may share a file."""
-    name, here = writers._put_marker(str(tmp_path)), writers._machine()
+    name, here = writers._put_marker(str(tmp_path)), writers.machine_id()
     assert writers._sees(str(tmp_path), name, here)
     assert not writers._sees(str(tmp_path / "elsewhere"), name, here)
     assert not writers._sees(str(tmp_path), None, here)

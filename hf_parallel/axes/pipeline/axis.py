@@ -42,9 +42,6 @@ class PipelineKeys(Keys):
         None, "parts of one batch in the pipeline; must divide it", shown="automatic"
     )
     pipeline_split: tuple[int, ...] | None = key(None, "layers per stage, for example `[9,8,8,7]`", shown="by cost")
-    profile_steps: tuple[int, ...] | None = key(
-        None, "for example `[5,6]`: draw what each stage did in these steps, `OUTPUT_DIR/timeline_step_5.svg`"
-    )
 
     @property
     def stages_per_rank(self) -> int:
@@ -92,8 +89,6 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
         """Numbers of micro-batches, stages and layers that fit each other."""
         _check_micro_batches(config)
         _check_virtual_stages(config)
-        if config.profile_steps is not None and config.pp_size == 1:
-            refuse("profile_steps", "draws what the stages of a pipeline do, and pp_size=1 has none", "pp_size=2")
         if config.pipeline_split is not None:
             _check_split(config)
 

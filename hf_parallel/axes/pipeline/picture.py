@@ -21,7 +21,7 @@ COLOURS = {
     BACKWARD_WEIGHT: ("#e9b949", "backward, weights"),
     COMMUNICATION: ("#8d7bb5", "communication"),
 }
-_IDLE, _INK, _QUIET, _LINE = "#eceff3", "#1f2933", "#66727f", "#d3d9e0"
+IDLE, INK, QUIET, LINE = "#eceff3", "#1f2933", "#66727f", "#d3d9e0"
 _LEFT, _TOP, _PLOT, _ROW, _STEP, _MARGIN = 76, 78, 1120, 32, 40, 24  # pixels; a row and its distance to the next
 
 
@@ -46,7 +46,7 @@ def svg(timeline: Timeline, name: str, predicted: float | None = None, measured:
         'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         _text(_LEFT, 34, name, size=19, weight=600),
-        _text(_LEFT, 56, _caption(timeline, predicted, measured), fill=_QUIET, size=13),
+        _text(_LEFT, 56, _caption(timeline, predicted, measured), fill=QUIET, size=13),
         *_rows(timeline),
         *_boxes(timeline),
         *_axis(timeline.duration, foot),
@@ -68,8 +68,8 @@ def _rows(timeline: Timeline) -> Iterator[str]:
     """What stays visible of a row is idle time."""
     for rank in range(timeline.ranks):
         y = _TOP + rank * _STEP
-        yield _text(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=_QUIET, anchor="end")
-        yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{_IDLE}"/>'
+        yield _text(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
+        yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{IDLE}"/>'
 
 
 def _boxes(timeline: Timeline) -> Iterator[str]:
@@ -90,7 +90,7 @@ def _box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
     about = f"{COLOURS[span.kind][1]}, stage {span.stage}, micro-batch {label}: {span.start:.4g} to {span.end:.4g}"
     text = ""
     if not thin and wide >= 7 * len(label) + 4:
-        ink = "#ffffff" if _luminance(colour) < 0.45 else _INK
+        ink = "#ffffff" if _luminance(colour) < 0.45 else INK
         text = _text(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
     return (
         f'<g><title>{escape(about)}</title><rect class="box {span.kind}" x="{x:.2f}" y="{y + _ROW - high:.2f}" '
@@ -109,30 +109,34 @@ def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
 
 
 def _axis(duration: float, y: float) -> Iterator[str]:
-    """Ticks at 1, 2 or 5 times a power of ten, about ten of them."""
+    yield f'<path d="M{_LEFT} {y}h{_PLOT}" stroke="{LINE}"/>'
+    for tick in ticks(duration):
+        x = _LEFT + tick / duration * _PLOT
+        yield f'<path d="M{x:.2f} {y}v5" stroke="{LINE}"/>'
+        yield _text(x, y + 19, f"{tick:.6g}", fill=QUIET, anchor="middle", size=11)
+
+
+def ticks(duration: float) -> list[float]:
+    """From 0 on, at 1, 2 or 5 times a power of ten, about ten of them."""
     power = 10.0 ** math.floor(math.log10(duration / 10))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * 12 >= duration)
-    yield f'<path d="M{_LEFT} {y}h{_PLOT}" stroke="{_LINE}"/>'
-    for tick in range(int(duration / step * (1 + 1e-9)) + 1):
-        x = _LEFT + tick * step / duration * _PLOT
-        yield f'<path d="M{x:.2f} {y}v5" stroke="{_LINE}"/>'
-        yield _text(x, y + 19, f"{tick * step:.6g}", fill=_QUIET, anchor="middle", size=11)
+    return [tick * step for tick in range(int(duration / step * (1 + 1e-9)) + 1)]
 
 
 def _legend(timeline: Timeline, y: float) -> Iterator[str]:
     shown = {span.kind for span in timeline.spans if span.end > span.start}
-    entries = [pair for kind, pair in COLOURS.items() if kind in shown] + [(_IDLE, "idle")]
+    entries = [pair for kind, pair in COLOURS.items() if kind in shown] + [(IDLE, "idle")]
     x = float(_LEFT)
     for colour, label in entries:
         yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
         yield _text(x + 20, y, label)
         x += 44 + 6.6 * len(label)
     if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
-        yield _text(x, y, "lighter: a later stage of the same rank", fill=_QUIET)
+        yield _text(x, y, "lighter: a later stage of the same rank", fill=QUIET)
 
 
 def _text(
-    x: float, y: float, text: str, fill: str = _INK, anchor: str = "start", size: int = 12, weight: int = 400
+    x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
 ) -> str:
     style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'

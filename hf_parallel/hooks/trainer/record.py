@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.pipeline.script_loss import Plan
     from hf_parallel.hooks.trainer.checkpoints import UnfinishedSave
+    from hf_parallel.monitor.profile import Profile
 
 _PLACE = "_hf_parallel"
 
@@ -46,6 +47,7 @@ class TrainerRecord:
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         drawn_steps: those of `profile_steps` whose timeline is drawn.
+        profile: of the step in progress, if it is one of them.
         run: the name of the run that the output folder belongs to.
         unfinished_save: the checkpoint that is being written in the background.
     """
@@ -56,6 +58,7 @@ class TrainerRecord:
     weighs: bool | None = None
     told_unknown: bool = False
     drawn_steps: set[int] = field(default_factory=set)
+    profile: Profile | None = None
     run: str | None = None
     unfinished_save: UnfinishedSave | None = None
 

@@ -13,7 +13,7 @@ from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, evaluation, hangs, losses, ragged, save_callbacks
+from hf_parallel.hooks.trainer import bad_numbers, evaluation, hangs, losses, profiling, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -46,6 +46,10 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         self.callback_handler.on_step_end = functools.partial(
             monitoring.on_step_end, self.callback_handler.on_step_end
         )
+    if runtime.mesh().config.profile_steps:
+        self.callback_handler.on_step_end = functools.partial(
+            profiling.on_step_end, self, self.callback_handler.on_step_end
+        )
     losses.prepare(self)
 
 
@@ -77,6 +81,7 @@ def _make_ready(model: Any, optimizers: Any) -> None:
 @patch("transformers.trainer:Trainer.get_batch_samples", "repeats rows to fill a ragged last batch")
 def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
+    profiling.at_step(self)
     hangs.mark("the data loader")
     with monitoring.reading(self):
         samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)

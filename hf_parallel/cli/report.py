@@ -1,0 +1,31 @@
+"""`hf-parallel report`: one page about a training, made of what is in its output folder.
+
+hf-parallel report out
+hf-parallel report out --out run.html
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from hf_parallel.config import SpecError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `report`."""
+    parser.description = "One HTML page about a training: speed, waits, memory, slow ranks, hangs, what to change."
+    parser.add_argument("folder", metavar="OUTPUT_DIR", help="of a training under a layout")
+    parser.add_argument("--out", metavar="FILE.html", help="default: OUTPUT_DIR/report.html")
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the page; 2 if there is nothing to tell, or it cannot be written."""
+    try:
+        from hf_parallel.monitor.report import write
+
+        print(write(args.folder, args.out))
+    except (SpecError, OSError) as error:
+        print(f"hf_parallel: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,32 @@
+"""Trainer's steps of `profile_steps`: begun before their batches are read, ended after their last callback."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from hf_parallel.hooks import monitoring, report, runtime
+from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.monitor.profile import Profile
+from hf_parallel.monitor.session import known_groups
+
+
+def at_step(trainer: Any) -> None:
+    """A step begins; is it one to profile? Collective over all ranks, if it is."""
+    state, step = runtime.parallel_state(trainer.model), trainer.state.global_step + 1
+    if state is None or step not in (state.config.profile_steps or ()):
+        return
+    monitoring.watched(trainer.model)  # its own notes begin before those of a profile, and end after them
+    tied = state.pipeline.tied_group if state.pipeline else None
+    record_of(trainer).profile = Profile(state.mesh, known_groups(state.mesh, tied), step)
+
+
+def on_step_end(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The step has ended for all that look at it."""
+    control = original(*args, **kwargs)
+    record = record_of(trainer)
+    if record.profile is not None:
+        for line in record.profile.finish(trainer.args.output_dir):
+            report.say(line)
+        record.profile = None
+    return control

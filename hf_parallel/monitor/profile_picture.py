@@ -1,0 +1,126 @@
+"""A profiled step as a picture: for each rank what it computes, what it waits for and what it sends meanwhile. SVG.
+
+A row per rank: compute above, communication below, full where the rank waits for it and pale where it computes
+meanwhile; what stays grey is idle. A path holds all boxes of a colour, so that a step of 10,000 stays small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+
+from hf_parallel.axes.pipeline.picture import IDLE, INK, LINE, QUIET, ticks
+from hf_parallel.monitor.clock import ALL
+from hf_parallel.monitor.intervals import Interval, length, union
+from hf_parallel.monitor.trace import Part
+
+#: Of compute and of each axis; told apart in grey too.
+COLOURS = {
+    "compute": "#2f6fba",
+    "tp": "#c8553d",
+    "dp": "#d9a21b",
+    "cp": "#3d8f6a",
+    "ep": "#a05195",
+    "pp": "#8d7bb5",
+    ALL: "#66727f",
+}
+NAMES = {ALL: "all ranks", "pp": "pp (other stages)"}
+_LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 210, 78, 860, 330, 32, 40  # pixels
+_MOST_RANKS = 64
+_FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif"
+
+
+def write(path: str | Path, parts: list[Part], name: str) -> None:
+    """Write the picture of all ranks, of the first 64 where there are more."""
+    Path(path).write_text(svg(parts, name), encoding="utf-8")
+
+
+def svg(parts: list[Part], name: str) -> str:
+    """The picture as text."""
+    shown = parts[:_MOST_RANKS]
+    duration = max(1.0, *(part.duration for part in shown))
+    foot = _TOP + len(shown) * _STEP
+    width, height = _LEFT + _PLOT + _SHARES, foot + 76
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        f'font-family="{_FONT}" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        _text(24, 34, name, size=19, weight=600),
+        _text(24, 56, _caption(parts, duration), fill=QUIET, size=13),
+        *(line for rank, part in enumerate(shown) for line in _row(rank, part, duration)),
+        *_axis(duration / 1000, foot),
+        *_legend(shown, foot + 52),
+        "</svg>",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _caption(parts: list[Part], duration: float) -> str:
+    more = f" · ranks 0 to {_MOST_RANKS - 1} of {len(parts)}" if len(parts) > _MOST_RANKS else ""
+    return f"{duration / 1000:.4g} ms under torch.profiler, which makes it longer · shares of each rank{more}"
+
+
+def _row(rank: int, part: Part, duration: float) -> Iterator[str]:
+    y, half = _TOP + rank * _STEP, _ROW / 2
+    yield f'<g class="rank"><title>{escape(part.name)}</title>'
+    yield _text(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
+    yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="2" fill="{IDLE}"/>'
+    yield _boxes("compute", "compute", part.busy, y, half, duration)
+    for kind, opacity, by_axis in (("hidden", 0.4, part.hidden), ("exposed", 1.0, part.exposed)):
+        for axis, spans in by_axis.items():
+            yield _boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
+    yield _text(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, _shares(part), fill=QUIET, size=11)
+    yield "</g>"
+
+
+def _boxes(
+    axis: str, name: str, spans: list[Interval], y: float, high: float, duration: float, opacity: float = 1.0
+) -> str:
+    """One path; what is closer than half a pixel is one box."""
+    scale = _PLOT / duration
+    wide = union(((begin * scale, end * scale) for begin, end in spans), gap=0.5)
+    path = "".join(f"M{_LEFT + x:.1f} {y:g}h{max(0.3, end - x):.1f}v{high:g}H{_LEFT + x:.1f}z" for x, end in wide)
+    return f'<path class="{escape(name)}" d="{path}" fill="{COLOURS.get(axis, QUIET)}" fill-opacity="{opacity}"/>'
+
+
+def _shares(part: Part) -> str:
+    whole = max(part.duration, 1e-9)
+    waits = {axis: length(spans) / whole for axis, spans in part.exposed.items()}
+    named = [f"{axis} {share:.0%}" for axis, share in waits.items() if share >= 0.005]
+    return ", ".join([f"compute {length(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
+
+
+def _axis(milliseconds: float, y: float) -> Iterator[str]:
+    yield f'<path d="M{_LEFT} {y}h{_PLOT}" stroke="{LINE}"/>'
+    for tick in ticks(milliseconds):
+        x = _LEFT + tick / milliseconds * _PLOT
+        yield f'<path d="M{x:.1f} {y}v5" stroke="{LINE}"/>'
+        yield _text(x, y + 19, f"{tick:.6g} ms", fill=QUIET, anchor="middle", size=11)
+
+
+def _legend(parts: list[Part], y: float) -> Iterator[str]:
+    used: dict[str, None] = {"compute": None}
+    hidden = False
+    for part in parts:
+        used |= dict.fromkeys([*part.exposed, *part.hidden])
+        hidden = hidden or any(_seen(part.hidden))
+    entries = [(COLOURS.get(axis, QUIET), 1.0, NAMES.get(axis, axis)) for axis in used]
+    entries += [(QUIET, 0.4, "pale: behind compute")] if hidden else []
+    x = float(_LEFT)
+    for colour, opacity, label in [*entries, (IDLE, 1.0, "idle")]:
+        style = f'fill="{colour}" fill-opacity="{opacity}"'
+        yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>'
+        yield _text(x + 20, y, label)
+        x += 44 + 6.8 * len(label)
+
+
+def _seen(by_axis: Mapping[str, list[Interval]]) -> Iterator[bool]:
+    return (bool(spans) for spans in by_axis.values())
+
+
+def _text(
+    x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
+) -> str:
+    style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
