@@ -23,6 +23,7 @@ def padding(kind):
     return mask
 
 
+CAP = 1.5  # scores are of size 1
 #: Packed? causal? window? sinks? which padding?
 CASES = [
     (False, True, None, False, None),
@@ -64,8 +65,8 @@ def visible(case):
     return seen & real[:, None], real[..., None, None]
 
 
-def gap(case, shape, exchanged):
-    """The largest difference in outputs and gradients."""
+def gap(case, shape, exchanged, cap):
+    """The largest difference in outputs and gradients; a soft cap of scores is one more kind of each case."""
     packed, causal, window, sunk, padded = case
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -76,7 +77,7 @@ def gap(case, shape, exchanged):
     sinks = torch.randn(HEADS, generator=generator, requires_grad=True) if sunk else None
     seen, real = visible(case)
     q, k, v = (t.transpose(1, 2) for t in whole)
-    expected = _dense(q, k, v, ~seen[:, None], 0.0, None, None, sinks).transpose(1, 2)
+    expected = _dense(q, k, v, ~seen[:, None], 0.0, None, cap, sinks).transpose(1, 2)
     expected.backward(gradient * real)
 
     positions = torch.stack([torch.cat([torch.arange(n) for n in p]) for p in PACKS]) if packed else None
@@ -88,7 +89,7 @@ def gap(case, shape, exchanged):
     module = torch.nn.Module()
     module.is_causal = causal
     q, k, v = (t.transpose(1, 2) for t in own)
-    out, _ = attention(module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window)
+    out, _ = attention(module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window, softcap=cap)
     out.backward(take(gradient * real, layout, rank))
     gaps = [((join(out.detach(), layout, everyone) - expected) * real).abs().max()]
     gaps += [(join(a.grad, layout, everyone) - b.grad).abs().max() for a, b in zip(own, whole, strict=True)]
@@ -103,7 +104,8 @@ def gaps(variants, square):
     found = {}
     for variant in variants:
         shape, exchanged = groups(variant)
-        found.update({(variant, case): gap(case, shape, exchanged) for case in CASES})
+        for cap in (None, CAP):
+            found.update({(variant, cap, case): gap(case, shape, exchanged, cap) for case in CASES})
     return found
 
 

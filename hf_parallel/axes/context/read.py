@@ -53,7 +53,7 @@ def read_context(model: Any) -> ContextFacts:
         attention_heads(model) or (1, 1),
         any(getattr(module, "is_causal", False) is True for module in model.modules()),
         (window,) if isinstance(window, int) and getattr(config, "use_sliding_window", True) else (),
-        _dense(model, config),
+        _dense(config),
     )
 
 
@@ -82,10 +82,7 @@ def _rotations(config: Any) -> list[str]:
     return [str(found.get("rope_type") or found.get("type")) for found in sets]
 
 
-def _dense(model: Any, config: Any) -> str | None:
-    softcap = getattr(config, "attn_logit_softcapping", None)
-    if softcap:
-        return f"attn_logit_softcapping={softcap}"
+def _dense(config: Any) -> str | None:
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, key, 0.0):
             return f"{key}={getattr(config, key)}"
