@@ -162,7 +162,9 @@ def speed(length: int, ranks: int, steps: int, device: str) -> None:
     print("| | median | least | of the process | / one process | / allgather |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
-        ratios = [f"{row[0] / rows[other][0]:.2f} ({row[2] / rows[other][2]:.2f})" for other in ("one process", "allgather")]
+        ratios = [
+            f"{row[0] / rows[other][0]:.2f} ({row[2] / rows[other][2]:.2f})" for other in ("one process", "allgather")
+        ]
         print("|", " | ".join([name, *(f"{value:.2f}" for value in row), *ratios]), "|")
 
 

@@ -44,7 +44,10 @@ def test_with_other_axes(spec):
     check(*[("llama", kind, f"{spec},context_parallel=ring", True, {}) for kind in ("plain", "packed")])
 
 
-@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=2,pp=2,tp=2"])
+@pytest.mark.parametrize(
+    "spec",
+    ["cp=2,dp_shard=2", "cp=2,pp=2,tp=2", "cp=4,dp_shard=2", "cp=2,dp_shard=2,tp=2", "cp=2,dp_replicate=2,pp=2"],
+)
 def test_a_trainer_script(runs, spec):
     """Evaluation, prediction and saving too; rows of unequal length, some without a label at a boundary."""
     runs.check(Script(uneven_lengths=True), spec)
@@ -73,12 +76,16 @@ ODD = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "n
 def test_soft_caps_and_odd_heads(size):
     """Scores with a soft cap (one process makes other things of padding), windows; three heads, as many key heads, seven layers."""
     variants = {2: ("ring", "ulysses"), 4: ("auto", "hybrid:2")}[size]
-    cases = [("gemma2", kind, f"cp={size},context_parallel={way}", True, {}) for kind, way in zip(("packed", "ends"), variants, strict=True)]
+    cases = [
+        ("gemma2", kind, f"cp={size},context_parallel={way}", True, {})
+        for kind, way in zip(("packed", "ends"), variants, strict=True)
+    ]
     check(*cases, ("llama", "padded", f"cp={size}", True, ODD))
 
 
-def test_adapters(runs):
-    runs.check(Script(lora=lora("all-linear")), "cp=2,dp_shard=2")
+@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=4", "cp=2,tp=2", "cp=2,pp=2"])
+def test_adapters(runs, spec):
+    runs.check(Script(lora=lora("all-linear"), uneven_lengths=True).with_accumulation(2), spec)
 
 
 @pytest.mark.parametrize(("source", "spec"), [("cp=2,dp_shard=2", "cp=4"), (ONE, "cp=2")])
@@ -137,10 +144,10 @@ def test_generation_and_outputs_are_whole():
 
 
 class Sent:
-    """Counts the bytes that this rank sends to other cp ranks, forward and backward."""
+    """Counts the bytes that this rank sends to other cp ranks, forward and backward, and the all-to-alls."""
 
     def __init__(self):
-        self.bytes = 0
+        self.bytes = self.exchanges = 0
         exchange, collect = dist.batch_isend_irecv, dist.all_to_all_single
 
         def point_to_point(operations):
@@ -148,13 +155,15 @@ class Sent:
             return exchange(operations)
 
         def all_to_all(output, tensor, **kwargs):
+            self.exchanges += 1
             self.bytes += tensor.nbytes * (kwargs["group"].size() - 1) // kwargs["group"].size()
             return collect(output, tensor, **kwargs)
 
         dist.batch_isend_irecv, dist.all_to_all_single = point_to_point, all_to_all
 
 
-def sent(spec: str, checkpointed: bool) -> tuple[int, int]:
+def sent(spec: str, checkpointed: bool, calls: bool = False) -> tuple[int, ...]:
+    """Bytes forward and backward; with `calls` the all-to-alls of both, too."""
     import hf_parallel
 
     model = models.build("llama").train()
@@ -163,9 +172,10 @@ def sent(spec: str, checkpointed: bool) -> tuple[int, int]:
     hf_parallel.parallelize(model, spec)
     counter, tokens = Sent(), torch.arange(128).view(2, 64)
     loss = model(input_ids=tokens, labels=tokens).loss
-    forward = counter.bytes
+    forward, exchanges = counter.bytes, counter.exchanges
     loss.backward()
-    return forward, counter.bytes - forward
+    found = forward, counter.bytes - forward
+    return (*found, exchanges, counter.exchanges - exchanges) if calls else found
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -179,8 +189,8 @@ def test_bytes_are_those_of_the_formulas(size):
     forward, backward = unit * (heads + 4) * 16, unit * ((heads + 4) * 16 + 4)  # a number for each query and head more
     again = {"none": 0, "full": unit * heads * 16, "selective": 0}
     for way, more in again.items():  # a recomputed layer sends q, k and v again, but for selective's
-        spec = f"cp={size},context_parallel=ulysses,activation_checkpointing={way}"
-        assert set(run(sent, size, spec, False)) == {(forward, backward + more)}
+        spec, calls = f"cp={size},context_parallel=ulysses,activation_checkpointing={way}", 8 + 4 * (more > 0)
+        assert set(run(sent, size, spec, False, True)) == {(forward, backward + more, 8, calls)}
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hf_parallel.axes.context import documents, tiles
 from hf_parallel.axes.context.attention import Cut, Exchanged, _dense, attention
 from hf_parallel.axes.context.exchange import join, take
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape, deal, local_length
 from tests.distributed import run
 
@@ -107,6 +108,47 @@ def gaps(variants, square):
         for cap in (None, CAP):
             found.update({(variant, cap, case): gap(case, shape, exchanged, cap) for case in CASES})
     return found
+
+
+def in_order(variant):
+    """What one forward and backward does, in its order: starts to send, waits for keys, attends to a rank's keys."""
+    from hf_parallel.axes.context import ring
+
+    done, shape, exchanged = [], *groups(variant)
+
+    class Noted(ring.Exchange):
+        def __init__(self, *given):
+            done.append("start")
+            super().__init__(*given)
+
+        def wait(self):
+            done.append("wait")
+            return super().wait()
+
+    class Attended(ring.Ring):
+        def tiles(self, keys, queries=None):
+            done.append(f"keys of {(self.rank - keys) % self.size} before")
+            return super().tiles(keys, queries)
+
+    ring.Exchange = Noted
+    rows = Layout(documents.plain(1, 24), shape, 24 // shape.size)
+    q, k, v = (torch.randn(1, 2, 24 // shape.size, 8, requires_grad=True) for _ in range(3))
+    out = ring.RingAttention.apply(q, k, v, None, Scores(), Attended(rows, exchanged.ring, 0, float("inf")))
+    forward = len(done)
+    out.sum().backward()
+    return done[:forward], done[forward:]
+
+
+def test_the_next_keys_travel_while_these_are_used():
+    """Forward; backward gradients go home besides, while the next block is computed."""
+    steps = ["start", "keys of 0 before", "wait", "start", "keys of 1 before", "wait", "keys of 2 before"]
+    for forward, backward in run(in_order, 3, "ring"):
+        assert forward == steps
+        assert [what for what in backward if what.startswith("keys")] == steps[1::3]
+        first, last = backward.index(steps[1]), backward.index("keys of 2 before")
+        assert backward[:first] == ["start"]
+        # the keys of step 2 are asked for, then step 1's gradients are found and sent, then step 2 is computed
+        assert backward[first + 1 : last] == ["wait", "start", "keys of 1 before", "start", "wait"]
 
 
 @pytest.mark.parametrize("square", [1024, 3])

@@ -181,5 +181,7 @@ def _why(by_length: Sequence[tuple[int, str]], found: Choice) -> str:
     last = by_length[-1][1]
     undivided = f"; {heads} heads are not divided by {found.ranks} ranks" if heads % found.ranks else ""
     crossing = f", {found.ranks} ranks over nodes of {found.node}" if found.ranks > found.node else ""
-    hidden = f": blocks of {keys} heads of keys then travel behind attention" if inner_size(last, found.ranks) == 1 else ""
+    hidden = (
+        f": blocks of {keys} heads of keys then travel behind attention" if inner_size(last, found.ranks) == 1 else ""
+    )
     return f"{text}{hidden}{crossing}{undivided}"
