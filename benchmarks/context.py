@@ -5,8 +5,8 @@
 
 `memory` trains two steps of a row in one process without a limit, in one process with it, and on `--ranks` processes
 of which each has it: RLIMIT_DATA, so many MiB above what the process has before there is a model. `speed` takes the
-seconds of steps of one process, of a ring, of all keys gathered at once and of Ulysses, turn by turn; on CUDA also those
-of torch's own `context_parallel`. Only ratios mean anything.
+seconds of steps of one process, of a ring, of all keys gathered at once and of Ulysses, turn by turn; on CUDA also
+those of torch's own `context_parallel`. Only ratios mean anything.
 """
 
 from __future__ import annotations
@@ -162,9 +162,8 @@ def speed(length: int, ranks: int, steps: int, device: str) -> None:
     print("| | median | least | of the process | / one process | / allgather |")
     print("| --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
-        ratios = [
-            f"{row[0] / rows[other][0]:.2f} ({row[2] / rows[other][2]:.2f})" for other in ("one process", "allgather")
-        ]
+        others = (rows[other] for other in ("one process", "allgather"))
+        ratios = [f"{row[0] / other[0]:.2f} ({row[2] / other[2]:.2f})" for other in others]
         print("|", " | ".join([name, *(f"{value:.2f}" for value in row), *ratios]), "|")
 
 

@@ -74,13 +74,32 @@ ODD = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "n
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_soft_caps_and_odd_heads(size):
-    """Scores with a soft cap (one process makes other things of padding), windows; three heads, as many key heads, seven layers."""
+    """Scores with a soft cap, of which one process makes other things at padding; three heads, seven layers."""
     variants = {2: ("ring", "ulysses"), 4: ("auto", "hybrid:2")}[size]
-    cases = [
-        ("gemma2", kind, f"cp={size},context_parallel={way}", True, {})
-        for kind, way in zip(("packed", "ends"), variants, strict=True)
-    ]
+    kinds = zip(("packed", "ends"), variants, strict=True)
+    cases = [("gemma2", kind, f"cp={size},context_parallel={way}", True, {}) for kind, way in kinds]
     check(*cases, ("llama", "padded", f"cp={size}", True, ODD))
+
+
+def by_turns(spec: str | None) -> list[float]:
+    """Losses and the gradient norm of batches of unlike documents, between which `auto` takes another variant."""
+    import hf_parallel
+    from hf_parallel.axes.context.choose import Choice
+
+    Choice.of = lambda choice, tokens, seen: choice.ways[round(seen) // 20]
+    model, losses = models.build("llama").train(), []
+    if spec:
+        hf_parallel.parallelize(model, spec)
+    for step, kind in enumerate(("packed", "padded", "packed")):
+        losses.append(model(**batch(kind, step)).loss)
+        losses[-1].backward()
+    return [*(loss.item() for loss in losses), float(hf_parallel.clip_grad_norm(model, 1e9))]
+
+
+def test_another_variant_for_another_batch():
+    alone = run_alone(by_turns, None)
+    for rank in run(by_turns, 4, "cp=4"):
+        assert rank == pytest.approx(alone, rel=1e-5)
 
 
 @pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=4", "cp=2,tp=2", "cp=2,pp=2"])

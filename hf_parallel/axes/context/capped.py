@@ -1,7 +1,7 @@
-"""Attention of one square whose scores have a soft cap, c tanh(s / c) as in Gemma 2: no fused kernel of torch has one.
+"""Attention of one square whose scores have a soft cap, c tanh(s / c) as in Gemma 2, which no fused kernel here has.
 
-Plain products with a matrix of the square's scores, of at most 1,024 by 1,024 tokens (`tiles.squares`). `flex_attention`
-computes such scores on a GPU once compiled; on a CPU it has no backward.
+Plain products with a matrix of the square's scores, of at most 1,024 by 1,024 tokens (`tiles.squares`). torch's
+`flex_attention` has such scores on a GPU, compiled; on a CPU it has no backward.
 """
 
 from __future__ import annotations

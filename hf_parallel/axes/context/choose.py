@@ -178,10 +178,8 @@ def _why(by_length: Sequence[tuple[int, str]], found: Choice) -> str:
     (_, first), *later = by_length
     text = ", ".join([first, *(f"from documents of {length:,} tokens {way}" for length, way in later)])
     heads, keys = found.heads
-    last = by_length[-1][1]
     undivided = f"; {heads} heads are not divided by {found.ranks} ranks" if heads % found.ranks else ""
     crossing = f", {found.ranks} ranks over nodes of {found.node}" if found.ranks > found.node else ""
-    hidden = (
-        f": blocks of {keys} heads of keys then travel behind attention" if inner_size(last, found.ranks) == 1 else ""
-    )
+    behind = f": blocks of {keys} heads of keys then travel behind attention"
+    hidden = behind if by_length[-1][1] == RING else ""
     return f"{text}{hidden}{crossing}{undivided}"
