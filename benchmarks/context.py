@@ -2,11 +2,13 @@
 
     python benchmarks/context.py memory [--length 16384] [--ranks 4] [--limit 500]
     python benchmarks/context.py speed [--length 8192] [--ranks 2] [--steps 6] [--device cuda]
+    python benchmarks/context.py plan
 
 `memory` trains two steps of a row in one process without a limit, in one process with it, and on `--ranks` processes
 of which each has it: RLIMIT_DATA, so many MiB above what the process has before there is a model. `speed` takes the
 seconds of steps of one process, of a ring, of all keys gathered at once and of Ulysses, turn by turn; on CUDA also
-those of torch's own `context_parallel`. Only ratios mean anything.
+those of torch's own `context_parallel`. Only ratios mean anything. `plan` prints the memory and the time that the
+planner predicts for an 8B on H100s: rows of 128 k tokens on 8 GPUs, of 1 M on 64.
 """
 
 from __future__ import annotations
@@ -167,17 +169,51 @@ def speed(length: int, ranks: int, steps: int, device: str) -> None:
         print("|", " | ".join([name, *(f"{value:.2f}" for value in row), *ratios]), "|")
 
 
+# ---- plan -----------------------------------------------------------------------------------------------------------
+
+LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
+
+
+def plan() -> None:
+    """Print the planner's memory table, in GiB per GPU."""
+    from hf_parallel.planner.candidates import Goal, configured, context_of
+    from hf_parallel.planner.choices import Choice, predicted
+    from hf_parallel.planner.hardware import make_cluster
+    from hf_parallel.planner.shape import shape_of
+
+    printed: list[str] = []
+    for gpus, length in ((8, 131072), (64, 1048576)):
+        goal = Goal(shape_of(LLAMA_8B), make_cluster("h100-80gb", gpus), length, 1)
+        for way in ("ring", "ulysses" if gpus == 8 else "hybrid:8", "auto"):
+            sizes = {"cp_size": gpus, "dp_shard_size": 1, "context_parallel": way}
+            config = configured(**sizes, activation_checkpointing="full")
+            found = predicted(goal, config, 1, measure=True)
+            assert isinstance(found, Choice)
+            parts = found.prediction.breakdown.memory
+            if not printed:
+                print("|", " | ".join(["", *parts, "all", "seconds per step"]), "|")
+                print("|", " | ".join(["---"] * (len(parts) + 3)), "|")
+            name = f"{length // 1024} k on {gpus}, {way}" + (
+                f": {context_of(config, goal, 1)}" if way == "auto" else ""
+            )
+            printed.append(name)
+            values = [*parts.values(), found.prediction.memory_gib, found.prediction.step_time_s]
+            print("|", " | ".join([name, *(f"{value:.1f}" for value in values)]), "|")
+
+
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["memory", "speed"])
+    parser.add_argument("what", choices=["memory", "speed", "plan"])
     parser.add_argument("--length", type=int)
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--limit", type=int, default=500, help="MiB")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     given = parser.parse_args()
-    if given.what == "memory":
+    if given.what == "plan":
+        plan()
+    elif given.what == "memory":
         memory(given.length or 16384, given.ranks or 4, given.limit)
     else:
         speed(given.length or 8192, given.ranks or 2, given.steps, given.device)

@@ -86,10 +86,10 @@ def by_turns(spec: str | None) -> list[float]:
     import hf_parallel
     from hf_parallel.axes.context.choose import Choice
 
-    Choice.of = lambda choice, tokens, seen: choice.ways[round(seen) // 20]
     model, losses = models.build("llama").train(), []
     if spec:
         hf_parallel.parallelize(model, spec)
+    Choice.of = lambda choice, tokens, seen: choice.ways[round(seen) // 20]
     for step, kind in enumerate(("packed", "padded", "packed")):
         losses.append(model(**batch(kind, step)).loss)
         losses[-1].backward()
