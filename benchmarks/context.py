@@ -193,9 +193,8 @@ def plan() -> None:
             if not printed:
                 print("|", " | ".join(["", *parts, "all", "seconds per step"]), "|")
                 print("|", " | ".join(["---"] * (len(parts) + 3)), "|")
-            name = f"{length // 1024} k on {gpus}, {way}" + (
-                f": {context_of(config, goal, 1)}" if way == "auto" else ""
-            )
+            taken = f": {context_of(config, goal, 1)}" if way == "auto" else ""
+            name = f"{length // 1024} k on {gpus}, {way}{taken}"
             printed.append(name)
             values = [*parts.values(), found.prediction.memory_gib, found.prediction.step_time_s]
             print("|", " | ".join([name, *(f"{value:.1f}" for value in values)]), "|")
