@@ -66,7 +66,8 @@ def test_a_loss_that_couples_tokens():
 @pytest.mark.parametrize("spec", ["cp=2", "cp=2,pp=2"])
 def test_recomputed_layers(spec):
     """A pack at a boundary between ranks, once more in the backward pass."""
-    check(("llama", "packed", f"{spec},context_parallel=ring", True, {"checkpointed": True}))
+    ways = ("ring", "ulysses", "ulysses,activation_checkpointing=selective")
+    check(*[("llama", "packed", f"{spec},context_parallel={way}", True, {"checkpointed": True}) for way in ways])
 
 
 ODD = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 7}
