@@ -21,7 +21,7 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
-        return _all_to_all(parts, None, None, group)
+        return kept_or(lambda: _all_to_all(parts, None, None, group), COLLECTIVE)
 
     @staticmethod
     @once_differentiable

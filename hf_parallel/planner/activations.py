@@ -140,10 +140,15 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
 
 
 def _all_products(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
-    """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum."""
+    """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
+
+    And queries, keys and values that ranks have sent each other to share heads.
+    """
     terms = [t for t in terms_of(block, shape, job) if t.product or t.name in _OF_ATTENTION]
     stream = shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-    return (job.stored + 2 * job.width) * stream + sum(_cut(term, layout, job.seq) for term in terms)
+    heads = sum(a.heads * a.qk_width + a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
+    sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0
+    return (job.stored + 2 * job.width) * stream + sent + sum(_cut(term, layout, job.seq) for term in terms)
 
 
 def _by_formula(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:

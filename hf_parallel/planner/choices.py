@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.config import ParallelConfig
-from hf_parallel.planner.candidates import Goal, configured, micro_batches, to_job, to_layout
+from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.memory import GIB, fits, fullest, memory_of_ranks
@@ -150,7 +150,7 @@ def predicted(
     rows = size if config.pp_size == 1 else goal.rows or share  # a pipeline gets all of a step in one call
     if config.pp_size > 1:
         config = configured(config, pipeline_microbatches=rows // size)
-    layout, job = to_layout(config), to_job(goal, config, size, share // size)
+    layout, job = to_layout(config, context_of(config, goal, size)), to_job(goal, config, size, share // size)
     stages = make_stages(goal.shape, layout, job)
     if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * share * layout.dp:
         return None

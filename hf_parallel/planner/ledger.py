@@ -198,18 +198,20 @@ class _Sends:
     def context(self, block: Block) -> Iterator[Transfer]:
         """A ring moves keys and values, backward also their gradients; Ulysses what attention reads and writes.
 
-        Ulysses exchanges 4 N h / P numbers where all heads are alike, and again where a layer is recomputed, which is
-        given what its ring gave. In a hybrid a ring has the keys of a part of the heads. What is gathered at once is
-        waited for.
+        Ulysses exchanges 4 N h / P numbers where all heads are alike, and all but the outputs again where a layer is
+        recomputed, which is given what attention gave. In a hybrid a ring has the keys of a part of the heads. What
+        is gathered at once is waited for.
         """
         ring, heads = self.links["cp"], self.links["heads"]
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
         keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
-        queries = sum(a.heads * (a.qk_width + a.v_width) for a in block.attentions)
-        back = 1 + (self.job.each_recomputed == "full") * self.job.recomputed_share
-        payload = rows * (queries + keys) / self.layout.cp
-        yield Transfer("cp", "all_to_all", payload, 1, heads, "queries, keys, values, outputs")
-        yield Transfer("cp", "all_to_all", payload, back, heads, "queries, keys, values, outputs", BACKWARD)
+        outputs = rows / self.layout.cp * sum(a.heads * a.v_width for a in block.attentions)
+        inputs = rows / self.layout.cp * (sum(a.heads * a.qk_width for a in block.attentions) + keys)
+        yield Transfer("cp", "all_to_all", inputs + outputs, 1, heads, "queries, keys, values, outputs")
+        yield Transfer("cp", "all_to_all", inputs + outputs, 1, heads, "queries, keys, values, outputs", BACKWARD)
+        if self.job.each_recomputed == "full":
+            again = self.job.recomputed_share
+            yield Transfer("cp", "all_to_all", inputs, again, heads, "queries, keys, values", BACKWARD)
         part, what, at_once = rows * keys / heads.size, "keys, values", self.layout.context == "allgather"
         behind = EXPOSED if at_once else ATTENTION
         yield Transfer("cp", "all_gather", part, 1, ring, what, FORWARD, behind)

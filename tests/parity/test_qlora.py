@@ -89,7 +89,8 @@ SETTINGS = {
             ("tp=2", "double"),
             ("tp=2,pp=2", "single"),
         )
-    ],
+    ]
+    + [pytest.param("cp=2", "single", id="cp2-single")],
 )
 def test_same_numbers_as_one_process(folder, references, tmp_path, spec, kind):
     logs, keys, _, saved = references(kind)

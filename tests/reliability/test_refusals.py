@@ -61,9 +61,6 @@ def refusal(world: int, fn, *args, env=None) -> str:
         pytest.param("cp=2", 2, "t5", ["cp_size=2", "T5", "cp_size=1"], id="two stacks"),
         pytest.param("cp=2", 2, "roberta", ["cp_size=2", "positions", "cp_size=1"], id="positions of its own"),
         pytest.param(
-            "cp=2,context_parallel=ring", 2, "gemma2", ["softcapping=50", "context_parallel=ulysses"], id="soft caps"
-        ),
-        pytest.param(
             "cp=3,context_parallel=ulysses",
             3,
             "llama",

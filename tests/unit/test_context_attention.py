@@ -7,6 +7,7 @@ import torch.distributed as dist
 from hf_parallel.axes.context import documents, tiles
 from hf_parallel.axes.context.attention import Cut, Exchanged, _dense, attention
 from hf_parallel.axes.context.exchange import join, take
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape, deal, local_length
 from tests.distributed import run
 
@@ -23,6 +24,7 @@ def padding(kind):
     return mask
 
 
+CAP = 1.5  # scores are of size 1
 #: Packed? causal? window? sinks? which padding?
 CASES = [
     (False, True, None, False, None),
@@ -64,8 +66,8 @@ def visible(case):
     return seen & real[:, None], real[..., None, None]
 
 
-def gap(case, shape, exchanged):
-    """The largest difference in outputs and gradients."""
+def gap(case, shape, exchanged, cap):
+    """The largest difference in outputs and gradients; a soft cap of scores is one more kind of each case."""
     packed, causal, window, sunk, padded = case
     generator = torch.Generator().manual_seed(0)
     whole = [
@@ -76,7 +78,7 @@ def gap(case, shape, exchanged):
     sinks = torch.randn(HEADS, generator=generator, requires_grad=True) if sunk else None
     seen, real = visible(case)
     q, k, v = (t.transpose(1, 2) for t in whole)
-    expected = _dense(q, k, v, ~seen[:, None], 0.0, None, None, sinks).transpose(1, 2)
+    expected = _dense(q, k, v, ~seen[:, None], 0.0, None, cap, sinks).transpose(1, 2)
     expected.backward(gradient * real)
 
     positions = torch.stack([torch.cat([torch.arange(n) for n in p]) for p in PACKS]) if packed else None
@@ -88,7 +90,7 @@ def gap(case, shape, exchanged):
     module = torch.nn.Module()
     module.is_causal = causal
     q, k, v = (t.transpose(1, 2) for t in own)
-    out, _ = attention(module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window)
+    out, _ = attention(module, q, k, v, Cut(layout, exchanged), s_aux=own_sinks, sliding_window=window, softcap=cap)
     out.backward(take(gradient * real, layout, rank))
     gaps = [((join(out.detach(), layout, everyone) - expected) * real).abs().max()]
     gaps += [(join(a.grad, layout, everyone) - b.grad).abs().max() for a, b in zip(own, whole, strict=True)]
@@ -103,8 +105,74 @@ def gaps(variants, square):
     found = {}
     for variant in variants:
         shape, exchanged = groups(variant)
-        found.update({(variant, case): gap(case, shape, exchanged) for case in CASES})
+        for cap in (None, CAP):
+            found.update({(variant, cap, case): gap(case, shape, exchanged, cap) for case in CASES})
     return found
+
+
+def halves(dtype):
+    """The gradients of 16-bit queries, keys and values by Ulysses and by a ring, a row of which has none."""
+    found = []
+    for variant in ("ulysses", "ring"):
+        shape, exchanged = groups(variant)
+        layout = Layout(documents.plain(ROWS, LENGTH), shape, local_length(LENGTH, shape.size))
+        generator = torch.Generator().manual_seed(0)
+        whole = [torch.randn(ROWS, LENGTH, HEADS, 16, generator=generator).to(dtype) for _ in range(4)]
+        whole[3][0, 20:] = 0
+        *own, gradient = (take(one, layout, dist.get_rank()) for one in whole)
+        own = [one.requires_grad_() for one in own]
+        q, k, v = (one.transpose(1, 2) for one in own)
+        attention(torch.nn.Module(), q, k, v, Cut(layout, exchanged))[0].backward(gradient)
+        found.append(torch.stack([join(one.grad, layout, dist.group.WORLD) for one in own]).float())
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_output_that_is_kept_once_is_as_good_in_16_bits(dtype):
+    """A few of their steps apart: outputs are rounded, and so is what stands for them."""
+    for ours, theirs in run(halves, 2, dtype):
+        assert (ours - theirs).abs().max() <= 4 * torch.finfo(dtype).eps * theirs.abs().max()
+
+
+def in_order(variant):
+    """What one forward and backward does, in its order: starts to send, waits for keys, attends to a rank's keys."""
+    from hf_parallel.axes.context import ring
+
+    done, shape, exchanged = [], *groups(variant)
+
+    class Noted(ring.Exchange):
+        def __init__(self, *given):
+            done.append("start")
+            super().__init__(*given)
+
+        def wait(self):
+            done.append("wait")
+            return super().wait()
+
+    class Attended(ring.Ring):
+        def tiles(self, keys, queries=None):
+            done.append(f"keys of {(self.rank - keys) % self.size} before")
+            return super().tiles(keys, queries)
+
+    ring.Exchange = Noted
+    rows = Layout(documents.plain(1, 24), shape, 24 // shape.size)
+    q, k, v = (torch.randn(1, 2, 24 // shape.size, 8, requires_grad=True) for _ in range(3))
+    out = ring.RingAttention.apply(q, k, v, None, Scores(), Attended(rows, exchanged.ring, 0, float("inf")))
+    forward = len(done)
+    out.sum().backward()
+    return done[:forward], done[forward:]
+
+
+def test_the_next_keys_travel_while_these_are_used():
+    """Forward; backward gradients go home besides, while the next block is computed."""
+    steps = ["start", "keys of 0 before", "wait", "start", "keys of 1 before", "wait", "keys of 2 before"]
+    for forward, backward in run(in_order, 3, "ring"):
+        assert forward == steps
+        assert [what for what in backward if what.startswith("keys")] == [steps[1], steps[4], steps[6]]
+        first, last = backward.index(steps[1]), backward.index("keys of 2 before")
+        assert backward[:first] == ["start"]
+        # the keys of step 2 are asked for, then step 1's gradients are found and sent, then step 2 is computed
+        assert backward[first + 1 : last] == ["wait", "start", "keys of 1 before", "start", "wait"]
 
 
 @pytest.mark.parametrize("square", [1024, 3])

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.ring import Ring, RingAttention
 from hf_parallel.axes.context.ulysses import to_heads, to_tokens
@@ -126,12 +127,12 @@ def _over_ranks(
     if how.heads is not None:
         q, k, v = to_heads(q, k, v, how.heads)
         sinks = None if sinks is None else sinks.chunk(how.heads.size())[how.heads.rank()]
-    if softcap is not None or dropout:  # refused of a ring in `axis.py`
-        hidden = ~_visible(layout, low, high, q.device)
-        out = _dense(q, k, v, hidden, dropout, scale, softcap, sinks)
-    else:
-        out = RingAttention.apply(q, k, v, sinks, scale, Ring(layout, how.ring, low, high, how.gathered))
-    return out if how.heads is None else to_tokens(out, how.heads)
+    if not dropout:
+        ring = Ring(layout, how.ring, low, high, how.gathered, how.heads)
+        return RingAttention.apply(q, k, v, sinks, Scores(scale, softcap), ring)
+    assert how.heads is not None  # dropout is refused of a ring in `choose.py`
+    hidden = ~_visible(layout, low, high, q.device)
+    return to_tokens(_dense(q, k, v, hidden, dropout, scale, softcap, sinks), how.heads)
 
 
 def _visible(layout: Layout, low: float, high: float, device: torch.device) -> torch.Tensor:

@@ -11,6 +11,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
+    from hf_parallel.axes.context.choose import Choice
     from hf_parallel.axes.context.read import ContextFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -37,9 +38,10 @@ class ContextKeys(Keys):
 
 @dataclass(frozen=True)
 class ContextPart:
-    """What cp will do. `config`: with the variant chosen; `why`: the reason of a choice, for people."""
+    """What cp will do. `config`: with the variant, where there is one; `why`: the reason of a choice, for people."""
 
     config: ParallelConfig
+    choice: Choice
     why: str | None
     own_loss: bool
     facts: ContextFacts
@@ -70,10 +72,12 @@ class Context(Axis["ContextFacts", ContextPart]):
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: ContextFacts) -> ContextPart:
         """The variant, or why there is none."""
-        from hf_parallel.axes.context.read import choose
+        from hf_parallel.axes.context.choose import choose
 
-        variant, why = choose(config, facts)
-        return ContextPart(replace(config, context_parallel=variant), why, anatomy.sums_over_tokens, facts)
+        choice, why = choose(config, facts)
+        if len(choice.ways) == 1:
+            config = replace(config, context_parallel=choice.ways[0])
+        return ContextPart(config, choice, why, anatomy.sums_over_tokens, facts)
 
     def settle(self, config: ParallelConfig, part: ContextPart | None) -> ParallelConfig:
         return config if part is None else replace(config, context_parallel=part.config.context_parallel)
@@ -94,14 +98,13 @@ class Context(Axis["ContextFacts", ContextPart]):
     def finish(self, model: Any, part: ContextPart, building: Building) -> None:
         """Cut batches, inside of a pipeline and around what pads for tp."""
         from hf_parallel.axes.context.cut import SequenceCut, backbone
-        from hf_parallel.axes.context.groups import exchanged
-        from hf_parallel.axes.context.layout import Shape
+        from hf_parallel.axes.context.groups import ways
 
-        config, mesh = part.config, building.mesh
+        mesh = building.mesh
         cut = SequenceCut(
             group=mesh.attention_group,
-            shape=Shape(config.cp_size // config.ulysses_size, config.ulysses_size),
-            exchanged=exchanged(mesh, config),
+            choice=part.choice,
+            ways=ways(mesh, part.config, part.choice.ways),
             multiple=_multiple(building),
             packed=part.facts.causal,
             own_loss=part.own_loss,

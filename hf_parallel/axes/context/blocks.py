@@ -20,8 +20,8 @@ Part = tuple[slice, slice, slice]
 class Sum:
     """The output of queries [b, h, n, d] over the blocks so far."""
 
-    def __init__(self, q: torch.Tensor, scale: float | None) -> None:
-        self.q, self.scale = q, scale
+    def __init__(self, q: torch.Tensor, scores: kernels.Scores) -> None:
+        self.q, self.scores = q, scores
         wide = torch.promote_types(q.dtype, torch.float32)
         b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
         self.out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
@@ -29,9 +29,9 @@ class Sum:
 
     def add(self, k: torch.Tensor, v: torch.Tensor, tiles: Iterable[Tile]) -> None:
         """Another block of keys and values."""
-        for tile in tiles:
+        for tile in self.scores.tiles(tiles):
             mine, theirs = _parts(tile)
-            out, lse = kernels.forward(self.q[mine], k[theirs], v[theirs], tile, self.scale)
+            out, lse = kernels.forward(self.q[mine], k[theirs], v[theirs], tile, self.scores)
             self._merge(mine, out, lse)
 
     def _merge(self, part: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
@@ -51,15 +51,15 @@ class Gradients:
     """The gradient of those queries over the blocks so far."""
 
     def __init__(
-        self, gradient: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scale: float | None
+        self, gradient: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scores: kernels.Scores
     ) -> None:
-        self.gradient, self.q, self.out, self.lse, self.scale = gradient.contiguous(), q, out, lse, scale
+        self.gradient, self.q, self.out, self.lse, self.scores = gradient.contiguous(), q, out, lse, scores
         self.dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, tiles: Iterable[Tile]) -> torch.Tensor:
         """The share of a block of keys and values; returns their gradients [2, b, h, m, d] in fp32."""
         found = torch.zeros((2, *k.shape), dtype=self.dq.dtype, device=k.device)
-        for tile in tiles:
+        for tile in self.scores.tiles(tiles):
             mine, theirs = _parts(tile)
             dq, dk, dv = kernels.backward(
                 self.gradient[mine],
@@ -69,7 +69,7 @@ class Gradients:
                 self.out[mine],
                 self.lse[mine].contiguous(),
                 tile,
-                self.scale,
+                self.scores,
             )
             self.dq[mine] += dq
             found[0][theirs] += dk

@@ -25,6 +25,7 @@ from torch import nn
 
 from hf_parallel.axes.context import documents
 from hf_parallel.axes.context.attention import Cut, Exchanged, current
+from hf_parallel.axes.context.choose import Choice
 from hf_parallel.axes.context.exchange import join, sum_over_ranks, take
 from hf_parallel.axes.context.keep import keep_attention
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
@@ -41,6 +42,8 @@ class SequenceCut:
     """Cuts the batches of one model.
 
     Args:
+        choice: the variant for each batch.
+        ways: how each variant shares tokens, and attends.
         multiple: what a rank's number of tokens must be a multiple of: tp, under sequence parallelism.
         packed: do positions that start again begin another document, as in causal models?
         own_loss: is the model's loss a sum over tokens?
@@ -50,14 +53,14 @@ class SequenceCut:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        shape: Shape,
-        exchanged: Exchanged,
+        choice: Choice,
+        ways: dict[str, tuple[Shape, Exchanged]],
         multiple: int,
         packed: bool,
         own_loss: bool,
         caches: bool,
     ) -> None:
-        self.group, self.shape, self.exchanged, self.multiple = group, shape, exchanged, multiple
+        self.group, self.choice, self.ways, self.multiple = group, choice, ways, multiple
         self.packed, self.own_loss, self.caches = packed, own_loss, caches
         self._parts = False  # does what leaves the backbone stay a rank's own?
         self._batch: Batch = {}
@@ -163,7 +166,7 @@ class SequenceCut:
 
     @contextlib.contextmanager
     def _running(self, layout: Layout) -> Iterator[None]:
-        former, current.cut = current.cut, Cut(layout, self.exchanged)
+        former, current.cut = current.cut, Cut(layout, self._way(layout.rows)[1])
         try:
             yield
         finally:
@@ -178,9 +181,13 @@ class SequenceCut:
         key = tokens.shape[:2], given, [None if tensor is None else tensor._version for tensor in given]
         if self._last is None or not _same(self._last[0], key):
             rows = documents.find((tokens.shape[0], tokens.shape[1]), mask, positions, boundaries)
-            local = local_length(tokens.shape[1], self.shape.size, self.multiple)
-            self._last = key, Layout(rows, self.shape, local)
+            local = local_length(tokens.shape[1], self.group.size(), self.multiple)
+            self._last = key, Layout(rows, self._way(rows)[0], local)
         return self._last[1]
+
+    def _way(self, rows: list[documents.Row]) -> tuple[Shape, Exchanged]:
+        """The same on all cp ranks, as they see whole rows."""
+        return self.ways[self.choice.of(sum(sum(row.lengths) for row in rows), documents.mean_length(rows))]
 
     def _cut(self, batch: Batch, layout: Layout, names: list[str]) -> Batch:
         rank, whole = self.group.rank(), (len(layout.rows), layout.length)

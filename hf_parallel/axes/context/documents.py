@@ -41,6 +41,12 @@ def plain(rows: int, length: int) -> list[Row]:
     return [Row(length, (length,))] * rows
 
 
+def mean_length(rows: list[Row]) -> float:
+    """Of the document of a token."""
+    lengths = [length for row in rows for length in row.lengths]
+    return sum(length * length for length in lengths) / max(1, sum(lengths))
+
+
 def find(
     shape: tuple[int, int],
     mask: torch.Tensor | None,

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_parallel.axes.context.attention import Exchanged
+from hf_parallel.axes.context.layout import Shape
 from hf_parallel.mesh import ParallelMesh, axis_ranks
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
+
+
+def ways(mesh: ParallelMesh, config: ParallelConfig, variants: Iterable[str]) -> dict[str, tuple[Shape, Exchanged]]:
+    """By variant: who holds which tokens, and how ranks attend. Collective over all ranks."""
+    found = {}
+    for variant in variants:
+        one = replace(config, context_parallel=variant)
+        found[variant] = Shape(one.cp_size // one.ulysses_size, one.ulysses_size), exchanged(mesh, one)
+    return found
 
 
 def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:

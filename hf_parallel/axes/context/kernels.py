@@ -4,6 +4,7 @@
     CPU                     _scaled_dot_product_flash_attention_for_cpu      full, causal, band
     CUDA, 16 bits           _scaled_dot_product_flash_attention              full, causal
     CUDA, else              _scaled_dot_product_efficient_attention          full, causal, band
+    scores with a soft cap  plain products (`capped.py`), in squares         full, causal, band
 
 No kernel builds a matrix of scores. The backward pass takes the log-sum-exp over all keys instead of the tile's, and
 the output over all keys: its result is then the tile's share of the gradients, and shares add up.
@@ -11,18 +12,37 @@ the output over all keys: its result is then the tile's share of the gradients, 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from hf_parallel.axes.context.tiles import Tile
+from hf_parallel.axes.context import capped
+from hf_parallel.axes.context.tiles import Tile, squares
 
 _aten: Any = torch.ops.aten
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scale: float | None) -> tuple:
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys: by default times d^-1/2, and no soft cap."""
+
+    scale: float | None = None
+    cap: float | None = None
+
+    def tiles(self, tiles: Iterable[Tile]) -> Iterable[Tile]:
+        """As large as their kernel may have them."""
+        return tiles if self.cap is None else (square for tile in tiles for square in squares(tile))
+
+
+def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, scores: Scores) -> tuple:
     """[b, h, n, d] queries of a tile, [b, h / g, m, d] keys -> output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
+    scale = scores.scale
+    if scores.cap is not None:
+        k, v = _per_query_head(k, q), _per_query_head(v, q)
+        return capped.forward(q, k, v, _mask(tile, q), scale, scores.cap)
     causal, mask = tile.kind == "causal", _mask(tile, q)
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
@@ -43,15 +63,19 @@ def backward(
     out: torch.Tensor,
     lse: torch.Tensor,
     tile: Tile,
-    scale: float | None,
+    scores: Scores,
 ) -> Tensors:
     """The tile's share of the gradients of q, k and v; `out` and `lse` are over all keys."""
+    scale, groups = scores.scale, q.shape[1] // k.shape[1]
+    if scores.cap is not None:
+        k, v = _per_query_head(k, q), _per_query_head(v, q)
+        dq, dk, dv = capped.backward(gradient, q, k, v, out, lse, _mask(tile, q), scale, scores.cap)
+        return dq, _per_key_head(dk, groups), _per_key_head(dv, groups)
     causal, mask = tile.kind == "causal", _mask(tile, q)
     if q.device.type == "cpu":
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-    groups = q.shape[1] // k.shape[1]
     k, v = _per_query_head(k, q), _per_query_head(v, q)
     n, m = q.shape[2], k.shape[2]
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of

@@ -20,8 +20,10 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.context.blocks import Gradients, Sum
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.tiles import Tile
+from hf_parallel.axes.context.ulysses import to_heads_with_output, to_tokens
 from hf_parallel.collectives import start_all_gather, start_reduce_scatter
 from hf_parallel.collectives.kept import ATTENTION, kept_or
 
@@ -38,6 +40,7 @@ class Ring:
     low: float
     high: float
     gathered: bool = False
+    heads: dist.ProcessGroup | None = None  # whose ranks share heads, and outputs go back to
 
     @property
     def size(self) -> int:
@@ -103,7 +106,10 @@ def _next_keys(ring: Ring, own: torch.Tensor, step: int) -> Exchange:
 
 
 class RingAttention(torch.autograd.Function):
-    """q [b, h, n, d], k and v [b, h / g, n, d] of this ring rank's tokens -> [b, h, n, d]."""
+    """q [b, h, n, d], k and v [b, h / g, n, d] of this ring rank's tokens -> [b, h, n, d].
+
+    Behind Ulysses the result is that of this rank's tokens, of all heads.
+    """
 
     @staticmethod
     def forward(
@@ -112,33 +118,36 @@ class RingAttention(torch.autograd.Function):
         k: torch.Tensor,
         v: torch.Tensor,
         sinks: torch.Tensor | None,
-        scale: float | None,
+        scores: Scores,
         ring: Ring,
     ) -> torch.Tensor:
-        out, lse = kept_or(lambda: _forward(q, k, v, sinks, scale, ring), ATTENTION)
+        out, lse = kept_or(lambda: _forward(q, k, v, sinks, scores, ring), ATTENTION)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.scale, ctx.ring = scale, ring
+        ctx.scores, ctx.ring = scores, ring
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse = ctx.saved_tensors
-        work = Gradients(gradient, q, out, lse, ctx.scale)
+        if ctx.ring.heads is not None:
+            gradient, out = to_heads_with_output(gradient, out, ctx.ring.heads)
+        work = Gradients(gradient, q, out, lse, ctx.scores)
         pair = _backward(work, torch.stack([k, v]), ctx.ring)
         of_sinks = None if sinks is None else work.of_sinks(sinks)
         return work.dq.to(q.dtype), pair[0].to(k.dtype), pair[1].to(v.dtype), of_sinks, None, None
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scale: float | None, ring: Ring
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scores: Scores, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = Sum(q, scale)
+    total = Sum(q, scores)
     for keys, pair in _blocks(ring, torch.stack([k, v])):
         total.add(pair[0], pair[1], ring.tiles(keys))
     if sinks is not None:
         total.with_sinks(sinks)
-    return total.out.to(q.dtype), total.lse
+    out = total.out.to(q.dtype)
+    return (out if ring.heads is None else to_tokens(out, ring.heads)), total.lse
 
 
 def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:

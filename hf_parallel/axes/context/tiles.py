@@ -70,6 +70,20 @@ def tiles_of(
     return _merged(_merged(found, by_keys=True), by_keys=False)
 
 
+def squares(tile: Tile) -> Iterator[Tile]:
+    """The tile in parts of at most `SQUARE` queries by as many keys, without those of which no pair counts."""
+    for top in range(tile.q.start, tile.q.stop, SQUARE):
+        for left in range(tile.k.start, tile.k.stop, SQUARE):
+            q, k = slice(top, min(top + SQUARE, tile.q.stop)), slice(left, min(left + SQUARE, tile.k.stop))
+            behind = (tile.band[0] if tile.kind == "band" else 0) + (top - tile.q.start) - (left - tile.k.start)
+            low, high = (0, float("inf")) if tile.kind == "causal" else tile.band[1:]
+            nearest, farthest = behind - (k.stop - k.start - 1), behind + q.stop - q.start - 1
+            if tile.kind == "full" or (low <= nearest and farthest <= high):
+                yield Tile(tile.row, q, k, "full")
+            elif farthest >= low and nearest <= high:
+                yield Tile(tile.row, q, k, "band", (behind, low, high))
+
+
 def _slice(spans: tuple[Span, ...]) -> slice:
     """Pieces of a document lie next to each other in a rank's part."""
     return slice(spans[0].offset, spans[-1].offset + spans[-1].length)

@@ -4,7 +4,9 @@
     attention   of U n tokens and 1 / U of the heads                  one all-to-all of q, k and v together
     after       n tokens and all heads again                          one all-to-all of the output
 
-Key/value heads that U does not divide are repeated until it does, as often as they must.
+Key/value heads that U does not divide are repeated until it does, as often as they must. The output is kept once, as
+what follows reads it: the backward of attention needs of a query's output O and its gradient G only their product, so
+that is sent with G, and G <G, O> / <G, G> taken for O.
 """
 
 from __future__ import annotations
@@ -25,14 +27,35 @@ def to_heads(
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]
     arrived = exchange_equally(torch.cat(parts, 2).movedim(1, 0), group)  # [U, b, heads, n, d]
-    whole = arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
+    whole = _all_tokens(arrived)
     return tuple(whole.split([part.shape[2] for part in parts], 1))  # type: ignore[return-value]
 
 
 def to_tokens(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """[b, h / U, U n, d] -> [b, h, n, d]."""
+    """[b, h / U, U n, d] -> [b, h, n, d], in memory [b, n, h, d], as layers want it."""
     sent = out.unflatten(2, (group.size(), -1)).movedim(2, 0)  # [U, b, heads, n, d]
-    return exchange_equally(sent, group).movedim(0, 1).flatten(1, 2)
+    return exchange_equally(sent, group).permute(1, 3, 0, 2, 4).flatten(2, 3).transpose(1, 2)
+
+
+def to_heads_with_output(
+    gradient: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradient and output [b, h, n, d] -> the gradient [b, h / U, U n, d], and what is as good as the output to it."""
+    wide = torch.promote_types(out.dtype, torch.float32)
+    products = (gradient.to(wide) * out).sum(-1, keepdim=True)
+    both = torch.cat([gradient, products.view(gradient.dtype)], -1)  # two numbers of 16 bits for one of 32
+    whole = _all_tokens(exchange_equally(both.unflatten(1, (group.size(), -1)).movedim(1, 0), group))
+    gradient, products = whole[..., : out.shape[-1]].contiguous(), whole[..., out.shape[-1] :].contiguous().view(wide)
+    size = gradient.abs().amax(-1, keepdim=True).to(wide)
+    size = size.masked_fill_(size == 0, 1)
+    unit = gradient / size  # its square neither vanishes nor overflows
+    squares = unit.square().sum(-1, keepdim=True)
+    return gradient, (unit * (products / size / squares.masked_fill_(squares == 0, 1))).to(out.dtype)
+
+
+def _all_tokens(arrived: torch.Tensor) -> torch.Tensor:
+    """[U, b, heads, n, d] -> [b, heads, U n, d]."""
+    return arrived.permute(1, 2, 0, 3, 4).flatten(2, 3)
 
 
 def key_repeats(heads: int, kv_heads: int, ranks: int) -> int:

@@ -1,0 +1,185 @@
+"""The variant: as the spec asks, or for each batch the one that is expected to wait the least for other ranks.
+
+With U ranks of Ulysses inside rings of R = P / U (a ring: U = 1, Ulysses: U = P), per layer, forward and backward:
+
+    Ulysses    4 exchanges of latency l, of (U - 1) / U of q, k, v and outputs, back and forth           waited for
+    ring       R - 1 steps of l + bytes of a block of keys, backward of both ways     less attention to one block
+    allgather  l + all keys, backward of both ways                                                  waited for
+
+and 0.384 of what hides behind attention, which it slows down. A block's attention grows with the square of the length
+and what is sent in proportion, so short rows and packs of short documents want few messages, and from some length on a
+ring waits for nothing. Numbers are those of an H100 by NVLink
+and InfiniBand as the planner has them (its catalogue and fitted efficiencies); of other GPUs since the A100 bytes cost
+about as many operations, which is what decides.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
+
+from hf_parallel.axes.context.axis import ALLGATHER, AUTO, RING, ULYSSES
+from hf_parallel.axes.context.ulysses import key_repeats
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.context.read import ContextFacts
+    from hf_parallel.config import ParallelConfig
+
+#: Ranks of a node where no launcher tells.
+_NODE = 8
+#: Attention's operations per second, bytes per number, and how much slower a second of sending makes what hides it.
+_FLOPS, _WIDTH, _CONTENTION = 2.2e14, 2, 0.384
+#: Lengths of rows that are looked at, in tokens.
+_LENGTHS = tuple(2**power for power in range(6, 25))
+
+
+class Link(NamedTuple):
+    """Seconds before the first byte of a message, bytes per second afterwards."""
+
+    latency: float
+    bandwidth: float
+
+    def seconds(self, size: float) -> float:
+        """Of one message."""
+        return self.latency + size / self.bandwidth
+
+
+INSIDE, BETWEEN = Link(5e-6, 3.4e11), Link(12e-6, 3.8e10)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What decides for a batch.
+
+    Attributes:
+        ranks: that share sequences.
+        heads: of queries and of keys on one of them.
+        width: of a head.
+        node: how many of these ranks a node has.
+        ways: the variants among which a batch chooses.
+    """
+
+    ranks: int
+    heads: tuple[int, int]
+    width: int
+    node: int
+    ways: tuple[str, ...] = ()
+
+    def of(self, tokens: int, seen: float) -> str:
+        """The variant for a batch of so many tokens, which see so many each: their document, as a rule."""
+        if len(self.ways) == 1:
+            return self.ways[0]
+        return min(self.ways, key=lambda way: self.waiting(way, tokens / self.ranks, seen))
+
+    def by_length(self) -> list[tuple[int, str]]:
+        """(length of a single document from which it is the one, variant)."""
+        found: list[tuple[int, str]] = []
+        for length in _LENGTHS:
+            way = self.of(length, length)
+            if not found or found[-1][1] != way:
+                found.append((length, way))
+        return found
+
+    def waiting(self, way: str, tokens: float, seen: float) -> float:
+        """Seconds that a layer waits for other ranks, with so many tokens on each."""
+        inner, at_once = inner_size(way, self.ranks), way == ALLGATHER
+        ring, (heads, keys) = self.ranks // inner, self.heads
+        keys *= key_repeats(heads, keys, inner)
+        number = tokens * self.width * _WIDTH  # bytes of one head of this rank's tokens
+        found = 0.0
+        if inner > 1:
+            sent = (inner - 1) / inner * 2 * (heads + keys) * number
+            found += 2 * (2 * self._link(inner).latency + sent / self._link(inner).bandwidth)
+        if ring > 1:
+            block = 2 * keys * number  # of as many tokens as heads are fewer
+            attention = 2 * heads * self.width * tokens * seen / ring / _FLOPS  # causal: half of 4
+            steps, blocks = (1, ring - 1) if at_once else (ring - 1, 1)
+            for ways, work in ((1, 1.0), (2, 2.5)):  # forward; backward, which sends gradients too
+                sent = self._link(self.ranks).seconds(blocks * block) * ways
+                hidden = 0.0 if at_once else min(sent, work * attention)
+                found += steps * (sent - hidden + _CONTENTION * hidden)
+        return found
+
+    def _link(self, ranks: int) -> Link:
+        return INSIDE if ranks <= self.node else BETWEEN
+
+
+def inner_size(way: str, ranks: int) -> int:
+    """How many ranks share heads."""
+    kind, _, inner = way.partition(":")
+    return int(inner) if inner else ranks if kind == ULYSSES else 1
+
+
+def choice(ranks: int, heads: tuple[int, int], width: int, tp: int, node: int) -> Choice:
+    """Among all variants that the heads allow; rings first, which win where nothing has to be waited for."""
+    own = max(1, heads[0] // tp), max(1, heads[1] // tp)
+    inside = max(1, node // tp)
+    groups = [u for u in range(2, ranks) if ranks % u == 0 and u <= inside < ranks and own[0] % u == 0]
+    exact = [RING, *(f"hybrid:{u}" for u in reversed(groups)), ALLGATHER]
+    if own[0] % ranks == 0:
+        exact.insert(1, ULYSSES)
+    every = Choice(ranks, own, width, inside, tuple(exact))
+    taken = {way for _, way in every.by_length()}
+    return Choice(ranks, own, width, inside, tuple(way for way in exact if way in taken))
+
+
+def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | None]:
+    """The variants, and why these, where the spec leaves it open.
+
+    Raises:
+        SpecError: nothing works, or not what the spec asks for.
+    """
+    if facts.obstacle is not None:
+        refuse(f"cp_size={config.cp_size}", facts.obstacle, "cp_size=1")
+    if config.attention not in ("auto", "sdpa"):
+        refuse(f"attention={config.attention}", f"cp_size={config.cp_size} has kernels of its own", "attention=auto")
+    if config.context_parallel == AUTO:
+        return _chosen(config, facts)
+    asked, inner, heads = f"context_parallel={config.context_parallel}", config.ulysses_size, _heads(config, facts)
+    if heads % inner:
+        refuse(asked, f"{heads} heads are not divided by {inner} ranks", "context_parallel=ring")
+    if facts.dense is not None and inner < config.cp_size:
+        _refuse_dense(config, asked, facts.dense, heads)
+    return _only(config, facts, config.context_parallel), None
+
+
+def _heads(config: ParallelConfig, facts: ContextFacts) -> int:
+    return max(1, facts.heads[0] // config.tp_size)
+
+
+def _only(config: ParallelConfig, facts: ContextFacts, way: str) -> Choice:
+    return Choice(config.cp_size, facts.heads, facts.width, _NODE, (way,))
+
+
+def _refuse_dense(config: ParallelConfig, asked: str, what: str, heads: int) -> NoReturn:
+    fits = max(size for size in range(1, config.cp_size + 1) if heads % size == 0)
+    works = "context_parallel=ulysses" if fits == config.cp_size else f"cp_size={fits}"
+    refuse(asked, f"{what} needs all keys of a head on one rank", works)
+
+
+def _chosen(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str]:
+    size, node = config.cp_size, int(os.environ.get("LOCAL_WORLD_SIZE") or _NODE)
+    if facts.dense is not None:
+        heads = _heads(config, facts)
+        if heads % size:
+            _refuse_dense(config, f"cp_size={size}", facts.dense, heads)
+        return _only(config, facts, ULYSSES), f"{facts.dense} needs all keys of a head on one rank"
+    if facts.windows:
+        return _only(config, facts, RING), f"what is beyond a window of {facts.windows[0]} tokens is not sent"
+    found = choice(size, facts.heads, facts.width, config.tp_size, node)
+    return found, _why(found.by_length(), found)
+
+
+def _why(by_length: Sequence[tuple[int, str]], found: Choice) -> str:
+    """`ulysses, from documents of 8,192 tokens ring`, with the reason of the last."""
+    (_, first), *later = by_length
+    text = ", ".join([first, *(f"from documents of {length:,} tokens {way}" for length, way in later)])
+    heads, keys = found.heads
+    undivided = f"; {heads} heads are not divided by {found.ranks} ranks" if heads % found.ranks else ""
+    crossing = f", {found.ranks} ranks over nodes of {found.node}" if found.ranks > found.node else ""
+    behind = f": blocks of {keys} heads of keys then travel behind attention"
+    hidden = behind if by_length[-1][1] == RING else ""
+    return f"{text}{hidden}{crossing}{undivided}"

@@ -1,0 +1,48 @@
+"""TRL's own scripts, unchanged, over cp ranks: packs, joined rows, pairs of answers, references and adapters."""
+
+import pytest
+
+from tests.training import spec_id
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+
+from tests import trl_scripts
+from tests.parity.test_trl import LORA, PREFERENCE, RAGGED, SFT, check
+
+RING, ULYSSES = "cp=2,context_parallel=ring", "cp=2,context_parallel=ulysses"
+#: Script, data, flags, layouts. Packs and joined rows tell of their documents by positions that start again.
+CASES = {
+    "packing": ("sft", *SFT["packing"], (RING, ULYSSES, "cp=2,dp_shard=2", "cp=2,tp=2", "cp=2,pp=2")),
+    "joined": ("sft", *SFT["joined"], (RING, ULYSSES)),
+    "chat": ("sft", *SFT["chat"], (RING,)),
+    "sft-adapters": ("sft", *SFT["adapters"], (RING, ULYSSES)),
+    "dpo-reference": ("dpo", "preference", PREFERENCE["reference"], ("cp=2",)),
+    "dpo-adapters": ("dpo", "preference", PREFERENCE["adapters"], ("cp=2", ULYSSES)),
+    "dpo-precomputed": ("dpo", "preference", PREFERENCE["precomputed"], ("cp=2",)),
+    "dpo-ragged": ("dpo", "preference", PREFERENCE["ragged"], ("cp=2",)),
+    "kto-adapters": ("kto", "preference", PREFERENCE["adapters"], ("cp=2",)),
+    "reward": ("reward", "preference", LORA + " --lora_task_type SEQ_CLS " + RAGGED, ("cp=2",)),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    [pytest.param(case, spec, id=f"{case}-{spec_id(spec)}") for case in CASES for spec in CASES[case][-1]],
+)
+def test_same_as_one_process(folder, case, spec):
+    name, data, flags, _ = CASES[case]
+    check(folder, name, data, flags, spec)
+
+
+def test_base_in_4_bits(folder, request):
+    """As over other ranks: TRL trains bf16 adapters on such a base, and losses round at other places."""
+    if not request.config.getoption("--all"):
+        pytest.skip("pytest --all: test_qlora.py has a base in 4 bits")
+    pytest.importorskip("bitsandbytes")
+    check(folder, "sft", "text", SFT["packing"][1] + " " + LORA + " --load_in_4bit", "cp=2", False, 1e-2, 1e-2)
