@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.collectives.observed import Call, Listener
+from hf_parallel.collectives.observed import END_COALESCING, Call, Listener
 from hf_parallel.groups import takes_host_memory
 
 #: How many of each group are remembered, and how many of them are told in a report.
@@ -78,6 +78,8 @@ class CollectiveRecord(Listener):
 
     def begin(self, call: Call) -> None:
         """Note it: what never returns is seen as well."""
+        if call.kind == END_COALESCING:
+            return  # it only starts calls that are noted
         name = call.group.group_name
         if name not in self._on_host:
             self._on_host[name] = takes_host_memory(call.group)
@@ -116,7 +118,10 @@ class CollectiveRecord(Listener):
     # ---- of a report -----------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What is not done yet, first what is waited for and the oldest, and the last collectives of each group."""
+        """What is not done yet, first what is waited for and the oldest, and the last collectives of each group.
+
+        `on_device`: the host itself does not wait in it; it goes on until it needs what is computed.
+        """
         names = {id(module): name for name, module in self.model.named_modules()}
         unfinished = unfinished_on_device()
         groups, pending = {}, []
@@ -125,7 +130,8 @@ class CollectiveRecord(Listener):
             groups[name] = {"axis": self._axis(name), "ranks": self.ranks[name], "last": told[-TOLD:]}
             for entry, facts in zip(list(entries), told, strict=False):
                 if self._is_open(name, entry, unfinished):
-                    pending.append((not self._is_waited_for(entry), entry.order, facts | {"group": name}))
+                    facts |= {"group": name, "on_device": not self._on_host[name]}
+                    pending.append((not self._is_waited_for(entry), entry.order, facts))
         return {"pending": [facts for *_, facts in sorted(pending, key=lambda found: found[:2])], "groups": groups}
 
     def _is_waited_for(self, entry: Entry) -> bool:
