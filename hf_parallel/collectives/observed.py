@@ -56,18 +56,14 @@ _WAIT = "wait"  # of a Work
 class Call:
     """A collective: what it does, in which group, with which tensor; `peer` of a message, as a rank of the group.
 
-    What nobody asks for is not looked up.
+    Its tensor is only looked up for who asks.
     """
 
-    __slots__ = ("name", "group", "_args")
+    __slots__ = ("name", "kind", "group", "group_name", "_args")
 
     def __init__(self, name: str, group: dist.ProcessGroup, args: tuple) -> None:
-        self.name, self.group, self._args = name, group, args
-
-    @property
-    def kind(self) -> str:
-        """One of the values of KINDS."""
-        return KINDS[self.name]
+        self.name, self.kind, self._args = name, KINDS[name], args
+        self.group, self.group_name = group, group.group_name  # C++ makes a string of it each time
 
     @property
     def tensor(self) -> torch.Tensor | None:

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from types import CodeType
 from typing import Any
 
 import torch
@@ -80,7 +79,7 @@ class CollectiveRecord(Listener):
         """Note it: what never returns is seen as well."""
         if call.kind == END_COALESCING:
             return  # it only starts calls that are noted
-        name = call.group.group_name
+        name = call.group_name
         if name not in self._on_host:
             self._on_host[name] = takes_host_memory(call.group)
             self.ranks[name] = dist.get_process_group_ranks(call.group)
@@ -94,7 +93,7 @@ class CollectiveRecord(Listener):
         entry = self._starting.pop(id(call), None)
         if entry is None or work is None:
             return
-        if self._on_host[call.group.group_name]:
+        if self._on_host[call.group_name]:
             entry.work = work
             while self._open and self._open[0].done():
                 self._open.popleft()
@@ -184,18 +183,16 @@ _CALL = nn.Module._call_impl.__code__
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
-def _methods_of_fsdp() -> frozenset[CodeType]:
-    """Those that gather and reduce for a module whose name FSDP2 knows."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    except ImportError:  # its own room, which may move
-        return frozenset()
-    return frozenset(code for method in vars(FSDPParamGroup).values() if (code := getattr(method, "__code__", None)))
-
-
-_FSDP = _methods_of_fsdp()
-#: Where collectives are passed on, as nobody's own line.
+#: Where FSDP2 gathers and reduces for a module whose name it knows; where collectives are passed on, as nobody's line.
+_FSDP = os.path.join("_fully_shard", "_fsdp_param_group.py")
 _LIBRARIES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+_OWN, _PASSED_ON, _OF_FSDP = "own", "passed on", "of FSDP2"
+
+
+@functools.cache
+def _whose(file: str) -> str:
+    """Asked for each frame: a name is looked at once, and code is never hashed, which takes as long as a collective."""
+    return _OF_FSDP if file.endswith(_FSDP) else _PASSED_ON if file.startswith(_LIBRARIES) else _OWN
 
 
 def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
@@ -206,11 +203,12 @@ def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
         code = frame.f_code
         if code is _CALL:
             return frame.f_locals["self"], None, False
-        if code in _FSDP:
-            return getattr(frame.f_locals.get("self"), "_module_fqn", None) or "root", None, _in_backward()
         if code is _BACKWARD:
             return None, place, True
-        if place is None and not code.co_filename.startswith(_LIBRARIES):
+        whose = _whose(code.co_filename)
+        if whose is _OF_FSDP and hasattr(group := frame.f_locals.get("self"), "_module_fqn"):
+            return group._module_fqn or "root", None, _in_backward()
+        if whose is _OWN and place is None:
             place = code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, place, _in_backward()

@@ -1,7 +1,7 @@
 """Where a rank waits for others: each collective, and each wait for one, by the axis of its group.
 
-Ours, FSDP2's and the pipeline's messages are all heard of by a listener; on a GPU the computation waits in `wait_event`
-of FSDP2's streams too. While somebody watches, it is noted when they begin and end, for groups whose axis is known.
+Ours, FSDP2's and the pipeline's messages are all heard of by a listener; on a GPU the computation also waits in
+`wait_event` of FSDP2's streams. While somebody watches, it is noted when they begin and end, for groups whose axis is known.
 Not seen: collectives inside compiled graphs, which no Python calls.
 """
 
@@ -61,12 +61,12 @@ class Waits(Listener):
         else:
             setattr(kind, _WAIT_EVENT, original)
 
-    # ---- what is heard: a call lasts as long as the computation waits for it; what goes on is waited for later -------
+    # ---- what is heard: a call lasts as long as it is waited for, what goes on after it is waited for later ----------
 
     def begin(self, call: Call) -> None:
         """It may wait for others."""
         if self.open:
-            self._start(call, self.axes.get(call.group.group_name))
+            self._start(call, self.axes.get(call.group_name))
 
     def end(self, call: Call, work: Any) -> None:
         """It has returned."""
@@ -75,7 +75,7 @@ class Waits(Listener):
         if self._now is call:
             self._stop()
         if work is not None:  # also of no axis: the id of another one may come again
-            self._pending[id(work)] = self.axes.get(call.group.group_name)
+            self._pending[id(work)] = self.axes.get(call.group_name)
 
     def waiting(self, work: Any) -> None:
         """For what was started before."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch._C._distributed_c10d import ProcessGroup, Work
 
 from hf_parallel.collectives import observed
-from hf_parallel.collectives.observed import Call, Listener, listen, unlisten
+from hf_parallel.collectives.observed import Call, listen, unlisten
 from hf_parallel.monitor import collective_record
 from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.collective_record import CollectiveRecord
@@ -118,4 +118,6 @@ def test_a_collective_of_the_device_is_a_wait_wherever_the_host_stands(recorded,
 def test_a_message_from_anybody(recorded, monkeypatch):
     call = Call("recv_anysource", Group("cpu"), ([torch.ones(2)], 0))
     recorded.begin(call)
-    assert "waits in receive from any rank (dp_shard" in sentence({2: {"waits": True, "place": "", **recorded.facts()}})
+    assert "waits in receive from any rank (dp_shard" in sentence(
+        {2: {"waits": True, "place": "", **recorded.facts()}}
+    )
