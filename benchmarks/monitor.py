@@ -4,10 +4,11 @@
                                  [--watch monitor hangs] [--no-profiler]
 
 A Llama trains in a plain loop on forked ranks. Steps that are watched, by the monitor (`basic`), the watchdog of hangs
-or both, and steps that are not take turns, in pairs whose order changes; the first line of a spec is the median over
-pairs of watched / unwatched, of wall time and of CPU time of the thread that trains, on rank 0. The second is what
-listening costs that thread: clocks of its CPU time inside and outside of what is put around collectives and waits, less
-what the clocks themselves cost, so that no noise of the steps reaches it. Then as many steps run under torch.profiler and the monitor together: shares of the same steps
+or both, and steps that are not take turns, in pairs whose order changes; the first line of a spec is
+watched / unwatched: the median over pairs of wall times, and the sums of CPU time of the thread that trains, on rank 0.
+The second is what listening costs that thread: clocks of its CPU time inside and outside of what is put around collectives and waits,
+less what the clocks themselves cost, so that no noise of the steps reaches it. Then as many steps run under
+torch.profiler and the monitor together: shares of the same steps
 
     communication   the monitor's; the profiler's time in which a gloo collective runs and no operation computes, up to
                     the next operation, as a thread on a busy machine wakes up later than gloo ends
@@ -43,7 +44,7 @@ import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are fork
 from hf_parallel import hooks
 from hf_parallel.collectives.observed import KINDS
 from hf_parallel.hooks import hangs, monitoring
-from hf_parallel.monitor.meter import COMPUTE
+from hf_parallel.monitor.meter import COMPUTE, EVERY
 from tests.distributed import run
 from tests.training import axes
 
@@ -73,18 +74,18 @@ def trained(spec: str, folder: str, data_ranks: int, args: argparse.Namespace) -
 
 
 def turns(model: Any, step: Any, args: argparse.Namespace) -> dict[str, float]:
-    """Medians of watched / unwatched; and what listening costs alone, over an unwatched step."""
+    """Watched / unwatched; and what listening costs alone, over an unwatched step."""
     wall, cpu, plain = [], [], []  # cpu: of the thread that trains, which pays for the marks
     for pair in range(args.steps):
         seconds: dict[bool, tuple[float, float]] = {}
         for on in (True, False) if pair % 2 else (False, True):
-            with watching(model, args.watch) if on else contextlib.nullcontext(step) as around:
+            with watching(model, args.watch, pair) if on else contextlib.nullcontext(step) as around:
                 seconds[on] = timed(lambda: around(step) if on else step())  # noqa: B023 - called at once
         wall.append(seconds[True][0] / seconds[False][0])
-        cpu.append(seconds[True][1] / seconds[False][1])
+        cpu.append(seconds[True][1])
         plain.append(seconds[False])
     usual, usual_cpu = (statistics.median(one) for one in zip(*plain, strict=True))
-    found = {"wall": statistics.median(wall), "cpu": statistics.median(cpu)}
+    found = {"wall": statistics.median(wall), "cpu": sum(cpu) / sum(one for _, one in plain)}
     found |= {"step_ms": usual * 1e3, "cpu_ms": usual_cpu * 1e3}
     calls, listening, reading = alone(model, step, args)
     costs = {"calls": calls, "call_us": listening / calls * 1e6, "reading_ms": reading * 1e3}
@@ -100,13 +101,15 @@ def timed(act: Any) -> tuple[float, float]:
 
 
 @contextlib.contextmanager
-def watching(model: Any, what: list[str]) -> Iterator[Any]:
-    """In here both listen, or one; gives what to run a step in."""
+def watching(model: Any, what: list[str], number: int = 0) -> Iterator[Any]:
+    """In here both listen, or one; gives what to run steps in, of which the first one has this number."""
     dog = hangs.Watched(lambda: model, tempfile.gettempdir())
     if "hangs" in what:
         hangs._current = dog
         dog.begin()
     watched = monitoring.watched(model) if "monitor" in what else None
+    if watched is not None:
+        watched.meter._count = number // 2  # of two pairs, whose orders differ: one of four is looked into
 
     def around(step: Any) -> None:
         hangs.mark_step(1)
@@ -134,14 +137,14 @@ def listened(model: Any, step: Any, steps: int, watch: list[str]) -> tuple[float
     """Calls, seconds between the clocks, and of a reading."""
     within, outside, found, reading = Clocks(), Clocks(), [], [0.0]
     with within.running(), watching(model, watch) as around, outside.running():
-        for _ in range(steps):
+        for _ in range(steps // EVERY * EVERY):
             within.seconds = outside.seconds = within.calls = 0
             around(step)
             found.append((within.calls, outside.seconds - within.seconds))
-            if "monitor" in watch:
-                reading.append(timed(monitoring._watched.read)[1])  # type: ignore[union-attr]
-    calls, seconds = (statistics.median(one) for one in zip(*found, strict=True))
-    return calls, seconds, statistics.median(reading)
+        if "monitor" in watch:
+            reading = [timed(monitoring._watched.read)[1]]  # type: ignore[union-attr]
+    calls, seconds = (statistics.mean(one) for one in zip(*found, strict=True))
+    return calls, seconds, reading[0]
 
 
 class Clocks:
@@ -176,6 +179,7 @@ def beside_the_profiler(model: Any, step: Any, steps: int) -> dict[str, float]:
     watched = monitoring.watched(model)
     assert watched is not None
     watched.read()
+    watched.meter._every = 1
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
         for _ in range(steps):
@@ -269,15 +273,10 @@ def main() -> None:
 def show(spec: str, ranks: list[dict[str, Any]]) -> None:
     """The figures of one layout."""
     first = ranks[0]
-    print(
-        f"{spec}: {first['step_ms']:.0f} ms per step, {first['cpu_ms']:.0f} of CPU, {first['calls']:.0f} collectives and waits for them"
-    )
+    print(f"{spec}: {first['step_ms']:.0f} ms per step, {first['cpu_ms']:.0f} ms of CPU; {first['calls']:.0f} calls")
     print(f"  watched / unwatched   wall {first['wall']:.4f}, CPU time {first['cpu']:.4f}")
-    cost = f"{first['call_us']:.2f} us each, {first['reading_ms']:.1f} ms of CPU per reading"
-    print(
-        f"  listening alone       {first['alone']:.2%} of a step, {first['alone_cpu']:.2%} of its CPU time ({cost}, one in {LOGGING} steps)",
-        flush=True,
-    )
+    cost = f"{first['call_us']:.2f} us per call, {first['reading_ms']:.1f} ms per reading, one in {LOGGING} steps"
+    print(f"  listening alone       {first['alone']:.2%} of a step, {first['alone_cpu']:.2%} of its CPU time ({cost})")
     for name in ("communication", "bubble"):
         if name in first:
             own, theirs = (statistics.mean(rank[key] for rank in ranks) for key in (name, f"{name} by the profiler"))

@@ -159,7 +159,7 @@ def _observed_wait(original: Any) -> Any:
 
 def _input(args: tuple) -> torch.Tensor | None:
     """What a rank gives: the second of (output, input), else the first of a list of tensors."""
-    for value in args[1::-1]:  # the second argument, then the first
+    for value in args[1::-1] if len(args) > 1 else args:  # the second argument, then the first
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
         if isinstance(value, torch.Tensor):

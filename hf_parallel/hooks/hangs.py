@@ -128,7 +128,7 @@ def _settings(folder: str) -> Settings:
     return Settings(asked, config.hang_action == "stop", folder)
 
 
-# ---- loops: between steps, and after the last batch, a script evaluates and saves as long as it likes ----------------
+# ---- loops: between steps, and after the last batch, a script evaluates and saves as long as it likes ---------------
 
 
 def mark_loop(phase: str, may_take_long: bool = False) -> None:

@@ -109,7 +109,7 @@ class CollectiveRecord(Listener):
     def waited(self, work: Any) -> None:
         """It is done; some of gloo's do not say so themselves."""
         self._waited_for.pop(threading.get_ident(), None)
-        for entry in self._open:
+        for entry in reversed(self._open):  # most wait for the last one
             if entry.work is work:
                 entry.work = None
                 return
@@ -191,7 +191,7 @@ _OWN, _PASSED_ON, _OF_FSDP = "own", "passed on", "of FSDP2"
 
 @functools.cache
 def _whose(file: str) -> str:
-    """Asked for each frame: a name is looked at once, and code is never hashed, which takes as long as a collective."""
+    """Asked for each frame: a name is looked at once, and code, whose hash takes long, never."""
     return _OF_FSDP if file.endswith(_FSDP) else _PASSED_ON if file.startswith(_LIBRARIES) else _OWN
 
 
@@ -206,8 +206,8 @@ def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
         if code is _BACKWARD:
             return None, place, True
         whose = _whose(code.co_filename)
-        if whose is _OF_FSDP and hasattr(group := frame.f_locals.get("self"), "_module_fqn"):
-            return group._module_fqn or "root", None, _in_backward()
+        if whose is _OF_FSDP and hasattr(frame.f_locals.get("self"), "_module_fqn"):
+            return frame.f_locals["self"]._module_fqn or "root", None, _in_backward()
         if whose is _OWN and place is None:
             place = code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]

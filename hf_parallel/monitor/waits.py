@@ -1,8 +1,8 @@
 """Where a rank waits for others: each collective, and each wait for one, by the axis of its group.
 
 Ours, FSDP2's and the pipeline's messages are all heard of by a listener; on a GPU the computation also waits in
-`wait_event` of FSDP2's streams. While somebody watches, it is noted when they begin and end, for groups whose axis is known.
-Not seen: collectives inside compiled graphs, which no Python calls.
+`wait_event` of FSDP2's streams. While somebody watches, it is noted when they begin and end, for groups
+whose axis is known. Not seen: collectives inside compiled graphs, which no Python calls.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class Waits(Listener):
         else:
             setattr(kind, _WAIT_EVENT, original)
 
-    # ---- what is heard: a call lasts as long as it is waited for, what goes on after it is waited for later ----------
+    # ---- what is heard: a call lasts as long as it is waited for, what goes on is waited for later ----------------
 
     def begin(self, call: Call) -> None:
         """It may wait for others."""
-        if self.open:
-            self._start(call, self.axes.get(call.group_name))
+        if self.open and (axis := self.axes.get(call.group_name)) is not None and self.clock.is_here(axis):
+            self._now, self._axis, self._begin = call, axis, self.clock.mark()
 
     def end(self, call: Call, work: Any) -> None:
         """It has returned."""
@@ -80,17 +80,13 @@ class Waits(Listener):
     def waiting(self, work: Any) -> None:
         """For what was started before."""
         axis = self._pending.pop(id(work), None)
-        if self.open:
-            self._start(work, axis)
+        if axis is not None and self.open and self.clock.is_here(axis):
+            self._now, self._axis, self._begin = work, axis, self.clock.mark()
 
     def waited(self, work: Any) -> None:
         """It is done."""
         if self._now is work:
             self._stop()
-
-    def _start(self, now: Any, axis: str | None) -> None:
-        if axis is not None and self.clock.is_here(axis):
-            self._now, self._axis, self._begin = now, axis, self.clock.mark()
 
     def _stop(self) -> None:
         self._now = None
