@@ -4,10 +4,10 @@
                                  [--watch monitor hangs] [--no-profiler]
 
 A Llama trains in a plain loop on forked ranks. Steps that are watched, by the monitor (`basic`), the watchdog of hangs
-or both, and steps that are not take turns, in pairs whose order changes; the first line of a spec is
-watched / unwatched: the median over pairs of wall times, and the sums of CPU time of the thread that trains, on rank 0.
-The second is what listening costs that thread: clocks of its CPU time inside and outside of what is put around collectives and waits,
-less what the clocks themselves cost, so that no noise of the steps reaches it. Then as many steps run under
+or both, and steps that are not take turns, in pairs whose order changes. The first line of a spec is watched /
+unwatched: the median over pairs of wall times, and the sums of CPU time of the thread that trains, on rank 0. The
+second is what listening costs that thread: clocks of its CPU time inside and outside of what is put around collectives
+and waits, less what the clocks themselves cost, so that no noise of the steps reaches it. Then as many steps run under
 torch.profiler and the monitor together: shares of the same steps
 
     communication   the monitor's; the profiler's time in which a gloo collective runs and no operation computes, up to
