@@ -1,12 +1,14 @@
 """What watching costs, and whether it sees what torch.profiler sees.
 
     python benchmarks/monitor.py [--spec tp=2,pp=2 dp_shard=4] [--steps 40] [--hidden 256] [--length 128]
+                                 [--watch monitor hangs] [--no-profiler]
 
-A Llama trains in a plain loop on forked ranks. Steps that are watched and steps that are not take turns, in pairs
-whose order changes; the first line of a spec is the median over pairs of watched / unwatched, of wall time and of CPU
-time of the thread that trains, on rank 0. The second is what the same marks cost by themselves, counted and timed
-alone, which no noise of the machine reaches. Then as many steps run under torch.profiler and the monitor together:
-shares of the same steps
+A Llama trains in a plain loop on forked ranks. Steps that are watched, by the monitor (`basic`), the watchdog of hangs
+or both, and steps that are not take turns, in pairs whose order changes. The first line of a spec is watched /
+unwatched: the median over pairs of wall times, and the sums of CPU time of the thread that trains, on rank 0. The
+second is what listening costs that thread: clocks of its CPU time inside and outside of what is put around collectives
+and waits, less what the clocks themselves cost, so that no noise of the steps reaches it. Then as many steps run under
+torch.profiler and the monitor together: shares of the same steps
 
     communication   the monitor's; the profiler's time in which a gloo collective runs and no operation computes, up to
                     the next operation, as a thread on a busy machine wakes up later than gloo ends
@@ -19,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import bisect
+import contextlib
 import os
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +35,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
 from hf_parallel import hooks
-from hf_parallel.hooks import monitoring
+from hf_parallel.collectives.observed import KINDS
+from hf_parallel.hooks import hangs, monitoring
 from hf_parallel.monitor.intervals import Interval, common, length, union
-from hf_parallel.monitor.meter import COMPUTE
+from hf_parallel.monitor.meter import COMPUTE, EVERY
 from tests.distributed import run
 from tests.training import axes
 
@@ -63,76 +69,109 @@ def trained(spec: str, folder: str, data_ranks: int, args: argparse.Namespace) -
 
     for _ in range(3):
         step()
-    return {**turns(model, step, args.steps), **beside_the_profiler(model, step, args.steps)}
+    found = turns(model, step, args)
+    return found if args.no_profiler else {**found, **beside_the_profiler(model, step, args.steps)}
 
 
-def turns(model: Any, step: Any, pairs: int) -> dict[str, float]:
-    """Medians of watched / unwatched; and what the marks of a step cost alone, over an unwatched step."""
-    wall, cpu, plain, marks, reading = [], [], [], 0, []  # cpu: of the thread that trains, which pays for the marks
-    for pair in range(pairs):
+def turns(model: Any, step: Any, args: argparse.Namespace) -> dict[str, float]:
+    """Watched / unwatched; and what listening costs alone, over an unwatched step."""
+    wall, cpu, plain = [], [], []  # cpu: of the thread that trains, which pays for the marks
+    for pair in range(args.steps):
         seconds: dict[bool, tuple[float, float]] = {}
         for on in (True, False) if pair % 2 else (False, True):
-            if on:
-                watched = monitoring.watched(model)
-                assert watched is not None
-            else:
-                monitoring.stop()
-            began = time.perf_counter(), time.thread_time()
-            if on:
-                watched.meter.begin("benchmark")
-                with watched.meter.phase(COMPUTE):
-                    step()
-                marks = len(watched.meter._step.spans)
-                watched.meter.end("benchmark")
-            else:
-                step()
-            seconds[on] = time.perf_counter() - began[0], time.thread_time() - began[1]
+            with watching(model, args.watch, pair) if on else contextlib.nullcontext(step) as around:
+                seconds[on] = timed(lambda: around(step) if on else step())  # noqa: B023 - called at once
         wall.append(seconds[True][0] / seconds[False][0])
-        cpu.append(seconds[True][1] / seconds[False][1])
-        plain.append(seconds[False][0])
-        watched = monitoring.watched(model)
-        assert watched is not None
-        began_reading = time.thread_time()
-        watched.read()
-        reading.append(time.thread_time() - began_reading)
-    each, usual = one_mark(), statistics.median(plain)
-    return {
-        "wall": statistics.median(wall),
-        "cpu": statistics.median(cpu),
-        "marks": marks,
-        "mark_us": each * 1e6,
-        "reading_ms": statistics.median(reading) * 1e3,
-        "step_ms": usual * 1e3,
-        "alone": (marks * each + statistics.median(reading) / LOGGING) / usual,
-    }
+        cpu.append(seconds[True][1])
+        plain.append(seconds[False])
+    usual, usual_cpu = (statistics.median(one) for one in zip(*plain, strict=True))
+    found = {"wall": statistics.median(wall), "cpu": sum(cpu) / sum(one for _, one in plain)}
+    found |= {"step_ms": usual * 1e3, "cpu_ms": usual_cpu * 1e3}
+    calls, listening, reading = alone(model, step, args)
+    costs = {"calls": calls, "call_us": listening / calls * 1e6, "reading_ms": reading * 1e3}
+    share = listening + reading / LOGGING
+    return {**found, **costs, "alone": share / usual, "alone_cpu": share / usual_cpu}
 
 
-def one_mark(count: int = 20_000) -> float:
-    """Seconds that a watched wait takes longer than one that is not."""
-    watched = monitoring._watched
-    assert watched is not None
-    waits, meter = watched.meter.waits, watched.meter
+def timed(act: Any) -> tuple[float, float]:
+    """Wall and CPU seconds of this thread."""
+    began = time.perf_counter(), time.thread_time()
+    act()
+    return time.perf_counter() - began[0], time.thread_time() - began[1]
 
-    class Group:
-        group_name = next(iter(waits.axes))
 
-    def nothing(*args: Any) -> Any:
-        return group
+@contextlib.contextmanager
+def watching(model: Any, what: list[str], number: int = 0) -> Iterator[Any]:
+    """In here both listen, or one; gives what to run steps in, of which the first one has this number."""
+    dog = hangs.Watched(lambda: model, tempfile.gettempdir())
+    if "hangs" in what:
+        hangs._current = dog
+        dog.begin()
+    watched = monitoring.watched(model) if "monitor" in what else None
+    if watched is not None:
+        watched.meter._count = number // 2  # of two pairs, whose orders differ: one of four is looked into
 
-    group, call, wait = Group(), waits._collective(nothing), waits._wait(nothing)
-    meter.begin("benchmark")
-    times = []
-    for first, second in ((call, wait), (nothing, nothing)):
-        began = time.perf_counter()
-        for _ in range(count):
-            first(group)
-            second(group)
-        times.append(time.perf_counter() - began)
-    spans = len(meter._step.spans)
-    began = time.perf_counter()
-    meter.end("benchmark")  # which adds them up
-    times.append(time.perf_counter() - began)
-    return (times[0] - times[1] + times[2]) / spans
+    def around(step: Any) -> None:
+        hangs.mark_step(1)
+        if watched is None:
+            return step()
+        watched.meter.begin("benchmark")
+        with watched.meter.phase(COMPUTE):
+            step()
+        watched.meter.end("benchmark")
+
+    yield around
+    monitoring.stop()
+    hangs._current = None
+    dog.stack.close()
+
+
+def alone(model: Any, step: Any, args: argparse.Namespace) -> tuple[float, float, float]:
+    """Calls that are listened to in a step, the seconds that this takes in all, and those of a reading."""
+    calls, empty, _ = listened(model, step, args.steps, [])
+    _, seconds, reading = listened(model, step, args.steps, args.watch)
+    return calls, seconds - empty, reading
+
+
+def listened(model: Any, step: Any, steps: int, watch: list[str]) -> tuple[float, float, float]:
+    """Calls, seconds between the clocks, and of a reading."""
+    within, outside, found, reading = Clocks(), Clocks(), [], [0.0]
+    with within.running(), watching(model, watch) as around, outside.running():
+        for _ in range(steps // EVERY * EVERY):
+            within.seconds = outside.seconds = within.calls = 0
+            around(step)
+            found.append((within.calls, outside.seconds - within.seconds))
+        if "monitor" in watch:
+            reading = [timed(monitoring._watched.read)[1]]  # type: ignore[union-attr]
+    calls, seconds = (statistics.mean(one) for one in zip(*found, strict=True))
+    return calls, seconds, reading[0]
+
+
+class Clocks:
+    """Adds up the time in collectives and in waits for them."""
+
+    calls, seconds = 0, 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Around what is there now."""
+        methods = [(dist.ProcessGroup, name) for name in KINDS if hasattr(dist.ProcessGroup, name)]
+        former = [(owner, name, vars(owner)[name]) for owner, name in [*methods, (dist.Work, "wait")]]
+        for owner, name, _ in former:
+            setattr(owner, name, self._timed(getattr(owner, name)))
+        yield
+        for owner, name, original in former:
+            setattr(owner, name, original)
+
+    def _timed(self, original: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            began = time.thread_time()
+            found = original(*args, **kwargs)
+            self.seconds += time.thread_time() - began
+            self.calls += 1
+            return found
+
+        return method
 
 
 def beside_the_profiler(model: Any, step: Any, steps: int) -> dict[str, float]:
@@ -140,6 +179,7 @@ def beside_the_profiler(model: Any, step: Any, steps: int) -> dict[str, float]:
     watched = monitoring.watched(model)
     assert watched is not None
     watched.read()
+    watched.meter._every = 1
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         began = time.perf_counter()
         for _ in range(steps):
@@ -180,6 +220,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--watch", nargs="+", choices=("monitor", "hangs"), default=["monitor", "hangs"])
+    parser.add_argument("--no-profiler", action="store_true")
     args = parser.parse_args()
     disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
@@ -201,14 +243,15 @@ def main() -> None:
 def show(spec: str, ranks: list[dict[str, Any]]) -> None:
     """The figures of one layout."""
     first = ranks[0]
-    print(f"{spec}: {first['step_ms']:.0f} ms per step, {first['marks']} waits watched")
+    print(f"{spec}: {first['step_ms']:.0f} ms per step, {first['cpu_ms']:.0f} ms of CPU; {first['calls']:.0f} calls")
     print(f"  watched / unwatched   wall {first['wall']:.4f}, CPU time {first['cpu']:.4f}")
-    cost = f"{first['mark_us']:.2f} us per wait, {first['reading_ms']:.1f} ms of CPU per reading"
-    print(f"  marks alone           {first['alone']:.2%} of a step ({cost}, one in {LOGGING} steps)")
+    cost = f"{first['call_us']:.2f} us per call, {first['reading_ms']:.1f} ms per reading, one in {LOGGING} steps"
+    print(f"  listening alone       {first['alone']:.2%} of a step, {first['alone_cpu']:.2%} of its CPU time ({cost})")
     for name in ("communication", "bubble"):
-        own, theirs = (statistics.mean(rank[key] for rank in ranks) for key in (name, f"{name} by the profiler"))
-        difference = abs(own - theirs) * 100
-        print(f"  {name:<21} {own:.1%}, by the profiler {theirs:.1%}: {difference:.1f} points apart", flush=True)
+        if name in first:
+            own, theirs = (statistics.mean(rank[key] for rank in ranks) for key in (name, f"{name} by the profiler"))
+            difference = abs(own - theirs) * 100
+            print(f"  {name:<21} {own:.1%}, by the profiler {theirs:.1%}: {difference:.1f} points apart", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
                                         end(call, work)   it has started
                                         waiting(work), waited(work)   around each wait for one, also inside of c10d
 
-c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after.
+c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after
+the last one, in whatever order they stop.
 Not seen: torch's functional collectives, which call it from C++ (DTensor's own; the flight recorder has those).
 """
 
@@ -43,29 +44,36 @@ KINDS = {
     "barrier": "barrier",
     "send": "send",
     "recv": "receive",
+    "recv_anysource": "receive",
+    "_end_coalescing": "end_coalescing",
 }
+#: The end of several calls that start as one: no collective of its own, but its work is what is waited for.
+END_COALESCING = "end_coalescing"
+_WITH_PEER = ("send", "recv")
 _WAIT = "wait"  # of a Work
 
 
 class Call:
-    """A collective: what it does, in which group, with which tensor; `peer` of a message, as a rank of the group."""
+    """A collective: what it does, in which group, with which tensor; `peer` of a message, as a rank of the group.
 
-    __slots__ = ("kind", "group", "tensor", "peer")
+    Its tensor is only looked up for who asks.
+    """
 
-    def __init__(self, kind: str, group: dist.ProcessGroup, args: tuple) -> None:
-        self.kind, self.group = kind, group
-        self.tensor = _input(args)
-        self.peer: int | None = args[1] if kind in ("send", "receive") and len(args) > 1 else None
+    __slots__ = ("name", "kind", "group", "group_name", "_args")
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of what this rank gives."""
-        return () if self.tensor is None else tuple(self.tensor.shape)
+    def __init__(self, name: str, group: dist.ProcessGroup, args: tuple) -> None:
+        self.name, self.kind, self._args = name, KINDS[name], args
+        self.group, self.group_name = group, group.group_name  # C++ makes a string of it each time
 
     @property
-    def bytes(self) -> int:
-        """Of what this rank gives."""
-        return 0 if self.tensor is None else self.tensor.nbytes
+    def tensor(self) -> torch.Tensor | None:
+        """What this rank gives; the first one of several."""
+        return _input(self._args)
+
+    @property
+    def peer(self) -> int | None:
+        """None also of what any rank may send."""
+        return self._args[1] if self.name in _WITH_PEER and len(self._args) > 1 else None
 
 
 class Listener:
@@ -122,11 +130,9 @@ def unlisten(listener: Listener) -> None:
 
 
 def _observed(name: str, original: Any) -> Any:
-    kind = KINDS[name]
-
     @functools.wraps(original)
     def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        call, listeners = Call(kind, group, args), _listeners
+        call, listeners = Call(name, group, args), _listeners
         for listener in listeners:
             listener.begin(call)
         work = original(group, *args, **kwargs)
@@ -153,7 +159,7 @@ def _observed_wait(original: Any) -> Any:
 
 def _input(args: tuple) -> torch.Tensor | None:
     """What a rank gives: the second of (output, input), else the first of a list of tensors."""
-    for value in args[1::-1]:  # the second argument, then the first
+    for value in args[1::-1] if len(args) > 1 else args:  # the second argument, then the first
         while isinstance(value, (list, tuple)) and value:
             value = value[0]
         if isinstance(value, torch.Tensor):

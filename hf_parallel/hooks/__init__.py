@@ -120,9 +120,10 @@ def expected() -> bool:
 
 def deactivate() -> None:
     """Undo every patch and forget the layout; the process group stays."""
-    from hf_parallel.hooks import auto, monitoring, runtime
+    from hf_parallel.hooks import auto, hangs, monitoring, runtime
 
     auto.stop()
+    hangs.end_loop()
     monitoring.stop()
     undo(_undo_list)
     PATCHES.clear()

@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
-from hf_parallel.hooks import auto, report, runtime
+from hf_parallel.hooks import auto, hangs, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor import expected
 from hf_parallel.monitor.meter import COMPUTE, DATA
@@ -194,7 +194,7 @@ def follow(model: Any) -> None:
 def batches(original: Callable, self: Any) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
     iterator = original(self)
-    return iterator if _watched is None else _timed(_watched, iterator)
+    return hangs.marked(iterator if _watched is None else _timed(_watched, iterator))
 
 
 def _timed(by: Watched, iterator: Iterator) -> Iterator:
@@ -219,6 +219,7 @@ def _begin_in_loop(by: Watched) -> None:
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains")
 def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
     """What was read since the last step is trained on."""
+    hangs.backward_begins(self)
     if _watched is not None:
         _watched.computes = True
     with phase(COMPUTE):
@@ -228,7 +229,10 @@ def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
 @patch("accelerate.optimizer:AcceleratedOptimizer.step", "does not say that a loop's step ends")
 def step(original: Callable, self: Any, closure: Any = None) -> Any:
     """The end of a loop's step, if it is not one of several micro-steps."""
+    hangs.mark_loop("the optimizer's step")
     result = original(self, closure)
+    if self.gradient_state.sync_gradients:
+        hangs.mark_loop("what follows a step", may_take_long=True)
     if _watched is not None and self.gradient_state.sync_gradients and _watched.computes:
         if _watched.meter.owner == LOOP:
             _say_what_loops_lack(_watched)

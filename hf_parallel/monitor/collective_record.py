@@ -20,14 +20,13 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.collectives.observed import Call, Listener
+from hf_parallel.collectives.observed import END_COALESCING, Call, Listener
 from hf_parallel.groups import takes_host_memory
 
 #: How many of each group are remembered, and how many of them are told in a report.
@@ -78,7 +77,9 @@ class CollectiveRecord(Listener):
 
     def begin(self, call: Call) -> None:
         """Note it: what never returns is seen as well."""
-        name = call.group.group_name
+        if call.kind == END_COALESCING:
+            return  # it only starts calls that are noted
+        name = call.group_name
         if name not in self._on_host:
             self._on_host[name] = takes_host_memory(call.group)
             self.ranks[name] = dist.get_process_group_ranks(call.group)
@@ -92,7 +93,7 @@ class CollectiveRecord(Listener):
         entry = self._starting.pop(id(call), None)
         if entry is None or work is None:
             return
-        if self._on_host[call.group.group_name]:
+        if self._on_host[call.group_name]:
             entry.work = work
             while self._open and self._open[0].done():
                 self._open.popleft()
@@ -108,7 +109,7 @@ class CollectiveRecord(Listener):
     def waited(self, work: Any) -> None:
         """It is done; some of gloo's do not say so themselves."""
         self._waited_for.pop(threading.get_ident(), None)
-        for entry in self._open:
+        for entry in reversed(self._open):  # most wait for the last one
             if entry.work is work:
                 entry.work = None
                 return
@@ -116,7 +117,10 @@ class CollectiveRecord(Listener):
     # ---- of a report -----------------------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:
-        """What is not done yet, first what is waited for and the oldest, and the last collectives of each group."""
+        """What is not done yet, first what is waited for and the oldest, and the last collectives of each group.
+
+        `on_device`: the host itself does not wait in it; it goes on until it needs what is computed.
+        """
         names = {id(module): name for name, module in self.model.named_modules()}
         unfinished = unfinished_on_device()
         groups, pending = {}, []
@@ -125,7 +129,8 @@ class CollectiveRecord(Listener):
             groups[name] = {"axis": self._axis(name), "ranks": self.ranks[name], "last": told[-TOLD:]}
             for entry, facts in zip(list(entries), told, strict=False):
                 if self._is_open(name, entry, unfinished):
-                    pending.append((not self._is_waited_for(entry), entry.order, facts | {"group": name}))
+                    facts |= {"group": name, "on_device": not self._on_host[name]}
+                    pending.append((not self._is_waited_for(entry), entry.order, facts))
         return {"pending": [facts for *_, facts in sorted(pending, key=lambda found: found[:2])], "groups": groups}
 
     def _is_waited_for(self, entry: Entry) -> bool:
@@ -178,18 +183,16 @@ _CALL = nn.Module._call_impl.__code__
 _BACKWARD = torch.autograd.graph._engine_run_backward.__code__
 
 
-def _methods_of_fsdp() -> frozenset[CodeType]:
-    """Those that gather and reduce for a module whose name FSDP2 knows."""
-    try:
-        from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    except ImportError:  # its own room, which may move
-        return frozenset()
-    return frozenset(code for method in vars(FSDPParamGroup).values() if (code := getattr(method, "__code__", None)))
-
-
-_FSDP = _methods_of_fsdp()
-#: Where collectives are passed on, as nobody's own line.
+#: Where FSDP2 gathers and reduces for a module whose name it knows; where collectives are passed on, as nobody's line.
+_FSDP = os.path.join("_fully_shard", "_fsdp_param_group.py")
 _LIBRARIES = (os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__))
+_OWN, _PASSED_ON, _OF_FSDP = "own", "passed on", "of FSDP2"
+
+
+@functools.cache
+def _whose(file: str) -> str:
+    """Asked for each frame: a name is looked at once, and code, whose hash takes long, never."""
+    return _OF_FSDP if file.endswith(_FSDP) else _PASSED_ON if file.startswith(_LIBRARIES) else _OWN
 
 
 def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
@@ -200,11 +203,12 @@ def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
         code = frame.f_code
         if code is _CALL:
             return frame.f_locals["self"], None, False
-        if code in _FSDP:
-            return getattr(frame.f_locals.get("self"), "_module_fqn", None) or "root", None, _in_backward()
         if code is _BACKWARD:
             return None, place, True
-        if place is None and not code.co_filename.startswith(_LIBRARIES):
+        whose = _whose(code.co_filename)
+        if whose is _OF_FSDP and hasattr(frame.f_locals.get("self"), "_module_fqn"):
+            return frame.f_locals["self"]._module_fqn or "root", None, _in_backward()
+        if whose is _OWN and place is None:
             place = code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
     return None, place, _in_backward()

@@ -69,7 +69,8 @@ def _collective(entry: Facts | None) -> str:
         what += ", backward"
     inside = ", ".join(filter(None, [entry["axis"], what]))
     if entry["operation"] in _MESSAGES:
-        return f"{entry['operation']} {_MESSAGES[entry['operation']]} rank {entry['peer']} ({inside})"
+        peer = "any rank" if entry["peer"] is None else f"rank {entry['peer']}"
+        return f"{entry['operation']} {_MESSAGES[entry['operation']]} {peer} ({inside})"
     return f"{entry['operation']} number {entry['number']:,} ({inside})"
 
 
@@ -79,7 +80,7 @@ def missing_ranks(rank: int, facts: dict[int, Facts]) -> list[int]:
     if entry is None:
         return []
     if entry["operation"] in _MESSAGES:
-        return [entry["peer"]]
+        return [] if entry["peer"] is None else [entry["peer"]]
     members = facts[rank]["groups"][entry["group"]]["ranks"]
     return [
         other for other in members if other != rank and _last_number(facts.get(other, {}), entry) < entry["number"]

@@ -24,7 +24,7 @@ from hf_parallel.monitor.clock import clock_of
 from hf_parallel.monitor.waits import Waits
 
 STEP, DATA, COMPUTE, REST = "step", "data", "compute", "rest"
-#: On a device, of how many steps one is looked into by `basic`: marks of each collective cost the host some time.
+#: Of how many steps one is looked into by `basic`: marks of each collective cost the host some time.
 EVERY = 4
 
 _Spans = list[tuple[tuple[str, str], Any, Any]]  # phase and axis ("" for the phase itself), begin, end
@@ -77,7 +77,7 @@ class Meter:
         self.clock = clock_of(device)
         self.waits = Waits(axes, self.clock, self._note)
         self.owner: str | None = None
-        self._every = 1 if full or device.type == "cpu" else EVERY
+        self._every = 1 if full else EVERY
         self._phase = REST
         self._step: _Step | None = None
         self._ended: deque[tuple[_Step, Any]] = deque()  # not read yet, with the mark of their end

@@ -1,4 +1,4 @@
-"""OUTPUT_DIR/hf_parallel_metrics.jsonl: what was measured, one JSON object per line, written by rank 0.
+"""OUTPUT_DIR/_hf_parallel_metrics.jsonl: what was measured, one JSON object per line, written by rank 0.
 
     {"kind": "run", "time": …, "spec": …, "axes": …, "hosts"…, "device": …, "plan": {…} or null, "why_no_plan": …}
     {"kind": "metrics", "time": …, "step": 20, "perf": {"perf/step_time_s": …}, "ranks": [{"step": …, "data": …}, …]}
@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_parallel.spec import refuse
 
-FILE = "hf_parallel_metrics.jsonl"
+FILE = "_hf_parallel_metrics.jsonl"
 
 
 class Record:

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from tests import rows as tokens
 from tests.distributed import RankFailure, run
 from tests.resuming import train
 from tests.training import axes
@@ -227,3 +230,64 @@ def test_a_run_that_goes_on(runs, capfd, tmp_path):
     assert len(told) == 1, told
     assert "rank 1 is in a callback" in told[0]
     assert "The run goes on" in told[0]
+
+
+def loop(spec, initial, held_up, places):
+    """On one rank: an Accelerate loop in whose second epoch a rank sleeps; what is marked, and then its end."""
+    from hf_parallel import hooks
+    from hf_parallel.hooks import hangs
+
+    quick()
+    hooks.activate(spec, source="test")
+    accelerator = Accelerator(cpu=True, project_dir=places)
+    model = AutoModelForCausalLM.from_pretrained(initial)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(OfLoop(8, held_up), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            if held_up == "after a step" and dist.get_rank() == 1 and not os.path.exists(f"{places}/slept"):
+                Path(places, "slept").touch()
+                time.sleep(3)  # an upload
+    accelerator.end_training()
+    return hangs._current is None
+
+
+class OfLoop(torch.utils.data.Dataset):
+    """Rows, the seventh of which one rank cannot read at the second time."""
+
+    def __init__(self, rows, held_up):
+        self.rows, self.held_up, self.read = tokens.Rows(rows, seed=11), held_up, 0
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, i):
+        self.read += 1
+        if self.held_up == "loader" and self.read > 6 and dist.get_rank() == 1:
+            time.sleep(60)  # of a loop
+        return self.rows[i]
+
+
+def test_a_loop_that_hangs(runs, capfd, tmp_path):
+    """Where batches are read the run ends, as under Trainer; what was written is in `project_dir`."""
+    with pytest.raises(RankFailure):
+        run(loop, 2, ONE, runs.initial("llama"), "loader", str(tmp_path), init=False, timeout=LIMIT_S)
+    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
+    assert len(told) == 1, told
+    assert f"rank 1 is in the data loader ({here('time.sleep(60)  # of a loop')})" in told[0]
+    assert "The run ends" in told[0]
+    assert {"report.json", "rank_0.json"} <= {path.name for path in (tmp_path / "hangs").iterdir()}
+
+
+def test_a_loop_that_takes_its_time_between_steps(runs, capfd, tmp_path):
+    """The others say whom they wait for, and go on."""
+    ended = run(loop, 2, ONE, runs.initial("llama"), "after a step", str(tmp_path), init=False, timeout=LIMIT_S)
+    assert ended == [True, True]
+    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
+    assert len(told) == 1, told
+    assert f"rank 1 is in what follows a step ({here('time.sleep(3)  # an upload')})" in told[0]
+    assert "Rank 1 may take long: the run goes on" in told[0]

@@ -67,7 +67,7 @@ class Stream:
 @pytest.fixture
 def metered(monkeypatch):
     monkeypatch.setattr(meter, "clock_of", Stream)
-    made = Meter({}, CPU, full=False)
+    made = Meter({}, CPU, full=True)
     yield made, made.clock
     made.stop()
 
@@ -100,6 +100,19 @@ def test_parts_of_steps(metered):
     assert [window.own(part) for part in (DATA, COMPUTE, REST)] == [4, 6, 2]
     assert window.waits() == {"tp": 10}
     assert window.step_seconds == window.looked_seconds == 22
+
+
+def test_one_of_four_steps_is_looked_into(monkeypatch):
+    """The time of all counts; what it goes to is that of those."""
+    monkeypatch.setattr(meter, "clock_of", Stream)
+    made = Meter({}, CPU, full=False)
+    for _ in range(6):
+        one_step(made, made.clock)
+    made.stop()
+    made.clock.done = made.clock.now
+    window = made.take()
+    assert (window.steps, window.step_seconds, window.looked, window.looked_seconds) == (6, 36, 2, 12)
+    assert [window.own(part) for part in (DATA, COMPUTE, REST)] == [4, 6, 2]
 
 
 def test_a_device_is_not_waited_for(metered):
@@ -332,7 +345,7 @@ def test_calibrated_plans_are_what_was_measured(tmp_path, factors):
 
 
 def test_a_record_without_a_plan_calibrates_nothing(tmp_path):
-    with pytest.raises(SpecError, match="holds no hf_parallel_metrics.jsonl"):
+    with pytest.raises(SpecError, match="holds no _hf_parallel_metrics.jsonl"):
         calibrate.calibrated(str(tmp_path), SHAPE)
     record.Record(str(tmp_path)).write("run", plan=None, why_no_plan="the planner counts neither")
     with pytest.raises(SpecError, match="counts neither"):

@@ -226,7 +226,7 @@ def test_the_command(folder, tmp_path, capsys):
     assert cli.main(["report", str(folder), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert "<figure" in out.read_text()
-    for place, missing in ((tmp_path, "hf_parallel_metrics.jsonl"), (tmp_path / "none", "is no folder")):
+    for place, missing in ((tmp_path, "_hf_parallel_metrics.jsonl"), (tmp_path / "none", "is no folder")):
         assert cli.main(["report", str(place)]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert missing in line

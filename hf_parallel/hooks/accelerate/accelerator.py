@@ -25,7 +25,7 @@ from hf_parallel.axes.pipeline.batches import count_targets
 from hf_parallel.checkpoint import full_state_dict
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
-from hf_parallel.hooks import monitoring, report, runtime
+from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.patching import patch
@@ -48,6 +48,7 @@ def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         _offer_no_sync(model)
         _scale_in_pipeline(model, self.scaler)
         monitoring.follow(model)
+        hangs.follow(model)
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_optimizer(optimizer)
         eight_bit.check(optimizer)

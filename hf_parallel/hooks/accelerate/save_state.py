@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import places
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
@@ -44,9 +44,10 @@ def save_state(
     final = _next_folder(self) if naming.automatic_checkpoint_naming else os.fspath(output_dir)  # type: ignore
     saving = folders.Checkpoint(mesh, final)
     saving.begin()
-    with folders.going_on(saving):
-        _write(self, saving)
-    saving.commit()
+    with hangs.taking_long("a save"):
+        with folders.going_on(saving):
+            _write(self, saving)
+        saving.commit()
     if naming.automatic_checkpoint_naming and mesh.rank == 0 and naming.total_limit is not None:
         for path in _numbered(os.path.dirname(final))[: -naming.total_limit]:
             folders.remove(path)

@@ -23,10 +23,10 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import hangs, save_callbacks
+from hf_parallel.hooks.trainer import save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, replacing, share_of_rows
-from hf_parallel.hooks.trainer import hangs, means, ragged, rows
+from hf_parallel.hooks.trainer import means, ragged, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 
 

@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.hooks import entries, report, restarts, runtime
+from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer import bad_numbers, hangs, stopping
+from hf_parallel.hooks.trainer import bad_numbers, stopping
 from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse

@@ -9,11 +9,11 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from hf_parallel.hooks import monitoring, report, runtime
+from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, evaluation, hangs, losses, profiling, ragged, save_callbacks
+from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl

@@ -1,12 +1,14 @@
-"""A watchdog beside Trainer's loop: what it is at is marked where its calls are patched anyway."""
+"""A watchdog beside Trainer's loop or a script's own: what it is at is marked where its calls are patched anyway."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.watching import AUTO, OFF
@@ -15,21 +17,31 @@ from hf_parallel.collectives.observed import listen, unlisten
 from hf_parallel.dryrun.observe import axis_names
 from hf_parallel.groups import time_out
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.collective_record import CollectiveRecord
 from hf_parallel.monitor.last_words import before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
 
 #: Of the process group's time-out: a rank must have said where it is before that ends it.
 SHARE, TORCH_TIME_OUT_S = 0.8, 1800.0
+#: OUTPUT_DIR of a loop whose Accelerator has no `project_dir`.
+OUTPUTS = "outputs"
 _numbers = itertools.count()
 _current: Watched | None = None
 
 
 class Watched:
-    """One training. Its watchdog starts with the first step, on all ranks."""
+    """One training. Its watchdog starts with the first step, on all ranks.
 
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.stack = trainer, contextlib.ExitStack()
+    Args:
+        model: gives it, once it is there.
+        folder: OUTPUT_DIR.
+        is_loop: a script's own, with an Accelerator.
+    """
+
+    def __init__(self, model: Callable[[], Any], folder: str, is_loop: bool = False) -> None:
+        self.model, self.folder, self.is_loop = model, folder, is_loop
+        self.stack = contextlib.ExitStack()
         self.watchdog: Watchdog | None = None
         self.begun = False
 
@@ -38,15 +50,16 @@ class Watched:
         if self.begun:
             return
         self.begun = True
-        state, store = runtime.parallel_state(self.trainer.model), desync.store()
+        model, store = self.model(), desync.store()
+        state = runtime.parallel_state(model)
         if state is None or store is None:
             return
         tied = state.pipeline.tied_group if state.pipeline else None
-        record = CollectiveRecord(axis_names(state.mesh, tied), self.trainer.model)
+        record = CollectiveRecord(axis_names(state.mesh, tied), model)
         listen(record)
         self.stack.callback(unlisten, record)
         store = dist.PrefixStore(f"hangs/{next(_numbers)}", store)
-        self.watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), _settings(self.trainer), record.facts)
+        self.watchdog = Watchdog(store, dist.get_rank(), dist.get_world_size(), _settings(self.folder), record.facts)
         self.stack.callback(self.watchdog.close)
         self.stack.enter_context(before_abort(self.watchdog.tell_abort))
         desync.explained_by = self.watchdog.explain
@@ -57,10 +70,11 @@ class Watched:
 def watched(trainer: Any) -> Iterator[None]:
     """Inside, ranks say why nothing goes on."""
     global _current
+    end_loop()
     if runtime.mesh().config.hang_timeout_s == OFF:
         yield
         return
-    former, _current = _current, Watched(trainer)
+    former, _current = _current, Watched(lambda: trainer.model, trainer.args.output_dir)
     try:
         with _current.stack:
             yield from _telling_errors(_current)
@@ -102,7 +116,7 @@ def taking_long(phase: str) -> Iterator[None]:
         mark(*former)
 
 
-def _settings(trainer: Any) -> Settings:
+def _settings(folder: str) -> Settings:
     config = runtime.mesh().config
     limit = time_out()
     seconds = TORCH_TIME_OUT_S if limit is None else limit.total_seconds()
@@ -111,4 +125,62 @@ def _settings(trainer: Any) -> Settings:
         report.say(
             f"hang_timeout_s={asked:.0f} is not below the process groups' time-out of {seconds:.0f} s, which ends"
         )
-    return Settings(asked, config.hang_action == "stop", trainer.args.output_dir)
+    return Settings(asked, config.hang_action == "stop", folder)
+
+
+# ---- loops: between steps, and after the last batch, a script evaluates and saves as long as it likes ---------------
+
+
+def mark_loop(phase: str, may_take_long: bool = False) -> None:
+    """`mark`, where a script's own loop is watched."""
+    if _current is not None and _current.is_loop:
+        mark(phase, may_take_long)
+
+
+def backward_begins(accelerator: Any) -> None:
+    """The first one of a loop starts its watchdog, on all ranks."""
+    global _current
+    if _current is None and runtime.mesh().config.hang_timeout_s != OFF:
+        model = next((model for model in accelerator._models if runtime.parallel_state(model) is not None), None)
+        _current = Watched(lambda: model, str(accelerator.project_dir or OUTPUTS), is_loop=True)
+        _current.begin()
+        atexit.register(end_loop)
+    mark_loop("a backward pass")
+
+
+def follow(model: Any) -> None:
+    """Its forward passes in training are marked."""
+    model.register_forward_pre_hook(_forward_begins)
+
+
+def _forward_begins(module: Any, args: tuple) -> None:
+    if module.training and torch.is_grad_enabled():
+        mark_loop("a forward pass")
+
+
+def marked(batches: Iterator) -> Iterator:
+    """The batches of a prepared loader."""
+    try:
+        mark_loop("the data loader")
+        for batch in batches:
+            mark_loop("what is done with a batch")
+            yield batch
+            mark_loop("the data loader")
+    finally:
+        mark_loop("what follows the last batch", may_take_long=True)
+
+
+@patch("accelerate.accelerator:Accelerator.end_training", "does not say that a loop is over")
+def end_training(original: Callable, self: Any) -> None:
+    """Nobody watches what follows."""
+    end_loop()
+    original(self)
+
+
+def end_loop() -> None:
+    """The loop is over on this rank, or another one begins."""
+    global _current
+    if _current is not None and _current.is_loop:
+        over, _current = _current, None
+        atexit.unregister(end_loop)
+        over.stack.close()
