@@ -6,6 +6,7 @@ from typing import Any
 
 from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.recompute import check_selective
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
 
@@ -18,8 +19,18 @@ def check_arguments(args: Any) -> None:
             raise SpecError(f"{spelled}: {what} is not part of this version; {works} works")
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
+    if config.activation_checkpointing == "selective":
+        check_selective(_checkpointing_settings(args))
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
+
+
+def _checkpointing_settings(args: Any) -> dict[str, Any]:
+    """Transformers 5.23 has renamed them."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(args, name, False):
+            return dict(getattr(args, f"{name}_kwargs", None) or {})
+    return {}
 
 
 def _refusals(args: Any, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:
