@@ -14,14 +14,14 @@ from tests.activations import SIZES
 from tests.distributed import run_alone
 
 pytest.importorskip("peft")
-ROWS, LENGTH, RANK = 64, 256, 8
+ROWS, LENGTH, RANK = 32, 256, 8
 
 
 def kept_per_token(tp: int, way: str, adapters: bool) -> float:
     """Bytes per token that one more layer of a bf16 model keeps on a rank, from two dry runs."""
     from hf_parallel.hooks.peft.planned_adapters import lora
 
-    config = LlamaConfig(**{**SIZES, "vocab_size": models.VOCABULARY})
+    config = LlamaConfig(**{**SIZES, "vocab_size": models.VOCABULARY, "num_hidden_layers": 3})
     spec = f"tp={tp},dp_shard=1,activation_checkpointing={way}"
     given = {"rows": ROWS, "seq": LENGTH, "adapt": lora(RANK) if adapters else None}
     two, three = (dry_run(config, spec, layers=layers, **given).peak["activations"] for layers in (2, 3))
@@ -30,7 +30,7 @@ def kept_per_token(tp: int, way: str, adapters: bool) -> float:
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_adapters_keep_no_second_output(tp):
-    config = LlamaConfig(**{**SIZES, "vocab_size": models.VOCABULARY})
+    config = LlamaConfig(**{**SIZES, "vocab_size": models.VOCABULARY, "num_hidden_layers": 3})
     shape = shape_of(config)
     job = Job(LENGTH, ROWS, 1, recompute="selective", lora=RANK, engine="hf_parallel")
     planned = kept_bytes(shape.blocks[0], shape, Layout(tp=tp, sequence_parallel=tp > 1), job)

@@ -26,6 +26,9 @@ from hf_parallel.hooks.trainer.rows import count
 @patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
 def prepare_data_loader(original: Callable, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
+    from hf_parallel.hooks.trainer.token_budget import check_loop
+
+    check_loop()
     mesh = runtime.mesh()
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
         raise SpecError(f"even_batches=False with {mesh.data_size} data ranks: they would run out apart; use True")

@@ -14,7 +14,7 @@ from hf_parallel.hooks.accelerate.accelerator import defer_reduction as deferred
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import evaluation, losses, ragged, save_callbacks
+from hf_parallel.hooks.trainer import evaluation, losses, ragged, save_callbacks, token_budget
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -42,6 +42,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
     self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
+    token_budget.check(self)
     losses.prepare(self)
 
 
