@@ -2,40 +2,42 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from hf_parallel.axes.selective import is_kept
-from hf_parallel.dryrun import dry_run
 from hf_parallel.planner.activations import kept_bytes
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import shape_of
 from tests import models
-from tests.activations import SIZES
-from tests.distributed import run_alone
+from tests.activations import BATCH, LENGTH, SIZES, Alive
+from tests.distributed import run
 
 pytest.importorskip("peft")
-ROWS, LENGTH, RANK = 32, 256, 8
+RANK = 8
 
 
-def kept_per_token(tp: int, way: str, adapters: bool) -> float:
-    """Bytes per token that one more layer of a bf16 model keeps on a rank, from two dry runs."""
-    from hf_parallel.hooks.peft.planned_adapters import lora
+def kept_by_layer(way: str) -> float:
+    """Bytes of a bf16 layer with adapters, on average over all layers, at the end of the forward."""
+    from peft import LoraConfig, get_peft_model
 
-    config = LlamaConfig(**{**SIZES, "vocab_size": models.VOCABULARY, "num_hidden_layers": 3})
-    spec = f"tp={tp},dp_shard=1,activation_checkpointing={way}"
-    given = {"rows": ROWS, "seq": LENGTH, "adapt": lora(RANK) if adapters else None}
-    two, three = (dry_run(config, spec, layers=layers, **given).peak["activations"] for layers in (2, 3))
-    return (three - two) / (ROWS * LENGTH)
+    from hf_parallel import parallelize
+
+    model = models.build("llama", **SIZES).to(torch.bfloat16).train()
+    parallelize(model, f"dp_shard=1,activation_checkpointing={way}")
+    model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
+    layers, held, recorder = model.model.model.layers, [], Alive()
+    layers[0].register_forward_pre_hook(lambda *_: held.append(recorder.bytes))
+    layers[-1].register_forward_hook(lambda *_: held.append(recorder.bytes))
+    with recorder:
+        model(input_ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % models.VOCABULARY)
+    return (held[1] - held[0]) / len(layers)
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_adapters_keep_no_second_output(tp):
-    config = LlamaConfig(**{**SIZES, "vocab_size": models.VOCABULARY, "num_hidden_layers": 3})
-    shape = shape_of(config)
-    job = Job(LENGTH, ROWS, 1, recompute="selective", lora=RANK, engine="hf_parallel")
-    planned = kept_bytes(shape.blocks[0], shape, Layout(tp=tp, sequence_parallel=tp > 1), job)
-    found = run_alone(kept_per_token, tp, "selective", True)
-    assert found == pytest.approx(planned, rel=0.06)  # and `RANK` fp32 numbers of each adapter's first half
+def test_adapters_keep_no_second_output():
+    shape = shape_of(models.build("llama", **SIZES).to(torch.bfloat16))
+    job = Job(LENGTH, BATCH, 1, recompute="selective", lora=RANK, engine="hf_parallel")
+    planned = BATCH * LENGTH * kept_bytes(shape.blocks[0], shape, Layout(), job)
+    (found,) = run(kept_by_layer, 1, "selective")
+    assert found == pytest.approx(planned, rel=0.06)  # and 8 fp32 numbers of the first half of each of 7 adapters
 
 
 @pytest.mark.parametrize(
@@ -71,6 +73,6 @@ def losses(way: str, rank: int) -> list[float]:
 
 
 def test_numbers_stay():
-    none, selective = (run_alone(losses, way, 3) for way in ("none", "selective"))
+    none, selective = (run(losses, 1, way, 3)[0] for way in ("none", "selective"))
     assert selective == none
     assert none[0] != none[1]

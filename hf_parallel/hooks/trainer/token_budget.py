@@ -19,6 +19,8 @@ from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
 from hf_parallel.spec import refuse
 
+_MUCH = 0.1  # of the tokens: so much padding is worth a line
+_SAMPLE = 256  # rows whose lengths are looked at for it
 _alone = 0  # tokens, in one process, which has no layout to ask
 _known = False  # is there a Trainer, whose loaders are the ones that are meant?
 
@@ -95,6 +97,7 @@ def _refuse(why: str, works: str) -> None:
 def get_train_dataloader(original: Callable, self: Any) -> Any:
     """Batches of at most `pack_tokens` tokens, where that is asked for."""
     if not budget():
+        _advise(self)
         return original(self)
     examples, args = _examples(self), self.args
     current = runtime.current()
@@ -121,6 +124,33 @@ def _line(batches: TokenBatches) -> str:
         f"pack_tokens={batches.budget}: {len(batches.lengths)} examples in {batches.steps} batches of each of "
         f"{batches.ranks} data ranks, {filled:.0%} full; per_device_train_batch_size is not used for training"
     )
+
+
+def _advise(trainer: Any) -> None:
+    """Where the layout was left to the planner: what packing would save, which changes the batches of a script."""
+    current, rows = runtime.current(), trainer.train_dataset
+    if current is None or not current.source.endswith("(auto)") or current.config.pp_size > 1:
+        return
+    lengths = _sampled(rows)
+    size = trainer.args.per_device_train_batch_size
+    if getattr(trainer.data_collator, "return_position_ids", False) or len(lengths) < 2 * size or size == 1:
+        return
+    parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    padding = 1 - sum(lengths) / sum(max(part) * len(part) for part in parts)
+    if padding > _MUCH:
+        tokens = max(max(lengths), round(size * sum(lengths) / len(lengths)))
+        report.say(
+            f"auto: padding is {padding:.0%} of the tokens of batches of {size} rows; pack_tokens={tokens} leaves it "
+            "out, with batches of about as many tokens in the place of as many rows"
+        )
+
+
+def _sampled(rows: Any) -> list[int]:
+    """Lengths of the first rows of a data set whose rows are tokens."""
+    if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
+        return []
+    first = [rows[index] for index in range(min(_SAMPLE, len(rows)))]
+    return [len(row["input_ids"]) for row in first if hasattr(row, "keys") and "input_ids" in row]
 
 
 class Examples(torch.utils.data.Dataset):
