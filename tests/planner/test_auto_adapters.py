@@ -34,9 +34,14 @@ def test_adapters_that_the_command_line_asks_for(argv, rank):
     assert auto.script_batch(models.llama(), ["train.py", *argv])["lora"] == rank
 
 
+def alone(config) -> bool:
+    return config.tp_size == config.pp_size == config.cp_size == 1
+
+
 def best(**changes):
+    """Among layouts that share out data alone."""
     given = {"seq": 4096, "global_batch": None, "precision": "mixed", "rows": 4, "lora": 16, **changes}
-    return search(model=EIGHT_BILLION, cluster=make_cluster("a100-40gb", 8), top=1, **given)
+    return search(model=EIGHT_BILLION, cluster=make_cluster("a100-40gb", 8), top=1, accept=alone, **given)
 
 
 def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
