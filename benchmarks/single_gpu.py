@@ -1,4 +1,4 @@
-"""One GPU: this package's settings beside plain Trainer with its own best ones, in turns, on Llamas of 1B and 8B shape.
+"""One GPU: this package's settings beside plain Trainer with its own best ones, in turns; Llamas of 1B and 8B shape.
 
     python -m benchmarks.single_gpu            every case; on a CPU a small one, in the same table
     python -m benchmarks.single_gpu 8B lora    one shape, one kind of training
@@ -86,7 +86,8 @@ def _trained(shape: str, kind: str, rows: int, seq: int, how: Settings) -> dict[
 
         targets = LoraConfig(r=_RANK, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(model, targets)
-    told = {"gradient_checkpointing": how.checkpointing, "use_liger_kernel": how.liger, "bf16": True}
+    told = {"gradient_checkpointing": how.checkpointing, "use_liger_kernel": how.liger}
+    told |= {"bf16": True, "use_cpu": not torch.accelerator.is_available()}
     if torch.accelerator.is_available():
         torch.get_device_module().reset_peak_memory_stats()
     found = numbers(timed_trainer(model, rows, seq, **told), config, rows * seq, seq, 1.0)
@@ -178,7 +179,9 @@ HEAD = "| case | who | settings | tokens/s | MFU | peak GiB |\n| --- | --- | ---
 
 def main(argv: list[str] | None = None) -> int:
     """Print the table, and write it where asked."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.single_gpu", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.single_gpu", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("only", nargs="*", help=f"of {', '.join((*SHAPES, *KINDS))}; default: all")
     parser.add_argument("--rows", type=int, default=1, help="per batch (1)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"of each settings, in turns ({ROUNDS})")

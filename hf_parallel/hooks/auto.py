@@ -163,9 +163,7 @@ def choose(config: Any, dtype: Any = None, lowered: str | None = None, adapters:
     hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
 
 
-def _best(
-    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0
-) -> tuple[str, list[str]]:
+def _best(config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 

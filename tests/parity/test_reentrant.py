@@ -55,7 +55,9 @@ def test_a_loop_is_refused_or_keeps_its_way():
     found = run(outcomes, 2, [(selective, reentrant), (selective, plain), (every, reentrant)])
     expected = run_alone(losses, None, None)
     for refused, *kept in found:
-        assert refused.startswith("gradient_checkpointing_kwargs use_reentrant=True: activation_checkpointing=selective")
+        assert refused.startswith(
+            "gradient_checkpointing_kwargs use_reentrant=True: activation_checkpointing=selective"
+        )
         assert all(numbers == pytest.approx(expected, rel=1e-5) for numbers in kept)  # sums of tp ranks
 
 
@@ -81,13 +83,16 @@ def checked(spec: str, out: str, settings: dict, on: bool) -> str | None:
 def test_arguments_are_refused_before_anything_trains(tmp_path, name):
     selective = "dp_shard=2,activation_checkpointing=selective"
     line, _ = run(checked, 2, selective, str(tmp_path), REFUSED[name], True)
-    assert name in line and line.endswith("works")
+    assert name in line
+    assert line.endswith("works")
 
 
 @pytest.mark.parametrize(("way", "on"), [("selective", False), ("every:2", True), ("full", True)])
 def test_arguments_that_hold(tmp_path, way, on):
     """Not switched on, or layers that are checkpointed as the script says."""
-    assert run(checked, 2, f"dp_shard=2,activation_checkpointing={way}", str(tmp_path), {"use_reentrant": True}, on) == [
+    assert run(
+        checked, 2, f"dp_shard=2,activation_checkpointing={way}", str(tmp_path), {"use_reentrant": True}, on
+    ) == [
         None,
         None,
     ]

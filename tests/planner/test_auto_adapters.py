@@ -47,17 +47,19 @@ def best(**changes):
 def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
     found = best()
     config, lines = found.best.config, list(reasons(found.goal, found.best))
-    assert config.dp_shard_size == 8 and config.zero_stage == 3, config.to_spec()
+    assert (config.dp_shard_size, config.zero_stage) == (8, 3), config.to_spec()
     assert config.activation_checkpointing in ("selective", "full")
     assert lines[0].startswith("adapters of rank 16")
-    assert "whole weights on each rank would need" in lines[1] and "of 40 GiB" in lines[1]
+    assert "whole weights on each rank would need" in lines[1]
+    assert "of 39 GiB" in lines[1]
     assert lines[2].startswith(f"activation_checkpointing={config.activation_checkpointing}: none would need")
 
 
 def test_where_all_fits_nothing_is_computed_again():
     found = best(seq=512, rows=1)
     line = list(reasons(found.goal, found.best))[-1]
-    assert line.startswith("activation_checkpointing=none: all activations fit (") and "x the time" in line
+    assert line.startswith("activation_checkpointing=none: all activations fit (")
+    assert "x the time" in line
 
 
 def chosen_for(folder: str) -> list[str]:

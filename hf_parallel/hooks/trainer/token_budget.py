@@ -200,7 +200,7 @@ def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def _without_padding(row: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tokens = row.get("input_ids")
+    tokens: Any = row.get("input_ids")
     if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
         _refuse("the script's collator gives no rows of input_ids and labels", "pack_tokens=0")
     odd = [key for key, value in row.items() if not torch.is_tensor(value) or value.shape != tokens.shape]
