@@ -138,7 +138,8 @@ def _keep_products(layer: Any, args: Any) -> None:
     settings = getattr(known, "keywords", {})
     if known is None or settings.get("context_fn") is contexts:
         return
-    check_selective(settings)
+    own = getattr(settings.get("context_fn"), "__module__", "").startswith(__name__.partition(".")[0])  # cp keeps so
+    check_selective({**settings, "context_fn": None} if own else settings)
     if getattr(known, "func", checkpoint) is not checkpoint:
         why = "the script has given layers a checkpointing function of its own"
         refuse("activation_checkpointing=selective", why, "activation_checkpointing=none")
