@@ -4,9 +4,9 @@
     epoch   = as few steps as the examples fit in; each example once
 
 The longest examples are dealt first, each to the batch that has least so far (Graham, 1969: LPT), over all of an
-epoch; batches of like size then make a step. Examples of like length come in an order drawn from the seed and the epoch, so
-that batches differ from epoch to epoch. With fewer examples than batches a data rank computes an example without
-targets, to take part: `~index` stands for it.
+epoch; batches of like size then make a step. Examples of like length come in an order drawn from the seed and the
+epoch, so that batches differ from epoch to epoch. With fewer examples than batches a data rank computes an example
+without targets, to take part: `~index` stands for it.
 """
 
 from __future__ import annotations
