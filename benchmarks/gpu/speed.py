@@ -113,13 +113,29 @@ def _step(model: Any, batch: dict[str, torch.Tensor]) -> Any:
 
 
 def step_of_trainer(shape: str, spec: str, rows: int, seq: int, layers: int | None) -> dict[str, Any]:
-    """A step of plain Trainer, as its callbacks see it: without the loader's own time."""
-    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+    """A step of plain Trainer."""
+    from transformers import AutoModelForCausalLM
 
-    from benchmarks.gpu.training import Rows
     from hf_parallel.parallelize import default_device
 
-    config, meter = config_of(shape, **({"num_hidden_layers": layers} if layers else {})), Meter()
+    config = config_of(shape, **({"num_hidden_layers": layers} if layers else {}))
+    with default_device():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    fill(model)
+    return numbers(timed_trainer(model, rows, seq), config, rows * seq, seq, 1.0)
+
+
+def timed_trainer(model: Any, rows: int, seq: int, **told: Any) -> dict[str, Any]:
+    """Steps of a Trainer as its callbacks see them: without the loader's own time.
+
+    Args:
+        told: other TrainingArguments.
+    """
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from benchmarks.gpu.training import Rows
+
+    meter = Meter()
 
     class Timing(TrainerCallback):
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -130,16 +146,13 @@ def step_of_trainer(shape: str, spec: str, rows: int, seq: int, layers: int | No
             if state.global_step > WARM:
                 meter.end()
 
-    with default_device():
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    fill(model)
     steps = WARM + TIMED + 1
     fixed = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     fixed |= {"max_steps": steps, "per_device_train_batch_size": rows}
     with tempfile.TemporaryDirectory() as folder:
-        data = Rows(rows * steps, seq, config.vocab_size)
-        Trainer(model, TrainingArguments(folder, **fixed), train_dataset=data, callbacks=[Timing()]).train()
-    return numbers(meter.numbers(), config, rows * seq, seq, 1.0)
+        data = Rows(rows * steps, seq, model.config.vocab_size)
+        Trainer(model, TrainingArguments(folder, **fixed, **told), train_dataset=data, callbacks=[Timing()]).train()
+    return meter.numbers()
 
 
 def numbers(found: dict[str, Any], config: Any, count: int, seq: int, part: float) -> dict[str, Any]:

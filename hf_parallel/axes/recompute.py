@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -156,15 +157,39 @@ def _keep_everything(layer: Any, args: Any) -> None:
 
 
 def _keep_products(layer: Any, args: Any) -> None:
-    """The same; a Trainer has given the layer a function of its own."""
+    """The same; a Trainer or a script has given the layer a function of its own, whose settings stay."""
     from torch.utils.checkpoint import checkpoint
 
     from hf_parallel.axes.selective import contexts
 
     known = vars(layer).get("_gradient_checkpointing_func")
-    if known is None or getattr(known, "keywords", {}).get("context_fn") is contexts:
+    settings = getattr(known, "keywords", {})
+    if known is None or settings.get("context_fn") is contexts:
         return
-    layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
+    own = getattr(settings.get("context_fn"), "__module__", "").startswith(__name__.partition(".")[0])  # cp keeps so
+    check_selective({**settings, "context_fn": None} if own else settings)
+    if getattr(known, "func", checkpoint) is not checkpoint:
+        why = "the script has given layers a checkpointing function of its own"
+        refuse("activation_checkpointing=selective", why, "activation_checkpointing=none")
+    kept = {**settings, "use_reentrant": False, "context_fn": contexts}
+    layer._gradient_checkpointing_func = functools.partial(checkpoint, **kept)
+
+
+def check_selective(settings: Mapping[str, Any]) -> None:
+    """Refuse what a script says of torch's checkpoint that a policy of what is kept cannot go with.
+
+    Args:
+        settings: `gradient_checkpointing_kwargs`.
+    """
+    if settings.get("use_reentrant"):
+        why = "activation_checkpointing=selective keeps outputs by a policy, which reentrant checkpoints have none of"
+        refuse("gradient_checkpointing_kwargs use_reentrant=True", why, "use_reentrant=False")
+    if settings.get("context_fn") is not None:
+        why = "activation_checkpointing=selective has a policy of its own"
+        refuse("gradient_checkpointing_kwargs context_fn", why, "activation_checkpointing=full")
+    if settings.get("offload"):
+        why = "not with activation_checkpointing=selective"
+        refuse("gradient_checkpointing_kwargs offload=True", why, "activation_offload=true")
 
 
 RECOMPUTE = RecomputeKeys.axis = Recompute()

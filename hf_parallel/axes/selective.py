@@ -4,6 +4,7 @@
     outputs of matrix products                norms, rotations, activations, residual additions, dropout
     output and log-sum-exp of attention       attention with dropout, which draws again; batched products: eager scores
     sums over ranks, rows sent to experts     gathers along the sequence, whose whole results no rank should keep
+                                              thin products, as an adapter's second: wide, and cheap for each number
 
 Of a row-parallel layer the sum over ranks is kept, this rank's part of the sequence, and not the product before it.
 torch's own contexts for this (`create_selective_checkpoint_contexts`) cannot give back what a collective writes into a
@@ -21,6 +22,8 @@ from hf_parallel.collectives.kept import ATTENTION, COLLECTIVE, Store, Within, g
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+#: A product over at most so many numbers, for outputs so many times as wide, is thin.
+THIN, WIDER = 256, 8
 PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"}
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
 
@@ -29,12 +32,20 @@ def is_kept(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bo
     """The policy: is the output of this operation kept?"""
     name = operation.name().partition("::")[2].partition(".")[0]
     if name in PRODUCTS:
-        return True
+        return not _is_thin(name, arguments)
     return (
         any(part in name for part in ATTENTIONS)
         and "backward" not in name
         and not _drops(operation, arguments, keywords)
     )
+
+
+def _is_thin(name: str, arguments: tuple) -> bool:
+    """LoRA's B: beside a frozen base it would double what is kept, in fp32 even threefold."""
+    if name not in ("mm", "addmm"):
+        return False
+    inner, outer = arguments[2 if name == "addmm" else 1].shape
+    return inner <= THIN and WIDER * inner <= outer
 
 
 def _drops(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:

@@ -51,6 +51,10 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         if config.async_save:
             refuse("async_save=true", "one process saves as plain Trainer does", "async_save=false")
         read_checkpoints()
+        if config.pack_tokens:
+            from hf_parallel.hooks.trainer.token_budget import patches_alone
+
+            _undo_list.extend(apply(patches_alone(config.pack_tokens)))
         return  # one process: plain Trainer is already what was asked for
     notes = [*check_torch(), *newer_libraries()]
     runtime.start(config, source)
@@ -121,10 +125,12 @@ def expected() -> bool:
 def deactivate() -> None:
     """Undo every patch and forget the layout; the process group stays."""
     from hf_parallel.hooks import auto, hangs, monitoring, runtime
+    from hf_parallel.hooks.trainer import token_budget
 
     auto.stop()
     hangs.end_loop()
     monitoring.stop()
+    token_budget.stop()
     undo(_undo_list)
     PATCHES.clear()
     runtime.stop()

@@ -14,14 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.hooks.patching import Patch, apply, around, undo
+from hf_parallel.hooks.patching import Patch, apply, apply_when_imported, around, undo
 from hf_parallel.spec import refuse
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
+_ATTENTION = "attention=auto: flash attention where it gains; the start-up report names the kernel and the reason"
 _undo_list: list[tuple[Any, str, Any]] = []
 _source: str | None = None
 _arguments: Any = None  # the TrainingArguments that were made last
+_rank = 0  # of the LoraConfig that was made last
+_DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
 
 
 def waiting() -> str | None:
@@ -39,6 +42,8 @@ def wait(source: str) -> None:
     runtime.connect()
     _source = source
     _undo_list.extend(apply(_patches()))
+    made = Patch("peft.tuners.lora.config:LoraConfig.__post_init__", around(_at_lora_config), "shows adapters to come")
+    _undo_list.append(apply_when_imported("peft", [made]))
 
 
 def remember(arguments: Any) -> None:
@@ -50,9 +55,10 @@ def remember(arguments: Any) -> None:
 
 def stop() -> None:
     """Forget what was asked for and undo the patches."""
-    global _source, _arguments
+    global _source, _arguments, _rank
     undo(_undo_list)
     _source = _arguments = None
+    _rank = 0
 
 
 def check_chosen() -> None:
@@ -91,12 +97,18 @@ def _at_from_pretrained(
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
+def _at_lora_config(original: Callable, self: Any) -> None:
+    global _rank
+    original(self)
+    _rank = int(self.r)
+
+
 def _at_trainer(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
     global _arguments
     _arguments = args or _arguments
     if model is None:
         refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
-    choose(getattr(model, "config", model), _dtype_of(model))
+    choose(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model))
     from transformers import Trainer
 
     Trainer.__init__(self, model, args, *rest, **kwargs)
@@ -106,7 +118,7 @@ def _at_prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any
     models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
     if not models:
         return original(self, *args, **kwargs)
-    choose(models[0].config, _dtype_of(models[0]), self.mixed_precision)
+    choose(models[0].config, _dtype_of(models[0]), self.mixed_precision, _rank_of(models[0]))
     return type(self).prepare(self, *args, **kwargs)
 
 
@@ -117,12 +129,18 @@ def _dtype_of(model: Any) -> Any:
     return next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
 
 
-def choose(config: Any, dtype: Any = None, lowered: str | None = None) -> None:
+def _rank_of(model: Any) -> int:
+    """Of the adapters that a model has; 0: none."""
+    return max((int(getattr(one, "r", 0)) for one in (getattr(model, "peft_config", None) or {}).values()), default=0)
+
+
+def choose(config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0) -> None:
     """Choose for this model's config and activate the layout. Collective.
 
     Args:
         dtype: of the weights; default: what the config says.
         lowered: what autocast lowers products to: bf16, fp16, no; default: what the script's arguments say.
+        adapters: rank of those that the model has; default: of those that the script is known to add.
     """
     import torch.distributed as dist
 
@@ -133,7 +151,7 @@ def choose(config: Any, dtype: Any = None, lowered: str | None = None) -> None:
     chosen: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[:2] = _best(config, dtype, lowered)
+            chosen[:2] = _best(config, dtype, lowered, adapters)
         except SpecError as error:
             chosen[2] = str(error)
     dist.broadcast_object_list(chosen, src=0)
@@ -147,11 +165,12 @@ def choose(config: Any, dtype: Any = None, lowered: str | None = None) -> None:
     hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
 
 
-def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[str, list[str]]:
+def _best(config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
     from hf_parallel.planner.detect import detect
+    from hf_parallel.planner.reasons import reasons
     from hf_parallel.planner.search import search
 
     batch = script_batch(config, None, dtype, lowered)
@@ -164,6 +183,7 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
         accumulation=batch["accumulation"],
         precision=batch["precision"],
         optimizer=batch["optimizer"],
+        lora=adapters or batch["lora"],
         top=3,
         accept=accepted(config),
     )
@@ -179,6 +199,8 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None) -> tuple[s
             f"{word}{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of "
             f"{choice.rows * choice.accumulation * choice.config.data_parallel_size} rows, {p.memory_gib:.1f} GiB"
         )
+        if i == 0:
+            lines += [f"    {reason}" for reason in (*reasons(found.goal, choice), _ATTENTION)]
     return found.best.config.to_spec(), lines
 
 
@@ -235,7 +257,17 @@ def script_batch(
         "seq": min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
         "precision": precision_of(dtype or getattr(config, "dtype", None), lowered),
         "optimizer": optimizer_of(str(said("optim", "adamw"))),
+        "lora": _rank or _asked_rank(argv),
     }
+
+
+def _asked_rank(argv: list[str]) -> int:
+    """Of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
+    asked = any(str(_option(argv, name, False)).lower() == "true" for name in ("use_peft", "use_lora"))
+    sizes = (_option(argv, name, None) for name in ("lora_r", "lora_rank"))
+    found = next((int(size) for size in sizes if str(size).isdigit()), 0)
+    off = any(str(_option(argv, name, True)).lower() == "false" for name in ("use_peft", "use_lora"))
+    return 0 if off else found or _DEFAULT_RANK * asked
 
 
 def precision_of(dtype: Any, lowered: str) -> str:

@@ -20,6 +20,7 @@ from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,6 +44,9 @@ def parallelize(
         make(model)
     state = state_of(model)
     assert state is not None
+    if state.config.pack_tokens and not hooks.active():
+        what = f"pack_tokens={state.config.pack_tokens}"
+        refuse(what, "a loop written by hand makes its own batches", "pack_tokens=0")
     runtime.equalise_within_model(of=state.mesh)  # dropout: ranks that hold the same drop the same
     return model
 

@@ -12,6 +12,7 @@ AXES = ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep")
 VALUES = {
     "zero_stage": ("2", 2),
     "gradient_reduction": ("step", "step"),
+    "pack_tokens": ("4096", 4096),
     "sequence_parallel": ("false", False),
     "tp_overlap": ("false", False),
     "precision": ("auto", "auto"),
@@ -285,6 +286,8 @@ def test_where_stages_live():
         ("sequence_parallel=true", "sequence_parallel=false"),
         ("gradient_reduction=micro_step,zero_stage=1", "zero_stage=2"),
         ("pp=2,gradient_reduction=micro_step", "gradient_reduction=step"),
+        ("pp=2,pack_tokens=64", "dp_shard in the place of pp"),
+        ("pack_tokens=-1", "pack_tokens=8192"),
         ("activation_checkpointing=every:0", "activation_checkpointing=every:2"),
         ("compile=regional,activation_checkpointing=selective", "activation_checkpointing=full"),
         ("auto", "hf-parallel plan"),

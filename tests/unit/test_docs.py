@@ -33,6 +33,7 @@ ELSEWHERE = {
     r"make (demo|test|test-all|matrix|gpu)": "Makefile",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
     r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
+    r"python -m benchmarks.single_gpu.*": "tests/unit/test_single_gpu.py::test_the_table_without_a_gpu",
     r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
     r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_check.py::test_which_rank_this_is",
     r"hf_parallel\.notebook_launcher\(.*": "tests/parity/test_notebook.py::test_a_cell_trains_as_in_one_process",

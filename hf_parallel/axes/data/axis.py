@@ -29,6 +29,11 @@ class DataKeys(Keys):
         "`micro_step` reduces gradients in every micro-step of an accumulation; `step` once, and holds them whole",
         choices=("auto", "micro_step", "step"),
     )
+    pack_tokens: int = key(
+        0,
+        "a Trainer's batch of a data rank is whole examples of at most so many tokens, joined to one row without "
+        "padding, and all data ranks have about as many; 0: per_device_train_batch_size",
+    )
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -67,7 +72,12 @@ class Data(Axis[None, DataPart]):
         return True
 
     def check(self, config: ParallelConfig) -> None:
-        """A reduction in every micro-step needs shards to hold what is reduced."""
+        """A reduction in every micro-step needs shards to hold what is reduced; a joined row is not to be cut."""
+        if config.pack_tokens < 0:
+            refuse(f"pack_tokens={config.pack_tokens}", "not a number of tokens", "pack_tokens=8192")
+        if config.pack_tokens and config.pp_size != 1:
+            why = f"a pipeline (pp_size={config.pp_size}) cuts batches by rows, and a packed batch is one row"
+            refuse(f"pack_tokens={config.pack_tokens}", why, "dp_shard in the place of pp")
         if config.gradient_reduction != "micro_step":
             return
         what = "gradient_reduction=micro_step"

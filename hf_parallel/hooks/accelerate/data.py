@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 @patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
 def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
+    from hf_parallel.hooks.trainer.token_budget import check_loop
+
+    check_loop()
     mesh = runtime.mesh()
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")

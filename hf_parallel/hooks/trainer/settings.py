@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
+from hf_parallel.axes.recompute import check_selective
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
@@ -22,8 +23,18 @@ def check_arguments(args: TrainingArguments) -> None:
             refuse(spelled, f"{what} is not part of this version", works)
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
+    if config.activation_checkpointing == "selective":
+        check_selective(_checkpointing_settings(args))
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
+
+
+def _checkpointing_settings(args: TrainingArguments) -> dict[str, Any]:
+    """Transformers 5.23 has renamed them."""
+    for name in ("activation_checkpointing", "gradient_checkpointing"):
+        if getattr(args, name, False):
+            return dict(getattr(args, f"{name}_kwargs", None) or {})
+    return {}
 
 
 def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[bool, str, str, str]]:

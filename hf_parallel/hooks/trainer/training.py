@@ -13,7 +13,7 @@ from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks
+from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -50,6 +50,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
         self.callback_handler.on_step_end = functools.partial(
             profiling.on_step_end, self, self.callback_handler.on_step_end
         )
+    token_budget.check(self)
     losses.prepare(self)
 
 

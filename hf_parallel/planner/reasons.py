@@ -1,0 +1,53 @@
+"""Why a layout was chosen as it is: for each of its settings, what the one beside it would need or take."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hf_parallel.planner.candidates import Goal, configured
+from hf_parallel.planner.choices import Choice, predicted
+
+
+def reasons(goal: Goal, choice: Choice) -> Iterator[str]:
+    """A line for what is trained, for what is sharded and for what is computed again."""
+    if goal.lora:
+        yield f"adapters of rank {goal.lora}: the frozen weights have neither gradients nor optimizer states"
+    yield from _sharding(goal, choice)
+    yield _recomputing(goal, choice)
+
+
+def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:
+    """Against whole copies on each data rank, which only reduce gradients."""
+    config = choice.config
+    if config.dp_shard_size == 1:
+        if config.data_parallel_size > 1:
+            yield f"dp_replicate={config.dp_replicate_size}: whole weights fit, and nothing is gathered"
+        return
+    ranks = config.dp_replicate_size * config.dp_shard_size
+    whole = _other(goal, choice, dp_replicate_size=ranks, dp_shard_size=1, zero_stage=3, hierarchical_shard=None)
+    yield f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}: whole weights on each rank {whole}"
+
+
+def _recomputing(goal: Goal, choice: Choice) -> str:
+    """Against the ways that compute less again; of the cheapest one, against what it saves."""
+    way = choice.config.activation_checkpointing
+    asked = f"activation_checkpointing={way}"
+    if way == "none":
+        needed = f"{choice.needed_gib:.1f} of {goal.cluster.gpu.memory_gib:.0f} GiB"
+        return f"{asked}: all activations fit ({needed}); full {_other(goal, choice, activation_checkpointing='full')}"
+    ways = ("none", "selective")[: 1 if way == "selective" else 2]
+    lines = [f"{other} {_other(goal, choice, activation_checkpointing=other)}" for other in ways]
+    return f"{asked}: {', '.join(lines)}"
+
+
+def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
+    """What the same layout with other settings would need and take, in words."""
+    config = configured(choice.config, **settings)
+    other = predicted(goal, config, choice.prediction.job.micro_batch, measure=True)
+    if not isinstance(other, Choice):
+        return "cannot be predicted"
+    there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row
+    if not other.prediction.fits:
+        return f"would need {other.needed_gib:.1f} of {there:.0f} GiB"
+    return f"would need {other.needed_gib:.1f} GiB and take {ratio:.2f} x the time"

@@ -1,0 +1,225 @@
+"""pack_tokens: each example once, data ranks of equal work, and the losses of the same examples one by one."""
+
+import random
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+from hf_parallel import SpecError
+from hf_parallel.hooks.accelerate.token_batches import TokenBatches
+from tests import models
+from tests.distributed import RankFailure, run, run_alone
+from tests.rows import pad
+from tests.training import axes, spec_id
+
+BUDGET, RATE, SEED = 70, 0.1, 5
+
+
+class Skewed(Dataset):
+    """Rows of 3 to 33 tokens, most of them short; some labels are ignored."""
+
+    def __init__(self, size: int = 23) -> None:
+        draw = random.Random(2)
+        lengths = [min(33, 3 + int(draw.expovariate(0.15))) for _ in range(size)]
+        generator = torch.Generator().manual_seed(7)
+        self.tokens = [torch.randint(0, models.VOCABULARY, (length,), generator=generator) for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens, labels = self.tokens[index], self.tokens[index].clone()
+        labels[: index % 4] = -100
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": labels}
+
+
+def lengths_of(rows: Dataset) -> list[int]:
+    return [len(tokens) for tokens in rows.tokens]
+
+
+# ---- dealing out ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 8])
+def test_ranks_have_equal_work_and_each_example_comes_once(ranks):
+    draw = random.Random(1)
+    lengths = [min(2000, 20 + int(draw.lognormvariate(4.5, 1.2))) for _ in range(3001)]
+    batches, loads = TokenBatches(lengths, 2048, ranks, seed=3), []
+    for epoch in (0, 1):
+        steps = batches.of_epoch(epoch)
+        assert sorted(index for step in steps for batch in step for index in batch) == list(range(3001))
+        assert len(steps) * ranks == len(batches)
+        loads = [[batches.tokens(batch) for batch in step] for step in steps]
+        assert max(map(max, loads)) <= 2048
+        assert max(max(step) * ranks / sum(step) for step in loads) <= 1.05
+    assert sum(map(sum, loads)) / (2048 * len(batches)) > 0.95
+    again = TokenBatches(lengths, 2048, ranks, seed=3)
+    assert again.of_epoch(1) == batches.of_epoch(1) != batches.of_epoch(0)
+    assert TokenBatches(lengths, 2048, ranks, seed=4).of_epoch(0) != batches.of_epoch(0)
+
+
+@pytest.mark.parametrize(("count", "ranks", "stand_ins"), [(5, 2, 1), (2, 3, 1), (6, 2, 0), (1, 4, 3)])
+def test_a_rank_without_an_example_takes_part(count, ranks, stand_ins):
+    """Examples as long as the budget, each alone in its batch."""
+    steps = TokenBatches([9] * count, 9, ranks, seed=0).of_epoch(0)
+    found = [index for step in steps for batch in step for index in batch]
+    assert sorted(index for index in found if index >= 0) == list(range(count))
+    assert sum(index < 0 for index in found) == stand_ins
+    assert all(len(step) == ranks and any(batch[0] >= 0 for batch in step) for step in steps)
+
+
+def test_too_long_an_example_is_refused():
+    with pytest.raises(SpecError, match=r"pack_tokens=8: example 1 of the data set has 9 tokens; pack_tokens=9 works"):
+        TokenBatches([3, 9, 4], 8, 2, 0)
+
+
+# ---- the unchanged Trainer script -----------------------------------------------------------------------------------
+
+
+class Losses(TrainerCallback):
+    def __init__(self) -> None:
+        self.found: list[float] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if "loss" in logs:
+            self.found.append(logs["loss"])
+
+
+def trained(folder: str, out: str, size: int, resume: int = 0, **arguments) -> tuple[list[float], float]:
+    """The script: its losses, and how far its weights have gone; `resume`: from the checkpoint of this step."""
+    losses = Losses()
+    args = TrainingArguments(
+        out,
+        per_device_train_batch_size=3,
+        num_train_epochs=2,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="sgd",
+        max_grad_norm=0,
+        logging_steps=1,
+        logging_nan_inf_filter=False,
+        save_steps=arguments.pop("save_steps", 500),
+        seed=SEED,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        **arguments,
+    )
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = Trainer(model, args, train_dataset=Skewed(size), data_collator=pad, callbacks=[losses])
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-{resume}" if resume else None)
+    return losses.found, weight_of(trainer.model)
+
+
+def weight_of(model) -> float:
+    whole = model.full_state_dict() if hasattr(model, "full_state_dict") else model.state_dict()
+    whole = {name: getattr(value, "full_tensor", lambda v=value: v)() for name, value in whole.items()}
+    return sum(value.double().square().sum().item() for value in whole.values())
+
+
+def one_by_one(folder: str, ranks: int, size: int, accumulation: int = 1) -> list[float]:
+    """The loss of each step, from its examples alone, in a loop that knows no packing."""
+    model = AutoModelForCausalLM.from_pretrained(folder).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    rows = Skewed(size)
+    batches, losses = TokenBatches(lengths_of(rows), BUDGET, ranks, SEED), []
+    for epoch in (0, 1):
+        steps = batches.of_epoch(epoch)
+        for first in range(0, len(steps), accumulation):
+            chosen = [i for step in steps[first : first + accumulation] for batch in step for i in batch if i >= 0]
+            targets = sum(int((rows[i]["labels"][1:] != -100).sum()) for i in chosen)
+            loss = sum(
+                model(**{k: v[None] for k, v in rows[i].items()}, num_items_in_batch=targets).loss for i in chosen
+            )
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+def on_ranks(spec: str, *given, **arguments):
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="the test")
+    return trained(*given, **arguments)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    models.build("llama").save_pretrained(path)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"), [("dp_shard=2", 23), ("tp=2", 23), ("cp=2", 23), ("dp_shard=4", 3), ("dp_shard=2,tp=2", 23)],
+    ids=lambda value: spec_id(value) if isinstance(value, str) else str(value),
+)  # fmt: skip
+def test_losses_of_the_examples_one_by_one(folder, tmp_path, spec, size):
+    sizes = axes(spec)
+    ranks = sizes["world"] // (2 if "tp" in spec or "cp" in spec else 1)
+    expected = run_alone(one_by_one, folder, ranks, size)
+    assert len(expected) >= 2
+    assert expected[0] != expected[-1]
+    for losses, _ in run(on_ranks, sizes["world"], f"{spec},pack_tokens={BUDGET}", folder, str(tmp_path), size):
+        assert losses == pytest.approx(expected, rel=2e-5)  # sums of ~1e4 fp32 terms in another order
+
+
+def test_one_process_packs_too(folder, tmp_path):
+    losses, _ = run_alone(on_ranks, f"pack_tokens={BUDGET}", folder, str(tmp_path), 23)
+    assert losses == pytest.approx(run_alone(one_by_one, folder, 1, 23), rel=2e-5)
+
+
+def whole_and_resumed(spec: str, folder: str, out: str) -> list[list[float]]:
+    from hf_parallel import hooks
+
+    hooks.activate(spec, source="the test")
+    more = {"gradient_accumulation_steps": 1, "save_steps": 1}
+    whole, weights = trained(folder, f"{out}/whole", 23, **more)
+    rest, again = trained(folder, f"{out}/whole", 23, resume=3, **more)
+    return [whole, rest, [weights, again]]
+
+
+def test_resume_in_the_middle_of_the_second_epoch(folder, tmp_path):
+    for whole, rest, weights in run(whole_and_resumed, 2, f"dp_shard=2,pack_tokens={BUDGET}", folder, str(tmp_path)):
+        assert len(whole) == 4, "two epochs of two steps"
+        assert rest[-1] == pytest.approx(whole[-1], rel=1e-6)
+        assert weights[0] == pytest.approx(weights[1], rel=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "orders rows in another way"),
+        ({"subclass": True}, "makes batches of its own"),
+        ({"odd": True}, "not of one number per token"),
+    ],
+)
+def test_what_it_cannot_go_with(folder, tmp_path, arguments, says):
+    with pytest.raises(RankFailure, match=says):
+        run_alone(refused, folder, str(tmp_path), dict(arguments))
+
+
+def refused(folder: str, out: str, arguments: dict) -> None:
+    from hf_parallel import hooks
+
+    class Own(Trainer):
+        def get_train_dataloader(self):
+            return super().get_train_dataloader()
+
+    hooks.activate(f"pack_tokens={BUDGET}", source="the test")
+    kind = Own if arguments.pop("subclass", False) else Trainer
+    collate = (lambda rows: {**pad(rows), "odd": torch.zeros(len(rows))}) if arguments.pop("odd", False) else pad
+    args = TrainingArguments(out, report_to=[], use_cpu=True, remove_unused_columns=False, **arguments)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    kind(model, args, train_dataset=Skewed(), data_collator=collate).train()
+
+
+def test_a_pipeline_is_refused():
+    from hf_parallel.config import ParallelConfig
+
+    with pytest.raises(SpecError, match="cuts batches by rows"):
+        ParallelConfig.parse("pp=2,pack_tokens=64").resolve(2)

@@ -1,0 +1,98 @@
+"""What a script says of torch's checkpoint: kept where layers are checkpointed its way, refused by name where not."""
+
+import pytest
+import torch
+from transformers import TrainingArguments
+
+from hf_parallel import SpecError, parallelize
+from hf_parallel.hooks import deactivate
+from hf_parallel.hooks.trainer.settings import check_arguments
+from tests import models
+from tests.distributed import run, run_alone
+
+
+def losses(spec: str | None, settings: dict | None) -> list[float]:
+    """Of two steps of a loop that switches checkpointing on in its own way; 3 rows of 33 tokens."""
+    model = models.build("llama").train()
+    if spec:
+        parallelize(model, spec)
+    if settings is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tokens = torch.randint(0, models.VOCABULARY, (2, 3, 33), generator=torch.Generator().manual_seed(3))
+    found = []
+    for batch in tokens:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found
+
+
+def outcomes(cases: list[tuple[str, dict]]) -> list[list[float] | str]:
+    """Losses, or the line that refuses them."""
+    found: list[list[float] | str] = []
+    for spec, settings in cases:
+        try:
+            found.append(losses(spec, settings))
+        except SpecError as error:
+            found.append(str(error))
+    return found
+
+
+REFUSED = {
+    "use_reentrant=True": {"use_reentrant": True},
+    "context_fn": {"use_reentrant": False, "context_fn": lambda: None},
+    "offload=True": {"offload": True},
+}
+
+
+def test_a_loop_is_refused_or_keeps_its_way():
+    selective, every = "tp=2,activation_checkpointing=selective", "tp=2,activation_checkpointing=every:2"
+    reentrant = {"use_reentrant": True}
+    plain = {"use_reentrant": False, "preserve_rng_state": False}
+    found = run(outcomes, 2, [(selective, reentrant), (selective, plain), (every, reentrant)])
+    expected = run_alone(losses, None, None)
+    for refused, *kept in found:
+        assert refused.startswith(
+            "gradient_checkpointing_kwargs use_reentrant=True: activation_checkpointing=selective"
+        )
+        assert all(numbers == pytest.approx(expected, rel=1e-5) for numbers in kept)  # sums of tp ranks
+
+
+def checked(spec: str, out: str, settings: dict, on: bool) -> str | None:
+    """What a Trainer's settings are answered with."""
+    from hf_parallel import activate
+
+    activate(spec)
+    try:
+        check_arguments(
+            TrainingArguments(
+                out, gradient_checkpointing=on, gradient_checkpointing_kwargs=settings, use_cpu=True, report_to=[]
+            )
+        )
+    except SpecError as error:
+        return str(error)
+    finally:
+        deactivate()
+    return None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_are_refused_before_anything_trains(tmp_path, name):
+    selective = "dp_shard=2,activation_checkpointing=selective"
+    line, _ = run(checked, 2, selective, str(tmp_path), REFUSED[name], True)
+    assert name in line
+    assert line.endswith("works")
+
+
+@pytest.mark.parametrize(("way", "on"), [("selective", False), ("every:2", True), ("full", True)])
+def test_arguments_that_hold(tmp_path, way, on):
+    """Not switched on, or layers that are checkpointed as the script says."""
+    assert run(
+        checked, 2, f"dp_shard=2,activation_checkpointing={way}", str(tmp_path), {"use_reentrant": True}, on
+    ) == [
+        None,
+        None,
+    ]
