@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.hooks.patching import Patch, apply, check_torch, newer_libraries, undo
-from hf_parallel.spec import refuse
+from hf_parallel.spec import refuse, spell
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
@@ -48,14 +48,8 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         _check_same(source, config, current.source, current.config)
         return
     if config.world_size == 1:
-        if config.async_save:
-            refuse("async_save=true", "one process saves as plain Trainer does", "async_save=false")
-        read_checkpoints()
-        if config.pack_tokens:
-            from hf_parallel.hooks.trainer.token_budget import patches_alone
-
-            _undo_list.extend(apply(patches_alone(config.pack_tokens)))
-        return  # one process: plain Trainer is already what was asked for
+        _stay_plain(config)
+        return
     notes = [*check_torch(), *newer_libraries()]
     runtime.start(config, source)
     for note in notes:
@@ -70,6 +64,26 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         runtime.stop()
         raise
     PATCHES.extend(all_patches())
+
+
+def _stay_plain(config: ParallelConfig) -> None:
+    """One process: plain Trainer is already what was asked for, but for settings of layouts, which a line names."""
+    from hf_parallel.hooks import report
+
+    if config.async_save:
+        refuse("async_save=true", "one process saves as plain Trainer does", "async_save=false")
+    read_checkpoints()
+    if config.pack_tokens:
+        from hf_parallel.hooks.trainer.token_budget import patches_alone
+
+        _undo_list.extend(apply(patches_alone(config.pack_tokens)))
+    done = {"pack_tokens", *(f"{axis}_size" for axis in config.sizes)}
+    usual = ParallelConfig()
+    left = (name for name in config.to_dict() if getattr(config, name) not in (getattr(usual, name), "off"))
+    asked = [name for name in left if name not in done]
+    if asked:
+        settings = ", ".join(f"{name}={spell(getattr(config, name))}" for name in asked)
+        report.say(f"one process trains as plain Trainer does, without {settings}: these are of layouts of several")
 
 
 def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, other_spec: str) -> None:

@@ -286,3 +286,18 @@ def test_uninstall_withdraws_a_waiting_install():
         return module is None
 
     fresh(body)
+
+
+def test_one_process_names_the_settings_that_it_leaves_out(capfd):
+    """Of layouts of several; a size, or a spec of sizes alone, needs no line."""
+    from hf_parallel import hooks
+    from tests.distributed import run_alone
+
+    def told(spec: str) -> str:
+        run_alone(hooks.activate, spec)
+        return capfd.readouterr().err
+
+    assert "without activation_checkpointing=full, attention=torch_flash:" in told(
+        "attention=torch_flash,activation_checkpointing=full"
+    )
+    assert "one process" not in told("dp_shard=-1")

@@ -27,6 +27,7 @@ from hf_parallel.axes.attention.varlen import Pack, attend, fits, pack
 from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.documents import Row, find, numbered, plain
 from hf_parallel.axes.context.layout import Layout, Shape
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.ring import Ring, RingAttention
 
 _ONE = Shape(1, 1)
@@ -207,9 +208,9 @@ def _by_tiles(
     moved: bool,
 ) -> torch.Tensor:
     if not moved:
-        return RingAttention.apply(q, k, v, sinks, scale, ring)
+        return RingAttention.apply(q, k, v, sinks, Scores(scale), ring)
     table, inverse = ring.layout.on(q.device)
     row = torch.arange(len(table), device=q.device)[:, None]
     q, k, v = (t.transpose(1, 2)[row, table.flatten(1)].transpose(1, 2) for t in (q, k, v))
-    out = RingAttention.apply(q, k, v, sinks, scale, ring)
+    out = RingAttention.apply(q, k, v, sinks, Scores(scale), ring)
     return out.transpose(1, 2)[row, inverse].transpose(1, 2)
