@@ -26,8 +26,8 @@ from hf_parallel.axes.attention.axis import REGISTERED as NAME
 from hf_parallel.axes.attention.varlen import Pack, attend, fits, pack
 from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.documents import Row, find, numbered, plain
-from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.kernels import Scores
+from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.ring import Ring, RingAttention
 
 _ONE = Shape(1, 1)
