@@ -43,6 +43,8 @@ _cached: Any = functools.cache  # of classes, which mypy does not take for hasha
 
 @dataclass(frozen=True)
 class ParallelConfig(
+    WatchKeys,
+    MonitorKeys,
     AttentionKeys,
     RecomputeKeys,
     CompileKeys,
@@ -56,14 +58,12 @@ class ParallelConfig(
     CompressionKeys,
     OffloadKeys,
     SavingKeys,
-    MonitorKeys,
-    WatchKeys,
 ):
     """How many processes along which axis, and how each axis behaves.
 
-    The bases are the axes, in the order in which they are applied to a model: from inside a layer outwards. The sizes
-    multiply to the number of processes; 1 switches an axis off and the one axis given as -1 takes what is left. Short
-    names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
+    The bases are the axes, in the order in which they are applied to a model: from inside a layer outwards, after what
+    changes nothing in it. The sizes multiply to the number of processes; 1 switches an axis off and the one axis given
+    as -1 takes what is left. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
     """
 
     def __post_init__(self) -> None:
