@@ -22,8 +22,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 from hf_parallel import ending
-from hf_parallel.cli import choose_spec
-from hf_parallel.config import AUTO, ParallelConfig
+from hf_parallel.config import AUTO, ParallelConfig, choose_spec
 
 USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…"
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.

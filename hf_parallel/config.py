@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,12 +170,34 @@ class ParallelConfig(
         values = {name: getattr(self, name) for name in _names(type(self))}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
+    def spelled(self) -> dict[str, str]:
+        """The keys whose values are not their defaults, and these as they stand in a spec."""
+        default = {key.name: key.default for key in dataclasses.fields(self)}
+        values = ((name, getattr(self, name)) for name in _names(type(self)))
+        return {name: spell(value) for name, value in values if value != default[name]}
+
     def to_spec(self) -> str:
         """The shortest spec string that parses back to this value."""
-        default = {key.name: key.default for key in dataclasses.fields(self)}
-        changed = (name for name in _names(type(self)) if getattr(self, name) != default[name])
-        spelled = ",".join(f"{name.removesuffix('_size')}={spell(getattr(self, name))}" for name in changed)
-        return spelled or "dp_shard=-1"
+        changed = (f"{name.removesuffix('_size')}={value}" for name, value in self.spelled().items())
+        return ",".join(changed) or "dp_shard=-1"
+
+
+def choose_spec(asked: str | None, asked_by: str = "the runner's --parallel") -> tuple[str, str] | None:
+    """The spec and where it comes from: what was asked for, else HF_PARALLEL, else None.
+
+    Raises:
+        SpecError: both are given and mean different layouts.
+    """
+    environment = os.environ.get("HF_PARALLEL") or None
+    if asked and environment and _meaning(asked) != _meaning(environment):
+        refuse(f"{asked_by} {asked}", f"HF_PARALLEL is {environment}", do="drop one of them")
+    if asked:
+        return asked, asked_by
+    return (environment, "HF_PARALLEL") if environment else None
+
+
+def _meaning(spec: str) -> ParallelConfig | str:
+    return spec if spec == AUTO else ParallelConfig.parse(spec)
 
 
 def _sized(config: ParallelConfig) -> ParallelConfig:

@@ -66,10 +66,7 @@ def how_many(asked: int | None, fixed: int | None, devices: int) -> int:
 
 def environments(count: int, devices: int, backend: str | None = None) -> list[dict[str, str]]:
     """The variables of each of `count` ranks on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(count)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(count)}
     shared |= {"LOCAL_WORLD_SIZE": str(count)}
     if not devices:
         shared["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")  # ranks with all cores slow one another
@@ -77,6 +74,13 @@ def environments(count: int, devices: int, backend: str | None = None) -> list[d
         shared["GLOO_SOCKET_IFNAME"] = os.environ.get("GLOO_SOCKET_IFNAME", "lo")  # else the host's name is looked up
     own = sharing(count, devices) if backend != "gloo" else [{"LOCAL_RANK": _local(r, devices)} for r in range(count)]
     return [{**shared, "RANK": str(rank), **own[rank]} for rank in range(count)]
+
+
+def free_port() -> int:
+    """One that nobody on this machine listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def sharing(count: int, devices: int) -> list[dict[str, str]]:

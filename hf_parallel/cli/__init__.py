@@ -32,7 +32,7 @@ from hf_parallel.cli import plan as cli_plan
 from hf_parallel.cli import ray as cli_ray
 from hf_parallel.cli import recipe as cli_recipe
 from hf_parallel.cli import report as cli_report
-from hf_parallel.config import AUTO, ParallelConfig, SpecError
+from hf_parallel.config import AUTO, ParallelConfig, SpecError, choose_spec
 from hf_parallel.spec import refuse
 
 _OPTION = "--parallel"
@@ -105,24 +105,6 @@ def doctor(args: argparse.Namespace) -> int:
         return 2
     print(json.dumps(report.to_dict(), indent=2) if args.json else render(report))
     return 2 if report.problems else 0
-
-
-def choose_spec(option: str | None, option_name: str = "the runner's --parallel") -> tuple[str, str] | None:
-    """The spec and where it comes from: the command line, else HF_PARALLEL, else None.
-
-    Raises:
-        SpecError: both are given and mean different layouts.
-    """
-    environment = os.environ.get("HF_PARALLEL") or None
-    if option and environment and _meaning(option) != _meaning(environment):
-        refuse(f"{option_name} {option}", f"HF_PARALLEL is {environment}", do="drop one of them")
-    if option:
-        return option, option_name
-    return (environment, "HF_PARALLEL") if environment else None
-
-
-def _meaning(spec: str) -> ParallelConfig | str:
-    return spec if spec == AUTO else ParallelConfig.parse(spec)
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.hooks.patching import Patch, apply, check_torch, newer_libraries, undo
-from hf_parallel.spec import refuse, spell
+from hf_parallel.spec import refuse
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
@@ -78,11 +78,9 @@ def _stay_plain(config: ParallelConfig) -> None:
 
         _undo_list.extend(apply(patches_alone(config.pack_tokens)))
     done = {"pack_tokens", *(f"{axis}_size" for axis in config.sizes)}
-    usual = ParallelConfig()
-    left = (name for name in config.to_dict() if getattr(config, name) not in (getattr(usual, name), "off"))
-    asked = [name for name in left if name not in done]
-    if asked:
-        settings = ", ".join(f"{name}={spell(getattr(config, name))}" for name in asked)
+    left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
+    if left:
+        settings = ", ".join(left)
         report.say(f"one process trains as plain Trainer does, without {settings}: these are of layouts of several")
 
 

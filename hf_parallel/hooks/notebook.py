@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 import os
-import socket
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from hf_parallel import hooks
-from hf_parallel.config import AUTO, ParallelConfig
+from hf_parallel.check.ranks import free_port
+from hf_parallel.config import AUTO, ParallelConfig, choose_spec
 from hf_parallel.spec import refuse
 
 _SOURCE = "notebook_launcher(parallel=…)"
@@ -45,15 +45,17 @@ def notebook_launcher(
     """
     from accelerate import notebook_launcher as launch
 
-    spec = _chosen(parallel)
-    if spec is None:
+    asked = parallel.to_spec() if isinstance(parallel, ParallelConfig) else parallel
+    chosen = choose_spec(asked, _SOURCE)
+    if chosen is None:
         return launch(function, args, num_processes, *accelerate_args, **accelerate_options)
+    spec = chosen[0]
     nodes = accelerate_options.get("num_nodes", 1)
     number = num_processes or _one_per_gpu() or _product(spec)
     if spec != AUTO:
         ParallelConfig.parse(spec).resolve(number * nodes)
     if nodes == 1 and len(accelerate_args) < 2:
-        accelerate_options.setdefault("use_port", str(_free_port()))  # two notebooks of one machine must not meet
+        accelerate_options.setdefault("use_port", str(free_port()))  # two notebooks of one machine must not meet
     work = function if number * nodes == 1 else _Rank(function, spec)
     return launch(work, args, number, *accelerate_args, **accelerate_options)
 
@@ -61,7 +63,7 @@ def notebook_launcher(
 class _Rank:
     """What runs in each process: part of the layout from before the function to its end."""
 
-    def __init__(self, function: Callable[..., Any], spec: str | ParallelConfig) -> None:
+    def __init__(self, function: Callable[..., Any], spec: str) -> None:
         self.function, self.spec = function, spec
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "train")  # elastic's records say it
 
@@ -78,31 +80,14 @@ class _Rank:
         end_groups()
 
 
-def _chosen(parallel: str | ParallelConfig | None) -> str | ParallelConfig | None:
-    environment = os.environ.get("HF_PARALLEL") or None
-    if parallel and environment and _meaning(parallel) != _meaning(environment):
-        refuse(f"{_SOURCE} {parallel}", f"HF_PARALLEL is {environment}", do="drop one of them")
-    return parallel or environment
-
-
-def _meaning(spec: str | ParallelConfig) -> str | ParallelConfig:
-    return spec if spec == AUTO else ParallelConfig.parse(spec)
-
-
 def _one_per_gpu() -> int:
     import torch
 
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _product(spec: str | ParallelConfig) -> int:
+def _product(spec: str) -> int:
     """As many processes as the sizes that are given; the axis that takes what is left takes one."""
     if spec == AUTO:
         refuse("notebook_launcher", "there is no GPU to count", "num_processes=4")
     return math.prod(size for size in ParallelConfig.parse(spec).sizes.values() if size > 0)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
