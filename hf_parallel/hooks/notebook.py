@@ -56,8 +56,7 @@ def notebook_launcher(
         ParallelConfig.parse(spec).resolve(number * nodes)
     if nodes == 1 and len(accelerate_args) < 2:
         accelerate_options.setdefault("use_port", str(free_port()))  # two notebooks of one machine must not meet
-    work = function if number * nodes == 1 else _Rank(function, spec)
-    return launch(work, args, number, *accelerate_args, **accelerate_options)
+    return launch(_Rank(function, spec), args, number, *accelerate_args, **accelerate_options)
 
 
 class _Rank:
@@ -70,7 +69,8 @@ class _Rank:
     def __call__(self, *args: Any) -> None:
         import torch
 
-        if not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        several = int(os.environ.get("WORLD_SIZE", 1)) > 1
+        if several and not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork, and N pools slow one another down
         hooks.activate(self.spec, source=_SOURCE)
         self.function(*args)  # after an error groups stay open: to end them is to wait for the other ranks

@@ -59,6 +59,13 @@ def test_a_cell_trains_as_in_one_process(tmp_path):
         assert four["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
+def test_one_process_says_what_it_leaves_out(capfd):
+    run_alone(launch, print, ("trained",), num_processes=1, parallel="attention=torch_flash")
+    found = capfd.readouterr()
+    assert "trained" in found.out
+    assert "without attention=torch_flash" in found.err
+
+
 def fails() -> None:
     import os
 
