@@ -19,7 +19,8 @@ from urllib.parse import urlparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hf_parallel.rollouts.transfer import BACKEND, Announced, Channel
+from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.rollouts.transfer import BACKEND, Channel
 
 #: Of a request for completions; each is used, or has the one value that changes nothing.
 _SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "logprobs"}
@@ -152,7 +153,7 @@ class Engine:
             raise Refused("/update_weights before /init_weight_transfer_engine")
         info = asked["update_info"]
         columns = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
-        announced = [Announced(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+        announced = [Entry(name, tuple(shape), getattr(torch, dtype)) for name, dtype, shape in columns]
         wrong = [one.name for one in announced if not self._fits(one)]
         with self.lock, torch.no_grad():
             for name, tensor in self.channel.receive(announced):  # also what does not fit: the trainer sends it all
@@ -162,7 +163,7 @@ class Engine:
             raise Refused(f"{wrong[0]}: no weight of {self.name} has this name and shape")
         return {}
 
-    def _fits(self, one: Announced) -> bool:
+    def _fits(self, one: Entry) -> bool:
         own = self.parameters.get(one.name)
         return own is not None and tuple(own.shape) == one.shape
 
