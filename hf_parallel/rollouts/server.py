@@ -217,9 +217,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not shown."""
 
 
-def placed(model: Any) -> Any:
-    """On the GPU, if there is one."""
-    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
+def load(name: str, dtype: str = "auto") -> Engine:
+    """The model of a folder or a Hub id, on the GPU, if there is one."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    return Engine(name, model, AutoTokenizer.from_pretrained(name))
 
 
 def serve(engine: Engine, host: str, port: int) -> ThreadingHTTPServer:
@@ -239,7 +242,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args(argv)
-    model = placed(AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype))
-    server = serve(Engine(args.model, model, AutoTokenizer.from_pretrained(args.model)), args.host, args.port)
+    server = serve(load(args.model, args.dtype), args.host, args.port)
     print(f"hf_parallel: {args.model} is served at port {server.server_port}", flush=True)
     server.serve_forever()
