@@ -90,6 +90,10 @@ class Engine:
         unknown = sorted(asked.keys() - _SAMPLING - _OTHERS)
         if unknown:
             raise Refused(f"{unknown[0]}: not part of the stand-in for vLLM; leave it out, or use `vllm serve`")
+        if asked.get("model", self.name) != self.name:
+            raise Refused(f"model={asked['model']}: not here; {self.name} is")
+        if asked.get("tool_choice", "auto") not in (None, "none", "auto"):
+            raise Refused(f"tool_choice={asked['tool_choice']}: what is drawn is not constrained; auto works")
         if asked.get("logprobs"):
             raise Refused(f"logprobs={asked['logprobs']}: only those of the drawn tokens; logprobs=0 works")
         seed = asked.get("seed")

@@ -31,15 +31,19 @@ class Channel:
     def __init__(self, init_info: dict[str, Any], rank: int) -> None:
         host, port = init_info["master_address"], init_info["master_port"]
         size = init_info["world_size"]
-        self.store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
+        self.store: Any = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
         self.group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("hf_parallel/rollouts", self.store), rank, size, _LIMIT
         )
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """In the order in which they were announced; no more than a bucket is held."""
-        for bucket in in_buckets(tensors, BUCKET):
-            self._broadcast(torch.cat([as_bytes(tensor.cpu()) for tensor in bucket]))
+        try:
+            for bucket in in_buckets(tensors, BUCKET):
+                self._broadcast(torch.cat([as_bytes(tensor.cpu()) for tensor in bucket]))
+        except BaseException:  # as when a rank that has a part is lost: the server must not wait for the rest
+            self.group = self.store = None  # closes the connection
+            raise
 
     def receive(self, announced: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, one by one."""
