@@ -160,7 +160,7 @@ def read_recipe(name: str, path: str) -> Recipe:
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
     kept: dict[str, Any] = {key: values.get(key) for key in ("about", "model", "method", "shape", "script")}
-    words = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    words: dict[str, Any] = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
     _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
     recipe = Recipe(name, path, hardware=machines, layout=layout, data=data, expect=expect, **kept, **words)
     _check(recipe)

@@ -144,5 +144,7 @@ def test_an_outdated_expectation_is_found(tmp_path):
     wrong = check(str(path), dry=False).wrong
     assert len(wrong) == 3
     assert all("recipe check --write" in line for line in wrong)
+    path.write_text(RECIPE + "expect:\n  dry_run: {memory_gib: 81}\n")
+    assert any(line.startswith("needs 81.0 GiB in a dry run") for line in check(str(path), dry=False).wrong)
     path.write_text(RECIPE.replace("gpus: 8", "gpus: 1").replace("dp_shard: 8", "dp_shard: 1").replace("512", "40960"))
     assert any(line.startswith("needs ") for line in check(str(path), dry=False).wrong)
