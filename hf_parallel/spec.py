@@ -7,6 +7,7 @@ The YAML is a local file, a recipe that comes with this package (by name), or a 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib.resources
 import os
 import re
@@ -96,6 +97,7 @@ def locate(text: str) -> str | None:
     return text if text.endswith((".yaml", ".yml")) else None
 
 
+@functools.cache
 def shipped() -> dict[str, Any]:
     """Name -> file of the recipes that come with this package: `configs/recipes` of a checkout is the same folder."""
     folder = importlib.resources.files("hf_parallel") / "recipes" / "shipped"

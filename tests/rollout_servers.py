@@ -25,15 +25,13 @@ def running(folder: str, by_row: bool = False) -> Iterator[int]:
 
 def _serve(folder: str, by_row: bool, tell) -> None:
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from hf_parallel.rollouts.server import Engine, serve
+    from hf_parallel.rollouts.server import load, serve
 
     torch.set_num_threads(1)
     if by_row:
         rollouts.draw_by_row()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    server = serve(Engine(folder, model, AutoTokenizer.from_pretrained(folder)), "127.0.0.1", 0)
+    server = serve(load(folder), "127.0.0.1", 0)
     tell.send(server.server_port)
     server.serve_forever()
 

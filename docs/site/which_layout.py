@@ -13,7 +13,6 @@ from typing import Any
 
 DOCS = Path(__file__).parents[1]
 FILE = DOCS / "which_layout.js"
-SHAPES = DOCS.parent / "hf_parallel" / "recipes" / "models"
 
 MODELS = {
     "1 B (Llama 3.2 1B)": "llama-3.2-1b",
@@ -37,13 +36,12 @@ TOKENS = 1 << 20
 
 def answer(model: str, method: str, machine: str, length: str) -> dict[str, Any]:
     """Spec, speed, memory and reasons; or what would do, where nothing fits."""
-    from transformers import AutoConfig
-
     import hf_parallel
+    from hf_parallel.recipes.recipe import shipped_config
 
     seq = LENGTHS[length]
     found = hf_parallel.plan(
-        AutoConfig.from_pretrained(SHAPES / f"{MODELS[model]}.json"),
+        shipped_config(MODELS[model]),
         **MACHINES[machine],
         seq=seq,
         global_batch=TOKENS // seq,

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.lazy_tensor import lazy_tensor, values
+from hf_parallel.checkpoint.names import tied_names
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.mesh import stored
@@ -28,7 +29,7 @@ def load_weights(model: nn.Module, directory: str) -> None:
         KeyError: a weight of the model is not in the folder.
         ValueError: a weight of the folder has another shape.
     """
-    tied = set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
+    tied = tied_names(model)
     own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
     found = set()
     with contextlib.ExitStack() as stack:

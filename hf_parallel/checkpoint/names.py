@@ -31,6 +31,11 @@ def names_in_order(model: nn.Module, mesh: ParallelMesh) -> list[str]:
     return sorted(places, key=lambda name: places[name])
 
 
+def tied_names(model: nn.Module) -> set[str]:
+    """The names under which tied weights are not saved, of all stages."""
+    return set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
+
+
 def _tied(model: nn.Module) -> dict[str, str]:
     keys = getattr(model, "all_tied_weights_keys", None) or getattr(model, "_hf_parallel_tied_keys", None)
     return dict(keys) if isinstance(keys, dict) else {}

@@ -18,11 +18,13 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from torch import nn
 
 from hf_parallel.checkpoint.files import TensorFile, write
-from hf_parallel.checkpoint.gather import entries_of, gathered
+from hf_parallel.checkpoint.gather import entries_of
 from hf_parallel.checkpoint.hub_format import Entry, Group, hub_groups
-from hf_parallel.checkpoint.saving import Saving, current, lost_peer, wait_for_writer
-from hf_parallel.checkpoint.writers import Item, all_to, assign, rounds
-from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.checkpoint.names import tied_names
+from hf_parallel.checkpoint.saving import Saving, current
+from hf_parallel.checkpoint.stream import streamed
+from hf_parallel.checkpoint.writers import Item, assign
+from hf_parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -81,24 +83,13 @@ def full_state_dict(
     Args:
         wanted: by name, the same answer on all ranks; default: all.
     """
-    wait_for_writer()
     entries = [entry for entry in list_entries(model, mesh) if wanted is None or wanted(entry.name)]
-    items = all_to(0, [Group((entry,), (entry,)) for entry in entries], mesh.config)
-    local = taken(model.state_dict(), items, mesh)
-    parts = {name: stored(tensor) for name, tensor in local.items()}
-    found: dict[str, torch.Tensor] = {}
-    try:
-        for together in rounds(items):
-            found.update(gathered(mesh, together, parts))
-    except RuntimeError as error:
-        raise lost_peer(error, "the weights could not be gathered") from error
-    return {entry.name: found[entry.name] for entry in entries if entry.name in found}
+    return dict(streamed([Group((entry,), (entry,)) for entry in entries], model.state_dict(), mesh, limit=0))
 
 
 def list_entries(model: nn.Module, mesh: ParallelMesh) -> list[Entry]:
     """Every tensor of the whole model, in its order, without tied and ignored names. Collective over stages."""
-    skip = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    skip |= set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
+    skip = tied_names(model) | set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     state = model.state_dict()
     return entries_of(model, mesh, {k: t for k, t in state.items() if k not in skip and torch.is_tensor(t)})
 

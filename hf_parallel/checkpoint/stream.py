@@ -6,15 +6,16 @@ Names and conversions are those of the Hub, which an inference engine reads.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from hf_parallel.checkpoint.gather import describe, gathered
+from hf_parallel.checkpoint.gather import entries_of, gathered
 from hf_parallel.checkpoint.hub_format import Group, hub_groups
-from hf_parallel.checkpoint.names import of_stages
-from hf_parallel.checkpoint.saving import wait_for_writer
+from hf_parallel.checkpoint.names import tied_names
+from hf_parallel.checkpoint.saving import lost_peer, wait_for_writer
 from hf_parallel.checkpoint.writers import all_to
 from hf_parallel.mesh import ParallelMesh, stored
 
@@ -25,21 +26,10 @@ def parameter_groups(model: Any, mesh: ParallelMesh, own_name: Callable[[str], s
     Args:
         own_name: a parameter's, as the model without wrappers around its layers has it; None: leave it out.
     """
-    entries: dict[str, Any] = {}
-    for theirs in of_stages(_described(model, mesh, own_name), mesh):
-        for entry in theirs:
-            entries.setdefault(entry.name, entry)
-    return hub_groups(model, entries.values())
-
-
-def _described(model: Any, mesh: ParallelMesh, own_name: Callable[[str], str | None]) -> list[Any]:
-    tied = set(getattr(model, "_hf_parallel_tied_keys", None) or getattr(model, "all_tied_weights_keys", None) or ())
-    found = []
-    for name, tensor in parameters(model).items():
-        own = None if name in tied else own_name(name)
-        if own is not None:
-            found.append(dataclasses.replace(describe(model, name, tensor, mesh.index("pp")), name=own))
-    return found
+    tied = tied_names(model)
+    entries = entries_of(model, mesh, {name: t for name, t in parameters(model).items() if name not in tied})
+    named = [(own_name(entry.name), entry) for entry in entries]
+    return hub_groups(model, [dataclasses.replace(entry, name=own) for own, entry in named if own is not None])
 
 
 def parameters(model: Any) -> dict[str, torch.Tensor]:
@@ -56,11 +46,17 @@ def streamed(
     Args:
         local: what this rank stores, by the names of `groups`.
         limit: bytes that are gathered at once, unless one tensor, or what is converted together, is larger.
+
+    Raises:
+        CheckpointError: a rank was lost.
     """
     wait_for_writer()
     for item in all_to(0, joined(groups, limit), mesh.config):
         parts = {entry.name: stored(local[entry.name]) for entry in item.held_by(mesh.rank)}
-        whole = gathered(mesh, [item], parts)
+        try:
+            whole = gathered(mesh, [item], parts)
+        except RuntimeError as error:
+            raise lost_peer(error, "the weights could not be gathered") from error
         if mesh.rank == 0:
             values = item.group.convert(whole)
             yield from ((entry.name, value) for entry, value in zip(item.group.entries, values, strict=True))
@@ -68,19 +64,27 @@ def streamed(
 
 def joined(groups: Iterable[Group], limit: int) -> Iterator[Group]:
     """Consecutive tensors that need no conversion as one group, up to `limit` bytes."""
-    bucket: list[Group] = []
-    for group in groups:
-        full = bucket and sum(one.nbytes for one in bucket) + group.nbytes > limit
-        if bucket and (full or group.conversion is not None or bucket[-1].conversion is not None):
-            yield _one(bucket)
-            bucket = []
-        bucket.append(group)
+    for converted, alike in itertools.groupby(groups, lambda group: group.conversion is not None):
+        if converted:
+            yield from alike
+        else:
+            yield from map(_one, in_buckets(alike, limit))
+
+
+def in_buckets(tensors: Iterable[Any], limit: int) -> Iterator[list[Any]]:
+    """Consecutive ones, or what stands for them, of together at most `limit` bytes, or one that alone has more."""
+    bucket: list[Any] = []
+    held = 0
+    for tensor in tensors:
+        if bucket and held + tensor.nbytes > limit:
+            yield bucket
+            bucket, held = [], 0
+        bucket.append(tensor)
+        held += tensor.nbytes
     if bucket:
-        yield _one(bucket)
+        yield bucket
 
 
 def _one(bucket: list[Group]) -> Group:
-    if len(bucket) == 1:
-        return bucket[0]
     own = tuple(entry for group in bucket for entry in group.own)
     return Group(own, tuple(entry for group in bucket for entry in group.entries))

@@ -42,8 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument("recipe", metavar="RECIPE")
     checked = commands.add_parser("check", help="does it fit its machines: planner and dry run, on this machine")
     checked.add_argument("recipes", metavar="RECIPE", nargs="*", help="default: all that come with this package")
-    checked.add_argument("--no-dry-run", action="store_true", help="the planner alone, in a fraction of a second")
-    checked.add_argument("--write", action="store_true", help="write what to expect into the file")
+    how = checked.add_mutually_exclusive_group()  # what is written has a dry run's memory, too
+    how.add_argument("--no-dry-run", action="store_true", help="the planner alone, in a fraction of a second")
+    how.add_argument("--write", action="store_true", help="write what to expect into the file")
     commands.add_parser("run", add_help=False, help="start a script with what it says (`recipe run --help`)")
     pushed = commands.add_parser("push", help="put the file and a section of the model card into a repository")
     pushed.add_argument("recipe", metavar="RECIPE")

@@ -50,12 +50,12 @@ def _verdict(recipe: Recipe, dry: bool) -> Verdict:
     wrong = _off("planner", written, planned.to_dict())
     if not planned.fits:
         wrong.append(f"needs {planned.memory_gib:.1f} GiB by the planner, of {room}")
+    memory = dry_memory(recipe) if dry else (written.get("dry_run") or {}).get("memory_gib", 0.0)
     if dry:
-        memory = dry_memory(recipe)
         found.append(f"dry run {memory:.1f} GiB of tensors")
         wrong += _off("dry_run", written, {"memory_gib": memory})
-        if memory > planned.room_gib:
-            wrong.append(f"needs {memory:.1f} GiB in a dry run, of {room}")
+    if memory > planned.room_gib:
+        wrong.append(f"needs {memory:.1f} GiB in a dry run, of {room}")
     return Verdict(recipe.name, ", ".join(found), tuple(wrong))
 
 

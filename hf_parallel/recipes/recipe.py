@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.hardware import Cluster, make_cluster
-from hf_parallel.spec import HUB_FILE, RECIPE_KEYS, layout_of, locate, nearest_key, read_yaml, refuse, shipped
+from hf_parallel.spec import HUB_FILE, RECIPE_KEYS, convert, layout_of, locate, nearest_key, read_yaml, refuse, shipped
 
 #: What trains how; docs/recipes.md says it in words.
 METHODS = ("full", "lora", "qlora", "dpo", "grpo", "pretrain", "long_context")
@@ -28,6 +28,8 @@ CONFIG_CLASSES = {
 }
 _NEEDED = ("about", "model", "method", "hardware", "parallel", "arguments", "data")
 _DATA_KEYS = ("tokens_per_row", "dataset_name", "dataset_config", "note")
+#: Of the arguments those that memory and speed depend on.
+_COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _EXPECT_KEYS = {
     "planner": ("memory_gib", "step_s", "tokens_per_s", "within", "note"),
     "dry_run": ("memory_gib",),
@@ -85,12 +87,12 @@ class Recipe:
     @property
     def rows(self) -> int:
         """Rows of one call of the model on a data rank: of a pair of DPO both answers."""
-        return int(self.arguments["per_device_train_batch_size"]) * (2 if self.method == "dpo" else 1)
+        return self.arguments["per_device_train_batch_size"] * (2 if self.method == "dpo" else 1)
 
     @property
     def accumulation(self) -> int:
         """Calls per step."""
-        return int(self.arguments.get("gradient_accumulation_steps", 1))
+        return self.arguments.get("gradient_accumulation_steps", 1)
 
     @property
     def tokens_per_step(self) -> int:
@@ -153,21 +155,38 @@ def read_recipe(name: str, path: str) -> Recipe:
     expect = _section(name, values, "expect", _EXPECT_KEYS)
     for source in expect:
         _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source])
+    _to_numbers(f"{name}: hardware", hardware, ("gpus", "gpus_per_node"))
+    _to_numbers(f"{name}: data", data, ("tokens_per_row",))
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
     kept: dict[str, Any] = {key: values.get(key) for key in ("about", "model", "method", "shape", "script")}
-    words: dict[str, Any] = {key: values.get(key) or {} for key in ("arguments", "script_arguments")}
+    words: dict[str, Any] = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
     recipe = Recipe(name, path, hardware=machines, layout=layout, data=data, expect=expect, **kept, **words)
     _check(recipe)
     return recipe
 
 
 def _section(where: str, values: dict[str, Any], key: str, known: Any, needed: Any = ()) -> dict[str, Any]:
-    found = values.get(key) or {}
-    if not isinstance(found, dict):
-        refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", f"{key}: {{{next(iter(known))}: …}}")
+    found = _mapping(where, values, key, next(iter(known)))
     _check_keys(f"{where}: {key}", found, known, needed)
     return found
+
+
+def _mapping(where: str, values: dict[str, Any], key: str, example: str = "name") -> dict[str, Any]:
+    found = values.get(key) or {}
+    if not isinstance(found, dict):
+        refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", f"{key}: {{{example}: …}}")
+    return found
+
+
+def _to_numbers(where: str, values: dict[str, Any], keys: tuple[str, ...]) -> None:
+    """YAML takes `4k` for a word."""
+    for key in keys:
+        if key in values:
+            values[key] = convert(f"{where}: {key}", int, values[key])
+            if values[key] < 1:
+                refuse(f"{where}: {key}={values[key]}", "is one at least", f"{key}: 1")
 
 
 def _check_keys(where: str, values: dict[str, Any], known: Any, needed: Any = ()) -> None:

@@ -19,7 +19,8 @@ from urllib.parse import urlparse
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hf_parallel.rollouts.transfer import BACKEND, Announced, Channel
+from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.rollouts.transfer import BACKEND, Channel
 
 #: Of a request for completions; each is used, or has the one value that changes nothing.
 _SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "logprobs"}
@@ -89,6 +90,10 @@ class Engine:
         unknown = sorted(asked.keys() - _SAMPLING - _OTHERS)
         if unknown:
             raise Refused(f"{unknown[0]}: not part of the stand-in for vLLM; leave it out, or use `vllm serve`")
+        if asked.get("model", self.name) != self.name:
+            raise Refused(f"model={asked['model']}: not here; {self.name} is")
+        if asked.get("tool_choice", "auto") not in (None, "none", "auto"):
+            raise Refused(f"tool_choice={asked['tool_choice']}: what is drawn is not constrained; auto works")
         if asked.get("logprobs"):
             raise Refused(f"logprobs={asked['logprobs']}: only those of the drawn tokens; logprobs=0 works")
         seed = asked.get("seed")
@@ -152,7 +157,7 @@ class Engine:
             raise Refused("/update_weights before /init_weight_transfer_engine")
         info = asked["update_info"]
         columns = zip(info["names"], info["dtype_names"], info["shapes"], strict=True)
-        announced = [Announced(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+        announced = [Entry(name, tuple(shape), getattr(torch, dtype)) for name, dtype, shape in columns]
         wrong = [one.name for one in announced if not self._fits(one)]
         with self.lock, torch.no_grad():
             for name, tensor in self.channel.receive(announced):  # also what does not fit: the trainer sends it all
@@ -162,7 +167,7 @@ class Engine:
             raise Refused(f"{wrong[0]}: no weight of {self.name} has this name and shape")
         return {}
 
-    def _fits(self, one: Announced) -> bool:
+    def _fits(self, one: Entry) -> bool:
         own = self.parameters.get(one.name)
         return own is not None and tuple(own.shape) == one.shape
 
@@ -216,9 +221,12 @@ class _Handler(BaseHTTPRequestHandler):
         """Requests are not shown."""
 
 
-def placed(model: Any) -> Any:
-    """On the GPU, if there is one."""
-    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
+def load(name: str, dtype: str = "auto") -> Engine:
+    """The model of a folder or a Hub id, on the GPU, if there is one."""
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    if torch.accelerator.is_available():
+        model = model.to(torch.accelerator.current_accelerator())
+    return Engine(name, model, AutoTokenizer.from_pretrained(name))
 
 
 def serve(engine: Engine, host: str, port: int) -> ThreadingHTTPServer:
@@ -238,7 +246,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="auto")
     args = parser.parse_args(argv)
-    model = placed(AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype))
-    server = serve(Engine(args.model, model, AutoTokenizer.from_pretrained(args.model)), args.host, args.port)
+    server = serve(load(args.model, args.dtype), args.host, args.port)
     print(f"hf_parallel: {args.model} is served at port {server.server_port}", flush=True)
     server.serve_forever()

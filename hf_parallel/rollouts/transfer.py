@@ -6,15 +6,17 @@ names, dtypes and shapes; then consecutive tensors travel as one bucket of bytes
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hf_parallel.checkpoint.gather import as_bytes
+from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.checkpoint.stream import in_buckets
 
 #: What the server calls it in `weight_transfer_config`, where vLLM says "nccl".
 BACKEND = "gloo"
@@ -23,39 +25,29 @@ BUCKET = 256 << 20
 _LIMIT = timedelta(minutes=30)
 
 
-@dataclass(frozen=True)
-class Announced:
-    """A tensor that will be sent."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the data, bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
 class Channel:
     """The group of a trainer (rank 0) and a server; each side makes its own with the same facts."""
 
     def __init__(self, init_info: dict[str, Any], rank: int) -> None:
         host, port = init_info["master_address"], init_info["master_port"]
         size = init_info["world_size"]
-        self.store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
+        self.store: Any = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
         self.group: Any = dist.ProcessGroupGloo(
             dist.PrefixStore("hf_parallel/rollouts", self.store), rank, size, _LIMIT
         )
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """In the order in which they were announced; no more than a bucket is held."""
-        for bucket in in_buckets((tensor, tensor.nbytes) for tensor in tensors):
-            self._broadcast(torch.cat([_as_bytes(tensor) for tensor in bucket]))
+        try:
+            for bucket in in_buckets(tensors, BUCKET):
+                self._broadcast(torch.cat([as_bytes(tensor.cpu()) for tensor in bucket]))
+        except BaseException:  # as when a rank that has a part is lost: the server must not wait for the rest
+            self.group = self.store = None  # closes the connection
+            raise
 
-    def receive(self, announced: Iterable[Announced]) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, announced: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
         """The same, one by one."""
-        for bucket in in_buckets((one, one.nbytes) for one in announced):
+        for bucket in in_buckets(announced, BUCKET):
             data = torch.empty(sum(one.nbytes for one in bucket), dtype=torch.uint8)
             self._broadcast(data)
             for one, part in zip(bucket, data.split([one.nbytes for one in bucket]), strict=True):
@@ -65,24 +57,6 @@ class Channel:
         options = dist.BroadcastOptions()
         options.rootRank = 0
         self.group.broadcast([data], options).wait()
-
-
-def in_buckets(sized: Iterable[tuple[Any, int]], limit: int | None = None) -> Iterator[list[Any]]:
-    """Consecutive things of together at most so many bytes, or one that alone has more."""
-    bucket: list[Any] = []
-    held, limit = 0, BUCKET if limit is None else limit
-    for one, size in sized:
-        if bucket and held + size > limit:
-            yield bucket
-            bucket, held = [], 0
-        bucket.append(one)
-        held += size
-    if bucket:
-        yield bucket
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def address_towards(host: str | None) -> str:

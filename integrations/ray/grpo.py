@@ -25,12 +25,9 @@ class Rollouts:
     """The server of completions; put `vllm serve` here where it can be installed."""
 
     def __init__(self, model: str):
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from hf_parallel.rollouts.server import load, serve
 
-        from hf_parallel.rollouts.server import Engine, placed, serve
-
-        loaded = placed(AutoModelForCausalLM.from_pretrained(model))
-        self.server = serve(Engine(model, loaded, AutoTokenizer.from_pretrained(model)), "0.0.0.0", 0)
+        self.server = serve(load(model), "0.0.0.0", 0)
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
     def address(self) -> str:

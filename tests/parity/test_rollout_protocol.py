@@ -116,11 +116,23 @@ def check_texts(client, folder) -> None:
 
 
 def check_refusals(client) -> None:
-    for settings, said in (({"logprobs": 5}, "logprobs=5"), ({"structured_outputs_regex": "a"}, "structured_outputs")):
+    for settings, said in (
+        ({"logprobs": 5}, "logprobs=5"),
+        ({"structured_outputs_regex": "a"}, "structured_outputs"),
+        ({"generation_kwargs": {"model": "another"}}, "model=another"),
+        ({"generation_kwargs": {"tool_choice": "required"}}, "tool_choice=required"),
+    ):
         with pytest.raises(Exception, match=f"400.*{said}"):
             client.generate(PROMPTS, **settings)
     with pytest.raises(Exception, match="400.*model.nothing: no weight"):
         client.update_named_param("model.nothing", torch.ones(3))
+
+    def lost():
+        yield "model.norm.weight", torch.ones(4)
+        raise RuntimeError("a rank was lost")
+
+    with pytest.raises(RuntimeError, match="a rank was lost"):  # at once: the server is not left to wait
+        client.update_named_params([("model.norm.weight", "float32", [4]), ("lm_head.weight", "float32", [4])], lost())
 
 
 def test_what_the_client_asks_for(folders):

@@ -103,6 +103,10 @@ def written(tmp_path, old="", new=""):
         ("about: A test", "about: !!python/object/apply:os.getcwd []", "not a YAML file"),
         ("model: me/mine", "model: me/mine\nmodel: me/yours", "model: given twice"),
         ("method: full", "method: full\nexpect: {guess: {}}", "expect: guess: unknown key"),
+        ("gpus: 8", "gpus: eight", "hardware: gpus=eight: not a value of this key"),
+        ("tokens_per_row: 512", "tokens_per_row: 0", "data: tokens_per_row=0: is one at least"),
+        ("batch_size: 2", "batch_size: 2k", "arguments: per_device_train_batch_size=2k: not a value of this key"),
+        ("script: trl.scripts.sft", "script_arguments: [lora_r]", "script_arguments: is a list, not a mapping"),
     ],
 )
 def test_what_is_refused(tmp_path, old, new, message):
@@ -140,5 +144,7 @@ def test_an_outdated_expectation_is_found(tmp_path):
     wrong = check(str(path), dry=False).wrong
     assert len(wrong) == 3
     assert all("recipe check --write" in line for line in wrong)
+    path.write_text(RECIPE + "expect:\n  dry_run: {memory_gib: 81}\n")
+    assert any(line.startswith("needs 81.0 GiB in a dry run") for line in check(str(path), dry=False).wrong)
     path.write_text(RECIPE.replace("gpus: 8", "gpus: 1").replace("dp_shard: 8", "dp_shard: 1").replace("512", "40960"))
     assert any(line.startswith("needs ") for line in check(str(path), dry=False).wrong)

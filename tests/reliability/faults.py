@@ -106,9 +106,9 @@ def _optimizer(act: Callable) -> None:
 
 def _adapter(act: Callable) -> None:
     """Tensors of an adapter are on their way to rank 0."""
-    from hf_parallel.checkpoint import save
+    from hf_parallel.checkpoint import stream
 
-    _at_call(save, "gathered", 3, act)
+    _at_call(stream, "gathered", 3, act)
 
 
 def _flush(act: Callable) -> None:

@@ -6,6 +6,7 @@ same. Weights are gathered from the shards of all stages as they are sent: no ra
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -111,9 +112,16 @@ def init_communicator(original: Callable, self: Any, device: Any = 0) -> None:
         "rank_offset": 1,
         "world_size": self.get_world_size() + 1,
     }
-    with ThreadPoolExecutor(1) as executor:  # the server waits for this side inside the request
-        answer = executor.submit(self._post, f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
+    with _asking(self, "init_weight_transfer_engine", init_info=info):
         self.communicator = transfer.Channel(info, 0)
+
+
+@contextlib.contextmanager
+def _asking(client: Any, what: str, **told: dict) -> Iterator[None]:
+    """A request beside what is done: inside of it the server waits for this side."""
+    with ThreadPoolExecutor(1) as executor:
+        answer = executor.submit(client._post, f"{client.base_url}/{what}", json=told)
+        yield
         answer.result()
 
 
@@ -127,9 +135,7 @@ def update_named_params(original: Callable, self: Any, metadata: list, named_par
     info = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "packed": True}
     if not self._updating_weights:
         self._start_weight_update()
-    with ThreadPoolExecutor(1) as executor:
-        answer = executor.submit(self._post, f"{self.base_url}/update_weights", json={"update_info": info})
+    with _asking(self, "update_weights", update_info=info):
         self.communicator.send(tensor for _, tensor in named_params)
-        answer.result()
     if not self._updating_weights:
         self._finish_weight_update()
