@@ -32,12 +32,6 @@ class Reading:
     said: list[tuple[str, str]] = field(default_factory=list)
 
     @property
-    def tokens_per_call(self) -> float:
-        """Of a mean call of the model on a rank."""
-        calls = sum(row.calls for row in self.rows)
-        return sum(row.tokens for row in self.rows) / calls if calls else 0.0
-
-    @property
     def seq(self) -> int:
         """Tokens of a mean row."""
         samples = sum(row.rows for row in self.rows)
