@@ -17,8 +17,7 @@ def at_step(trainer: Any) -> None:
     if state is None or step not in (state.config.profile_steps or ()):
         return
     monitoring.watched(trainer.model)  # its own notes begin before those of a profile, and end after them
-    tied = state.pipeline.tied_group if state.pipeline else None
-    record_of(trainer).profile = Profile(state.mesh, known_groups(state.mesh, tied), step)
+    record_of(trainer).profile = Profile(state.mesh, known_groups(state), step)
 
 
 def on_step_end(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
