@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -203,16 +203,21 @@ class DesyncDetector:
         """The main thread cannot be woken out of a collective."""
         if explained_by is not None and explained_by("all ranks stand still"):
             time.sleep(LOOK_S)
-            os._exit(1)
+            leave()
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)
         if self.rank == speaker:
             print(_deadlock(places), file=sys.stderr, flush=True)
         else:
             time.sleep(LOOK_S)  # a launcher ends all ranks as soon as the first one has gone
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+        leave()
+
+
+def leave() -> NoReturn:
+    """End this process from a thread, with what it has printed."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(1)
 
 
 class _Rest:

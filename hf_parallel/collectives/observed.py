@@ -1,8 +1,8 @@
 """One place where all collectives of this process can be seen, whoever calls them: FSDP2, this package, a script.
 
-    with observing(listener): ...       begin(call)   before each
-                                        end(call, work)   it has started
-                                        waiting(work), waited(work)   around each wait for one, also inside of c10d
+    listen(listener)        begin(call)   before each
+    ...                     end(call, work)   it has started
+    unlisten(listener)      waiting(work), waited(work)   around each wait for one, also inside of c10d
 
 c10d's Python functions end in methods of `ProcessGroup`, which are wrapped while anybody listens and put back after
 the last one, in whatever order they stop.
@@ -11,9 +11,7 @@ Not seen: torch's functional collectives, which call it from C++ (DTensor's own;
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -96,18 +94,8 @@ _listeners: tuple[Listener, ...] = ()
 _originals: dict[str, Any] = {}
 
 
-@contextlib.contextmanager
-def observing(listener: Listener) -> Iterator[None]:
-    """In here the listener hears of every collective of this process."""
-    listen(listener)
-    try:
-        yield
-    finally:
-        unlisten(listener)
-
-
 def listen(listener: Listener) -> None:
-    """From here on."""
+    """From here on the listener hears of every collective of this process."""
     global _listeners
     _listeners = (*_listeners, listener)
     if not _originals:

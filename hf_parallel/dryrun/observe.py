@@ -17,8 +17,8 @@ from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.config import SHARDS
 from hf_parallel.dryrun.recorder import Recorder, Traffic
-from hf_parallel.mesh import EXPERT_AXES, ParallelMesh
-from hf_parallel.parallelize import state_of
+from hf_parallel.mesh import EXPERT_AXES
+from hf_parallel.parallelize import ParallelState, state_of
 from hf_parallel.spec import refuse
 
 Communication = dict[str, dict[str, Traffic]]  # axis -> kind of collective -> what it moved
@@ -62,8 +62,7 @@ def observe(
     """
     state = state_of(model)
     assert state is not None
-    tied = state.pipeline.tied_group if state.pipeline else None
-    with Recorder(axis_names(state.mesh, tied), scalars=scalars) as recorder, _parted(recorder, layers):
+    with Recorder(axis_names(state), scalars=scalars) as recorder, _parted(recorder, layers):
         kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         update = build_optimizer(optimizer, model)
         for _ in range(2):
@@ -112,10 +111,11 @@ def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
     refuse(f"optimizer={name}", f"the dry run knows {', '.join(OPTIMIZERS)}", "adamw")
 
 
-def axis_names(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
+def axis_names(state: ParallelState) -> dict[str, str]:
     """What to call process groups: their axis, also of a part of it, as cp's rings and groups of Ulysses; `data` that
     of all data ranks; both ends of a pipeline are pp too."""
-    known, ranks_of = {"data": mesh.data_group, "pp": tied}, dist.get_process_group_ranks
+    mesh, ranks_of = state.mesh, dist.get_process_group_ranks
+    known = {"data": mesh.data_group, "pp": state.pipeline.tied_group if state.pipeline else None}
     cp = set(ranks_of(mesh.group("cp")))
     names: dict[str, str] = {group.group_name: "cp" for group in mesh.groups.made() if cp.issuperset(ranks_of(group))}
     names |= {group.group_name: name for name, group in known.items() if group is not None}

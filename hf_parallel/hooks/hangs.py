@@ -54,8 +54,7 @@ class Watched:
         state = runtime.parallel_state(model)
         if state is None or store is None:
             return
-        tied = state.pipeline.tied_group if state.pipeline else None
-        record = CollectiveRecord(axis_names(state.mesh, tied), model)
+        record = CollectiveRecord(axis_names(state), model)
         listen(record)
         self.stack.callback(unlisten, record)
         store = dist.PrefixStore(f"hangs/{next(_numbers)}", store)

@@ -157,12 +157,10 @@ def count(samples: list) -> None:
             _watched.meter.count(*counted(batch, getattr(batch, "real_rows", None)))
 
 
-def on_step_end(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
-    control = original(*args, **kwargs)
+def step_ended() -> None:
+    """Of the Trainer that has begun it."""
     if _watched is not None:
         _watched.meter.end(TRAINER)
-    return control
 
 
 def of_trainer(trainer: Any) -> dict[str, float]:

@@ -15,7 +15,8 @@ from typing import Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.monitor import record
-from hf_parallel.monitor.expected import Batch, expect, terms
+from hf_parallel.monitor.expected import TERMS, Batch, expect, measured_terms, terms
+from hf_parallel.monitor.figures import RankRow
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Host, Link
 from hf_parallel.planner.shape import ModelShape, shape_of
 from hf_parallel.spec import refuse
@@ -44,7 +45,13 @@ def calibrated(folder: str, model: Any) -> tuple[Cluster, list[str]]:
     Raises:
         SpecError: no record, or none with a plan and a step after the first ones.
     """
-    found, shape = _measured(folder), shape_of(model)
+    shape = shape_of(model)
+    try:
+        found = _measured(folder)
+    except (KeyError, TypeError) as error:
+        refuse(
+            folder, "its record is damaged, or of another version", do="train a few times logging_steps", cause=error
+        )
     before = expect(shape, found.config, found.cluster, found.batch)
     cluster, factors = _fit(shape, found)
     after = expect(shape, found.config, cluster, found.batch)
@@ -62,22 +69,17 @@ def _measured(folder: str) -> Measured:
     runs = [i for i, line in enumerate(lines) if line["kind"] == "run"]
     last = lines[runs[-1] :] if runs else []
     plan = last[0]["plan"] if last else None
-    steps = [line["ranks"] for line in last if line["kind"] == "metrics"]
+    steps = [[RankRow(**row) for row in line["ranks"]] for line in last if line["kind"] == "metrics"]
     if plan is None:
         refuse(folder, f"its record has no plan to calibrate ({(last or [{}])[0].get('why_no_plan', 'no run')})")
     if not steps:
         refuse(folder, "its record has no step", do="train a few times logging_steps")
     warm = steps[1:] or steps  # the first one holds what happens once
-    parts = {"compute": "compute", "communication": "communication", "bubble": "pp", "other": "rest"}
-    values = {name: statistics.median(_mean(ranks, part) for ranks in warm) for name, part in parts.items()}
-    step = statistics.median(max(rank["step"] for rank in ranks) for ranks in warm)
+    logs = [measured_terms(ranks) for ranks in warm]
+    values = {name: statistics.median(log[name] for log in logs) for name in TERMS}
+    step = statistics.median(max(rank.step for rank in ranks) for ranks in warm)
     config = ParallelConfig.parse(plan["spec"])
     return Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
-
-
-def _mean(ranks: list[dict[str, float]], part: str) -> float:
-    names = ("tp", "dp", "cp", "ep", "all") if part == "communication" else (part,)
-    return sum(rank[name] for rank in ranks for name in names) / len(ranks)
 
 
 def read_cluster(saved: dict[str, Any]) -> Cluster:

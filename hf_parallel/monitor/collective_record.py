@@ -1,7 +1,7 @@
 """The last collectives of this rank: number in their group, operation, axis, shape, and the module that they serve.
 
     record = CollectiveRecord({group_name: "dp_shard"}, model)
-    with observing(record): train()
+    listen(record); train(); unlisten(record)
     record.facts()                        # what is not done yet, and the last of each group, ready for JSON
 
 A record costs a few microseconds: the shape and the module are references, and become text only when somebody asks.

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -22,22 +21,17 @@ from torch.profiler import ProfilerActivity, profile, supported_activities
 from hf_parallel.groups import machine_id
 from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.monitor import profile_picture, trace
+from hf_parallel.monitor.clock import HostClock
 from hf_parallel.monitor.waits import Waits
 
 NAME = "profile_step_{}"
 _LEAST_EVENTS = 1000  # of a rank, however many there are
 
 
-class _WallClock:
-    """Nanoseconds since 1970, which is what torch.profiler tells: of the thread that trains."""
+class _WallClock(HostClock):
+    """Nanoseconds since 1970, which is what torch.profiler tells."""
 
     mark = staticmethod(time.time_ns)
-
-    def __init__(self) -> None:
-        self._thread = threading.get_ident()
-
-    def is_here(self, axis: str) -> bool:
-        return threading.get_ident() == self._thread
 
 
 class Profile:
@@ -50,7 +44,9 @@ class Profile:
     def __init__(self, mesh: ParallelMesh, axes: Mapping[str, str], step: int) -> None:
         self.mesh, self.axes, self.step = mesh, axes, step
         self._notes: list[trace.Wait] = []
-        self._waits = Waits(axes, _WallClock(), lambda *note: self._notes.append(trace.Wait(*note)))
+        clock = _WallClock()
+        clock.begin()
+        self._waits = Waits(axes, clock, lambda *note: self._notes.append(trace.Wait(*note)))
         self._profiler = self._started()
         if mesh.device.type == "cpu":  # on a GPU its kernels tell
             self._waits.start(mesh.device)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
 
-from hf_parallel.axes.pipeline.picture import IDLE, INK, LINE, QUIET, ticks
+from hf_parallel.axes.pipeline.picture import IDLE, QUIET, head, text_at, time_axis
 from hf_parallel.monitor.clock import ALL
 from hf_parallel.monitor.intervals import Interval, length, union
 from hf_parallel.monitor.trace import Part
@@ -28,7 +28,6 @@ COLOURS = {
 NAMES = {ALL: "all ranks", "pp": "pp (other stages)"}
 _LEFT, _TOP, _PLOT, _SHARES, _ROW, _STEP = 210, 78, 860, 330, 32, 40  # pixels
 _MOST_RANKS = 64
-_FONT = "system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif"
 
 
 def write(path: str | Path, parts: list[Part], name: str) -> None:
@@ -43,13 +42,9 @@ def svg(parts: list[Part], name: str) -> str:
     foot = _TOP + len(shown) * _STEP
     width, height = _LEFT + _PLOT + _SHARES, foot + 76
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'font-family="{_FONT}" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(24, 34, name, size=19, weight=600),
-        _text(24, 56, _caption(parts, duration), fill=QUIET, size=13),
+        *head(width, height, 24, name, _caption(parts, duration)),
         *(line for rank, part in enumerate(shown) for line in _row(rank, part, duration)),
-        *_axis(duration / 1000, foot),
+        *time_axis(duration / 1000, _LEFT, foot, _PLOT, " ms"),
         *_legend(shown, foot + 52),
         "</svg>",
     ]
@@ -64,13 +59,13 @@ def _caption(parts: list[Part], duration: float) -> str:
 def _row(rank: int, part: Part, duration: float) -> Iterator[str]:
     y, half = _TOP + rank * _STEP, _ROW / 2
     yield f'<g class="rank"><title>{escape(part.name)}</title>'
-    yield _text(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
+    yield text_at(_LEFT - 12, y + _ROW / 2 + 4, part.name, fill=QUIET, anchor="end")
     yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="2" fill="{IDLE}"/>'
     yield _boxes("compute", "compute", part.busy, y, half, duration)
     for kind, opacity, by_axis in (("hidden", 0.4, part.hidden), ("exposed", 1.0, part.exposed)):
         for axis, spans in by_axis.items():
             yield _boxes(axis, f"{kind} {axis}", spans, y + half, half, duration, opacity)
-    yield _text(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, _shares(part), fill=QUIET, size=11)
+    yield text_at(_LEFT + _PLOT + 12, y + _ROW / 2 + 4, _shares(part), fill=QUIET, size=11)
     yield "</g>"
 
 
@@ -91,14 +86,6 @@ def _shares(part: Part) -> str:
     return ", ".join([f"compute {length(part.busy) / whole:.0%}", *named, f"idle {part.idle / whole:.0%}"])
 
 
-def _axis(milliseconds: float, y: float) -> Iterator[str]:
-    yield f'<path d="M{_LEFT} {y}h{_PLOT}" stroke="{LINE}"/>'
-    for tick in ticks(milliseconds):
-        x = _LEFT + tick / milliseconds * _PLOT
-        yield f'<path d="M{x:.1f} {y}v5" stroke="{LINE}"/>'
-        yield _text(x, y + 19, f"{tick:.6g} ms", fill=QUIET, anchor="middle", size=11)
-
-
 def _legend(parts: list[Part], y: float) -> Iterator[str]:
     used: dict[str, None] = {"compute": None}
     hidden = False
@@ -111,16 +98,9 @@ def _legend(parts: list[Part], y: float) -> Iterator[str]:
     for colour, opacity, label in [*entries, (IDLE, 1.0, "idle")]:
         style = f'fill="{colour}" fill-opacity="{opacity}"'
         yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" {style}/>'
-        yield _text(x + 20, y, label)
+        yield text_at(x + 20, y, label)
         x += 44 + 6.8 * len(label)
 
 
 def _seen(by_axis: Mapping[str, list[Interval]]) -> Iterator[bool]:
     return (bool(spans) for spans in by_axis.values())
-
-
-def _text(
-    x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
-) -> str:
-    style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import socket
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.dryrun.observe import axis_names
-from hf_parallel.mesh import ParallelMesh, coordinates
+from hf_parallel.mesh import coordinates
 from hf_parallel.monitor.clock import ALL
 from hf_parallel.monitor.figures import RankRow, figures, gather, mfu, own_row, significant
 from hf_parallel.monitor.meter import Meter
@@ -32,12 +31,6 @@ class Reading:
     said: list[tuple[str, str]] = field(default_factory=list)
 
     @property
-    def tokens_per_call(self) -> float:
-        """Of a mean call of the model on a rank."""
-        calls = sum(row.calls for row in self.rows)
-        return sum(row.tokens for row in self.rows) / calls if calls else 0.0
-
-    @property
     def seq(self) -> int:
         """Tokens of a mean row."""
         samples = sum(row.rows for row in self.rows)
@@ -53,9 +46,8 @@ class Session:
     """
 
     def __init__(self, state: ParallelState, config: Any, full: bool) -> None:
-        self.mesh, self.full = state.mesh, full
-        self._tied = state.pipeline.tied_group if state.pipeline else None
-        self.meter = Meter(self._axes(), self.mesh.device, full)
+        self.state, self.mesh, self.full = state, state.mesh, full
+        self.meter = Meter(known_groups(state), self.mesh.device, full)
         world = range(self.mesh.config.world_size)
         self.stragglers = Stragglers([coordinates(self.mesh.config, rank)["pp"] for rank in world])
         self.peak = _peak(self.mesh.device)
@@ -69,14 +61,10 @@ class Session:
         except (SpecError, ValueError, KeyError, AttributeError, TypeError):
             return None
 
-    def _axes(self) -> Mapping[str, str]:
-        """The groups of several ranks and their axis, by name."""
-        return known_groups(self.mesh, self._tied)
-
     def read(self) -> Reading | None:
         """The steps since the last reading; None if there were none. Collective over all ranks."""
         window = self.meter.take()
-        self.meter.waits.axes = dict(self._axes())  # groups may have been made since
+        self.meter.waits.axes = known_groups(self.state)  # groups may have been made since
         rows = gather(own_row(window, self.mesh.device), self.mesh.device)
         if not all(row.steps for row in rows):
             self.meter.give_back(window)
@@ -101,16 +89,12 @@ class Session:
         self.meter.stop()
 
 
-def known_groups(mesh: ParallelMesh, tied: Any = None) -> dict[str, str]:
-    """The process groups of several ranks, by name: their axis, or `ALL` of those that hold every rank.
-
-    Args:
-        tied: the group of both ends of a pipeline that share an embedding.
-    """
-    known, found = axis_names(mesh, tied), dict[str, str]()
+def known_groups(state: ParallelState) -> dict[str, str]:
+    """The process groups of several ranks, by name: their axis, or `ALL` of those that hold every rank."""
+    known, found = axis_names(state), dict[str, str]()
     for group, name in dist.distributed_c10d._world.pg_names.items():
         size = dist.get_world_size(group) if isinstance(group, dist.ProcessGroup) else 1
-        axis = known.get(name) or (ALL if size == mesh.config.world_size else None)
+        axis = known.get(name) or (ALL if size == state.config.world_size else None)
         if size > 1 and axis is not None:
             found[name] = axis
     return found

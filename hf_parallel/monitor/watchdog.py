@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.collectives.desync import AloneError
+from hf_parallel.collectives.desync import AloneError, leave
 from hf_parallel.monitor import hang_report, standing
 
 #: Seconds between two looks; between two signs of life; that ranks have to answer; that an error waits to be told.
@@ -257,7 +257,7 @@ class Watchdog:
             states = hang_report.states(facts, facts)
             self._say(f"the process that keeps the store (rank 0's, or the launcher) is gone; {states}")
             if self.settings.ends:
-                self._leave()
+                leave()
 
     def _end(self, failing: bool) -> None:
         """A main thread cannot be woken out of a collective; one with an error goes on to its end.
@@ -268,13 +268,7 @@ class Watchdog:
         if self.error is not None or (failing and self.closed.wait(ERROR_S)):
             return
         time.sleep(LOOK_S)  # a launcher ends all ranks once one has gone: who has an error prints it first
-        self._leave()
-
-    def _leave(self) -> None:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
-        os._exit(1)
+        leave()
 
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):

@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,6 +61,28 @@ def training(spec, folder, out, change):
     ended, trainer = train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT)
     finite = all(bool(torch.isfinite(stored(parameter)).all()) for parameter in trainer.model.parameters())
     return ended.logs, finite, hook_count(trainer.model, "act_fn")
+
+
+def test_a_loss_scaler_has_bad_steps_by_plan(monkeypatch):
+    from hf_parallel.hooks.trainer import bad_numbers
+
+    said = []
+    config = SimpleNamespace(nan_action="skip")
+    mesh = SimpleNamespace(config=config, device=torch.device("cuda"))
+    monkeypatch.setattr(bad_numbers.runtime, "mesh", lambda: mesh)
+    monkeypatch.setattr(bad_numbers.report, "say", said.append)
+    trainer = SimpleNamespace(accelerator=SimpleNamespace(scaler=object()))
+    trainer.args = SimpleNamespace(logging_nan_inf_filter=False)
+    bad_numbers.Looking(trainer)
+    assert "nan_action=skip: not looked at under fp16" in said.pop()
+    config.nan_action = "report"
+    looking = bad_numbers.Looking(trainer)
+    looking.logged({"loss": math.nan})
+    assert not looking.wanted
+    assert not said
+    trainer.accelerator.scaler = None
+    looking.logged({"loss": math.nan})
+    assert looking.wanted
 
 
 def hook_count(model, kind):

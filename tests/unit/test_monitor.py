@@ -350,6 +350,10 @@ def test_a_record_without_a_plan_calibrates_nothing(tmp_path):
     record.Record(str(tmp_path)).write("run", plan=None, why_no_plan="the planner counts neither")
     with pytest.raises(SpecError, match="counts neither"):
         calibrate.calibrated(str(tmp_path), SHAPE)
+    written(tmp_path, as_planned(planned()))
+    record.Record(str(tmp_path)).write("metrics", step=4, ranks=[{"step": 1.0}])
+    with pytest.raises(SpecError, match="of another version"):
+        calibrate.calibrated(str(tmp_path), SHAPE)
 
 
 def test_plan_with_a_record(tmp_path, capsys):

@@ -42,14 +42,10 @@ def svg(timeline: Timeline, name: str, predicted: float | None = None, measured:
     foot = _TOP + timeline.ranks * _STEP
     width, height = _LEFT + _PLOT + _MARGIN, foot + 76
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        _text(_LEFT, 34, name, size=19, weight=600),
-        _text(_LEFT, 56, _caption(timeline, predicted, measured), fill=QUIET, size=13),
+        *head(width, height, _LEFT, name, _caption(timeline, predicted, measured)),
         *_rows(timeline),
         *_boxes(timeline),
-        *_axis(timeline.duration, foot),
+        *time_axis(timeline.duration, _LEFT, foot, _PLOT),
         *_legend(timeline, foot + 52),
         "</svg>",
     ]
@@ -68,7 +64,7 @@ def _rows(timeline: Timeline) -> Iterator[str]:
     """What stays visible of a row is idle time."""
     for rank in range(timeline.ranks):
         y = _TOP + rank * _STEP
-        yield _text(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
+        yield text_at(_LEFT - 12, y + _ROW / 2 + 4, f"rank {rank}", fill=QUIET, anchor="end")
         yield f'<rect class="idle" x="{_LEFT}" y="{y}" width="{_PLOT}" height="{_ROW}" rx="3" fill="{IDLE}"/>'
 
 
@@ -91,7 +87,7 @@ def _box(span: Span, x: float, y: float, wide: float, colour: str) -> str:
     text = ""
     if not thin and wide >= 7 * len(label) + 4:
         ink = "#ffffff" if _luminance(colour) < 0.45 else INK
-        text = _text(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
+        text = text_at(x + wide / 2, y + _ROW / 2 + 4, label, fill=ink, anchor="middle")
     return (
         f'<g><title>{escape(about)}</title><rect class="box {span.kind}" x="{x:.2f}" y="{y + _ROW - high:.2f}" '
         f'width="{wide:.2f}" height="{high:.2f}" rx="2" fill="{colour}" stroke="#ffffff"/>{text}</g>'
@@ -108,15 +104,27 @@ def _shades(timeline: Timeline) -> dict[tuple[int, int], float]:
     return shades
 
 
-def _axis(duration: float, y: float) -> Iterator[str]:
-    yield f'<path d="M{_LEFT} {y}h{_PLOT}" stroke="{LINE}"/>'
-    for tick in ticks(duration):
-        x = _LEFT + tick / duration * _PLOT
+def head(width: float, height: float, x: float, name: str, caption: str) -> Iterator[str]:
+    """The picture's begin: a white page with a title."""
+    yield (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="system-ui, -apple-system, Segoe UI, Helvetica, Arial, DejaVu Sans, sans-serif" font-size="12">'
+    )
+    yield f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    yield text_at(x, 34, name, size=19, weight=600)
+    yield text_at(x, 56, caption, fill=QUIET, size=13)
+
+
+def time_axis(duration: float, left: float, y: float, wide: float, unit: str = "") -> Iterator[str]:
+    """The axis of time below the rows."""
+    yield f'<path d="M{left} {y}h{wide}" stroke="{LINE}"/>'
+    for tick in _ticks(duration):
+        x = left + tick / duration * wide
         yield f'<path d="M{x:.2f} {y}v5" stroke="{LINE}"/>'
-        yield _text(x, y + 19, f"{tick:.6g}", fill=QUIET, anchor="middle", size=11)
+        yield text_at(x, y + 19, f"{tick:.6g}{unit}", fill=QUIET, anchor="middle", size=11)
 
 
-def ticks(duration: float) -> list[float]:
+def _ticks(duration: float) -> list[float]:
     """From 0 on, at 1, 2 or 5 times a power of ten, about ten of them."""
     power = 10.0 ** math.floor(math.log10(duration / 10))
     step = next(power * n for n in (1, 2, 5, 10) if power * n * 12 >= duration)
@@ -129,15 +137,16 @@ def _legend(timeline: Timeline, y: float) -> Iterator[str]:
     x = float(_LEFT)
     for colour, label in entries:
         yield f'<rect class="key" x="{x}" y="{y - 11}" width="14" height="14" rx="2" fill="{colour}"/>'
-        yield _text(x + 20, y, label)
+        yield text_at(x + 20, y, label)
         x += 44 + 6.6 * len(label)
     if max(len({s.stage for s in timeline.spans if s.rank == rank}) for rank in range(timeline.ranks)) > 1:
-        yield _text(x, y, "lighter: a later stage of the same rank", fill=QUIET)
+        yield text_at(x, y, "lighter: a later stage of the same rank", fill=QUIET)
 
 
-def _text(
+def text_at(
     x: float, y: float, text: str, fill: str = INK, anchor: str = "start", size: int = 12, weight: int = 400
 ) -> str:
+    """A line of text."""
     style = f'fill="{fill}" text-anchor="{anchor}" font-size="{size}" font-weight="{weight}"'
     return f'<text x="{x:.2f}" y="{y:.2f}" {style}>{escape(text)}</text>'
 

@@ -42,6 +42,8 @@ class Looking(TrainerCallback):
         self.search: Search | None = None  # in the step in progress
         self.wanted = False  # in the next step
         self.searches, self.bad_steps = 0, 0
+        if self.action != "report" and self._is_scaled():
+            report.say(f"nan_action={self.action}: not looked at under fp16, whose loss scaler leaves such steps out")
 
     # ---- of every step ---------------------------------------------------------------------------------------------
 
@@ -65,14 +67,17 @@ class Looking(TrainerCallback):
 
     def _is_read_now(self) -> bool:
         free = runtime.mesh().device.type == "cpu" or self.trainer.args.logging_nan_inf_filter
-        scaled = self.trainer.accelerator.scaler is not None  # fp16's scaler tries what is too large, by plan
-        return not scaled and (free or self.action != "report" or self.search is not None)
+        return not self._is_scaled() and (free or self.action != "report" or self.search is not None)
+
+    def _is_scaled(self) -> bool:
+        """fp16's scaler tries what is too large, by plan."""
+        return self.trainer.accelerator.scaler is not None
 
     def logged(self, logs: dict[str, Any]) -> None:
         """What Trainer has read anyway."""
         known = (logs.get(name) for name in ("loss", "grad_norm"))
         bad = any(isinstance(value, int | float) and not math.isfinite(value) for value in known)
-        if bad and not self.bad_steps and not self._is_read_now():
+        if bad and not self.bad_steps and not self._is_scaled() and not self._is_read_now():
             self.wanted = True
 
     # ---- of a bad one ----------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.hooks import monitoring, report, runtime
@@ -17,16 +16,13 @@ def at_step(trainer: Any) -> None:
     if state is None or step not in (state.config.profile_steps or ()):
         return
     monitoring.watched(trainer.model)  # its own notes begin before those of a profile, and end after them
-    tied = state.pipeline.tied_group if state.pipeline else None
-    record_of(trainer).profile = Profile(state.mesh, known_groups(state.mesh, tied), step)
+    record_of(trainer).profile = Profile(state.mesh, known_groups(state), step)
 
 
-def on_step_end(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def step_ended(trainer: Any) -> None:
     """The step has ended for all that look at it."""
-    control = original(*args, **kwargs)
     record = record_of(trainer)
     if record.profile is not None:
         for line in record.profile.finish(trainer.args.output_dir):
             report.say(line)
         record.profile = None
-    return control

@@ -42,14 +42,7 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
     self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
-    if runtime.mesh().config.monitor != "off":
-        self.callback_handler.on_step_end = functools.partial(
-            monitoring.on_step_end, self.callback_handler.on_step_end
-        )
-    if runtime.mesh().config.profile_steps:
-        self.callback_handler.on_step_end = functools.partial(
-            profiling.on_step_end, self, self.callback_handler.on_step_end
-        )
+    self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check(self)
     losses.prepare(self)
 
@@ -109,6 +102,14 @@ def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args
     runtime.compare_batches(model, inputs, "training")
     with looked_at, record_of(self).during(step), _recorded(self), monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
+
+
+def on_step_end(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
+    control = original(*args, **kwargs)
+    monitoring.step_ended()
+    profiling.step_ended(trainer)
+    return control
 
 
 def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
