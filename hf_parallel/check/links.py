@@ -191,8 +191,7 @@ def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload
 
 def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
     """What the planner reckons with."""
-    context = "ring" if config.context_parallel == "auto" else config.context_parallel
-    return groups(to_layout(config, context), cluster).get(_PLANNED.get(axis, axis))
+    return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
 
 
 def _row(axis: str, name: str, found: list[dict[str, Any]], planned: Group | None, payload: int, crowded: bool) -> Row:

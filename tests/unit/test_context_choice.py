@@ -67,7 +67,7 @@ def test_what_it_says(monkeypatch):
 
 
 def test_the_planner_reckons_with_the_same():
-    from hf_parallel.planner.candidates import Goal, configured, context_of
+    from hf_parallel.planner.candidates import Goal, configured, context_of, to_layout
     from hf_parallel.planner.hardware import make_cluster
     from hf_parallel.planner.shape import shape_of
 
@@ -76,3 +76,4 @@ def test_the_planner_reckons_with_the_same():
         goal = Goal(shape_of(numbers), make_cluster("h100-80gb", gpus), length, 1)
         assert context_of(configured(cp_size=gpus), goal, 1) == of(gpus, length)
         assert context_of(configured(cp_size=gpus, context_parallel="ring"), goal, 1) == "ring"
+        assert to_layout(configured(cp_size=gpus, context_parallel="ulysses")).context == "ulysses"
