@@ -128,6 +128,9 @@ def dry_run(
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
     away, config = _off_device(config.offload), dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
+    if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
+        why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
+        refuse("output_router_logits=True under pp", why, "output_router_logits=False")
     stack = _stack(model)
     if layers is not None and stack is not None:
         backbone_of(model).set_submodule(stack[1], nn.ModuleList(list(stack[0])[:layers]))
@@ -220,9 +223,6 @@ class _Run:
     def observe(self, counts: tuple[int, ...]) -> Observed:
         """With so many layers on each of this rank's stages; other ranks' stages get one each."""
         model, config = self._shortened(counts)
-        if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
-            why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
-            refuse("output_router_logits=True under pp", why, "output_router_logits=False")
         try:
             with fake_world(self.rank, config.world_size):
                 return self._step(model, config)
