@@ -69,6 +69,17 @@ DECODER = {
     "use_cache": False,
 }
 
+#: The numbers of Llama 3 8B (Dubey et al., 2024, table 3), as the planner takes them, and as a config has them.
+LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
+LLAMA_8B_CONFIG = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+
 
 def without(*keys: str) -> dict[str, Any]:
     """DECODER less the keys that a family does not know or spells in another way."""

@@ -31,8 +31,10 @@ _SMALL = 8  # bytes per rank
 _MANY, _FEW = 20, 5  # calls whose time is taken: of small tensors, of large ones
 _UNAVAILABLE = ("not support", "unsupported", "not implemented", "does not have")
 
-#: Of a group and a tensor of the wanted size: a call that gives a tensor, and what that must be.
-Operation = Callable[[Any, torch.Tensor], "tuple[Callable[[], torch.Tensor], torch.Tensor]"]
+#: A call that gives a tensor, and what that must be.
+Expected = tuple[Callable[[], torch.Tensor], torch.Tensor]
+#: Of a group and a tensor of the wanted size.
+Operation = Callable[[dist.ProcessGroup, torch.Tensor], Expected]
 
 
 def _own(group: dist.ProcessGroup, like: torch.Tensor) -> torch.Tensor:
@@ -49,22 +51,22 @@ def _sum(group: dist.ProcessGroup) -> float:
     return group.size() * (group.size() + 1) / 2
 
 
-def _all_reduce(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def _all_reduce(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     buffer = _own(group, like)
     return lambda: start_all_reduce(buffer, group).wait(), torch.full_like(like, _sum(group))
 
 
-def _all_gather(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def _all_gather(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     part = _own(group, like[: len(like) // group.size()])
     return lambda: start_all_gather(part, group).wait().flatten(), _numbers(group, like)
 
 
-def _reduce_scatter(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def _reduce_scatter(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     whole = _own(group, like).view(group.size(), -1)
     return lambda: start_reduce_scatter(whole, group).wait(), torch.full_like(whole[0], _sum(group))
 
 
-def _all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def _all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     sent, got = _own(group, like), torch.zeros_like(like)
 
     def call() -> torch.Tensor:
@@ -74,7 +76,7 @@ def _all_to_all(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[
     return call, _numbers(group, like)
 
 
-def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     buffer, first = _own(group, like), dist.get_global_rank(group, 0)
 
     def call() -> torch.Tensor:
@@ -84,7 +86,7 @@ def _broadcast(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[
     return call, torch.ones_like(like)
 
 
-def _p2p(group: dist.ProcessGroup, like: torch.Tensor) -> tuple[Callable[[], torch.Tensor], torch.Tensor]:
+def _p2p(group: dist.ProcessGroup, like: torch.Tensor) -> Expected:
     """Round the group: each rank sends to the next one and receives from the one before."""
     own, got, place, count = _own(group, like), torch.zeros_like(like), dist.get_rank(group), group.size()
     to, source = (dist.get_global_rank(group, (place + step) % count) for step in (1, -1))
@@ -191,8 +193,7 @@ def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload
 
 def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | None:
     """What the planner reckons with."""
-    context = "ring" if config.context_parallel == "auto" else config.context_parallel
-    return groups(to_layout(config, context), cluster).get(_PLANNED.get(axis, axis))
+    return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
 
 
 def _row(axis: str, name: str, found: list[dict[str, Any]], planned: Group | None, payload: int, crowded: bool) -> Row:

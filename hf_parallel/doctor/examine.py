@@ -21,6 +21,8 @@ from hf_parallel.resolve import Plan, draft
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
 _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
@@ -193,19 +195,23 @@ def _expert_facts(plan: Plan) -> dict[str, str]:
     holders: dict[int, list[int]] = {}
     for rank in range(plan.config.world_size):
         holders.setdefault(expert_coordinates(plan.config, rank)["ep"], []).append(rank)
-    shown = [
+    shown = _few(
         f"{place * part.per_rank}-{(place + 1) * part.per_rank - 1} on {_ranks(ranks)}"
         for place, ranks in holders.items()
-    ]
-    shown = shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
+    )
     shards = plan.config.ep_shard_size
     shared = f"; a rank stores 1/{shards} of each" if shards > 1 else ""
     return {"experts": f"{counts} in each of {len(part.experts)} layers: {', '.join(shown)}{shared}"}
 
 
 def _ranks(ranks: list[int]) -> str:
-    few = ranks if len(ranks) <= 4 else [*ranks[:2], "…", ranks[-1]]
-    return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, few))}"
+    return f"rank{'s' * (len(ranks) > 1)} {' '.join(_few(ranks))}"
+
+
+def _few(items: Iterable[object]) -> list[str]:
+    """Four at most: of more the first two and the last."""
+    shown = [str(item) for item in items]
+    return shown if len(shown) <= 4 else [*shown[:2], "…", shown[-1]]
 
 
 def _count(

@@ -30,6 +30,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from hf_parallel.axes.axis import Packing
+from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig
@@ -55,16 +56,6 @@ _FEWEST = 3  # layers on a stage: a first one, a last one and one between
 #: shapes (1: yes), ours which micro-batch to run (all have the same shape).
 _ANY_VALUE = 1
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
-
-
-#: By where training keeps things: what of a rank's memory is not its device's.
-_ON_HOST = {
-    "none": frozenset[str](),
-    "optimizer": frozenset({"optimizer"}),
-    "nvme": frozenset({"optimizer"}),
-    "cpu": frozenset({"parameters", "gradients", "optimizer"}),
-    "nvme_all": frozenset({"parameters", "gradients", "optimizer"}),
-}
 
 
 @dataclass
@@ -135,8 +126,11 @@ def dry_run(
         refuse(f"precision={precision}", f"the dry run knows {', '.join(PRECISIONS)}", "bf16")
     config = ParallelConfig.parse(config)
     config = config.resolve(world_size if world_size is not None else abs(config.world_size))
-    away, config = _ON_HOST[config.offload.partition(":")[0]], dataclasses.replace(config, offload="none")
+    away, config = _off_device(config.offload), dataclasses.replace(config, offload="none")
     model = on_meta(model).to(PRECISIONS[precision][0])
+    if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
+        why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
+        refuse("output_router_logits=True under pp", why, "output_router_logits=False")
     stack = _stack(model)
     if layers is not None and stack is not None:
         backbone_of(model).set_submodule(stack[1], nn.ModuleList(list(stack[0])[:layers]))
@@ -156,6 +150,13 @@ def dry_run(
         fewest,
         time.monotonic() - began,
     )
+
+
+def _off_device(offload: str) -> frozenset[str]:
+    """Kinds of memory that are the host's, or a file's."""
+    if offload == "none":
+        return frozenset()
+    return frozenset({"parameters", "gradients", "optimizer"} if parameters_rest(offload) else {"optimizer"})
 
 
 def on_meta(model: Any) -> Any:
@@ -222,9 +223,6 @@ class _Run:
     def observe(self, counts: tuple[int, ...]) -> Observed:
         """With so many layers on each of this rank's stages; other ranks' stages get one each."""
         model, config = self._shortened(counts)
-        if config.pp_size > 1 and getattr(model.config, "output_router_logits", False):
-            why = "balances experts in steps whose stages wait for what the last one tells, which no dry run has"
-            refuse("output_router_logits=True under pp", why, "output_router_logits=False")
         try:
             with fake_world(self.rank, config.world_size):
                 return self._step(model, config)

@@ -167,22 +167,23 @@ def other_schedules(goal: Goal, config: ParallelConfig, micro_batches: int) -> I
 
 def context_of(config: ParallelConfig, goal: Goal, micro_batch: int) -> str:
     """How cp will attend: what the engine takes for whole rows of this length (`axes/context/choose.py`)."""
-    if config.context_parallel != AUTO or config.cp_size == 1:
-        return RING if config.context_parallel == AUTO else config.context_parallel
+    if config.context_parallel != AUTO:
+        return config.context_parallel
     attentions = [attention for block in goal.shape.blocks for attention in block.attentions]
-    if not attentions or any(attention.window for attention in attentions):
+    if config.cp_size == 1 or not attentions or any(attention.window for attention in attentions):
         return RING
     heads = attentions[0].heads, attentions[0].kv_heads
     found = choice(config.cp_size, heads, attentions[0].qk_width, config.tp_size, goal.cluster.per_node)
     return found.of(micro_batch * goal.seq, goal.seq)
 
 
-def to_layout(config: ParallelConfig, context: str = RING) -> Layout:
+def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
     """What the planner calls this config: in a pipeline weights stay whole, as they do in ZeRO-2.
 
     Args:
-        context: how cp attends.
+        context: how cp attends, by `context_of`; default: what the config says, a ring for `auto`.
     """
+    own = RING if config.context_parallel == AUTO else config.context_parallel
     sharded = config.dp_shard_size * config.cp_size > 1
     stage = 0 if not sharded else min(2, config.zero_stage) if config.pp_size > 1 else config.zero_stage
     return Layout(
@@ -196,7 +197,7 @@ def to_layout(config: ParallelConfig, context: str = RING) -> Layout:
         sequence_parallel=config.tp_size > 1 and config.sequence_parallel is not False,
         dp_replicate=config.dp_replicate_size if sharded else 1,
         schedule=config.pipeline_schedule,
-        context=context,
+        context=context or own,
         split=config.pipeline_split,
         reduces_each=config.reduces_each_micro_batch,
         hierarchical_shard=config.hierarchical_shard or 1,

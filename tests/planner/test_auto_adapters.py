@@ -1,7 +1,6 @@
 """`--parallel auto` on a LoRA script: counted as one, with checkpointing and shards where they pay, and reasons."""
 
 import pytest
-from transformers import LlamaConfig
 
 from hf_parallel.hooks import auto
 from hf_parallel.planner import make_cluster
@@ -9,15 +8,6 @@ from hf_parallel.planner.reasons import reasons
 from hf_parallel.planner.search import search
 from tests import models
 from tests.distributed import run
-
-EIGHT_BILLION = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +31,7 @@ def alone(config) -> bool:
 def best(**changes):
     """Among layouts that share out data alone."""
     given = {"seq": 4096, "global_batch": None, "precision": "mixed", "rows": 4, "lora": 16, **changes}
-    return search(model=EIGHT_BILLION, cluster=make_cluster("a100-40gb", 8), top=1, accept=alone, **given)
+    return search(model=models.LLAMA_8B_CONFIG, cluster=make_cluster("a100-40gb", 8), top=1, accept=alone, **given)
 
 
 def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():

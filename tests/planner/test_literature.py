@@ -19,8 +19,8 @@ from hf_parallel.planner.states import (
     zero_states,
 )
 from hf_parallel.planner.transfer import groups, ring_factor
+from tests.models import LLAMA_8B
 
-LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
 GPT_22B = {"layers": 48, "hidden": 6144, "heads": 64, "ffn_hidden": 24576, "vocab": 51200}
 GPT_175B = {"layers": 96, "hidden": 12288, "heads": 96, "ffn_hidden": 49152, "vocab": 51200}

@@ -3,14 +3,13 @@
 import dataclasses
 
 import pytest
-from transformers import LlamaConfig
 
 from hf_parallel.config import SpecError
 from hf_parallel.planner import find_gpu, predict
 from hf_parallel.planner.hardware import find_link, gpu_names, link_names
+from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 
-LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
-CALL = {"model": LLAMA, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
+CALL = {"model": LLAMA_8B, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
 
 
 def changed(**changes):
@@ -59,16 +58,7 @@ def test_what_is_missing_or_none_gets_its_default():
 
 
 def test_a_config_is_as_good_as_numbers():
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        tie_word_embeddings=False,
-    )
-    given, counted = changed(), changed(model=config)
+    given, counted = changed(), changed(model=LLAMA_8B_CONFIG)
     assert counted.step_time_s == pytest.approx(given.step_time_s, rel=1e-3)
     assert counted.memory_gib == pytest.approx(given.memory_gib, rel=1e-3)
 
@@ -139,7 +129,7 @@ def test_bytes_and_seconds_are_of_the_same_transfers(engine, layout):
     gpu = find_gpu("h100-80gb")
     nothing = dict.fromkeys(("hidden", "hidden_gradients", "contention", "wait_us"), 0.0)
     gpu = dataclasses.replace(gpu, efficiency=dataclasses.replace(gpu.efficiency, **nothing))
-    model = LLAMA | ({"experts": 8, "top_k": 2} if "ep" in layout else {})
+    model = LLAMA_8B | ({"experts": 8, "top_k": 2} if "ep" in layout else {})
     found = changed(gpu=gpu, model=model, layout=layout, engine=engine, recompute="full")
     listed = sum(transfer.seconds for transfer in found.breakdown.communication)
     kinds = ("gradients' reduction", "gathering updated weights")

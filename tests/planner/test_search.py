@@ -8,9 +8,9 @@ from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.search import plan, search
 from tests import models
+from tests.models import LLAMA_8B
 
-#: The numbers of the Llama 3 models (Dubey et al., 2024, table 3).
-LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
+#: The numbers of Llama 3 70B (Dubey et al., 2024, table 3).
 LLAMA_70B = {"layers": 80, "hidden": 8192, "heads": 64, "kv_heads": 8, "ffn_hidden": 28672, "vocab": 128256}
 
 

@@ -6,6 +6,7 @@ from hf_parallel.axes.context import documents
 from hf_parallel.axes.context.choose import choice, choose
 from hf_parallel.axes.context.read import ContextFacts
 from hf_parallel.config import ParallelConfig, SpecError
+from tests import models
 
 LLAMA_8B, GPT_7B = ((32, 8), 128), ((32, 32), 128)
 
@@ -67,12 +68,12 @@ def test_what_it_says(monkeypatch):
 
 
 def test_the_planner_reckons_with_the_same():
-    from hf_parallel.planner.candidates import Goal, configured, context_of
+    from hf_parallel.planner.candidates import Goal, configured, context_of, to_layout
     from hf_parallel.planner.hardware import make_cluster
     from hf_parallel.planner.shape import shape_of
 
-    numbers = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}
     for gpus, length in ((8, 8192), (8, 131072), (64, 8192)):
-        goal = Goal(shape_of(numbers), make_cluster("h100-80gb", gpus), length, 1)
+        goal = Goal(shape_of(models.LLAMA_8B), make_cluster("h100-80gb", gpus), length, 1)
         assert context_of(configured(cp_size=gpus), goal, 1) == of(gpus, length)
         assert context_of(configured(cp_size=gpus, context_parallel="ring"), goal, 1) == "ring"
+        assert to_layout(configured(cp_size=gpus, context_parallel="ulysses")).context == "ulysses"

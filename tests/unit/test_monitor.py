@@ -306,6 +306,13 @@ def test_the_terms_are_the_step():
     assert expected.deviations(prediction, as_planned(prediction)) == []
 
 
+@pytest.mark.parametrize(("way", "taken"), [("ulysses", "ulysses"), ("hybrid:2", "hybrid:2"), ("auto", "allgather")])
+def test_the_plan_attends_as_the_layout_does(way, taken):
+    config = ParallelConfig.parse(f"cp=4,dp_shard=2,context_parallel={way}")
+    batch = dataclasses.replace(BATCH, rows=1, seq=256)
+    assert expected.expect(SHAPE, config, make_cluster("h100-80gb", 8), batch).layout.context == taken
+
+
 @pytest.mark.parametrize("term", ["compute", "communication"])
 def test_the_term_that_is_off_is_named(term):
     lines = expected.deviations(planned(), as_planned(planned(), **{term: 4.0}))
