@@ -30,9 +30,8 @@ from hf_parallel.autocast import as_autocast, autocast_dtype
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
 from hf_parallel.axes.tensor.log_probs import Scaling, add_gradients, chunks, inside_columns, zeros_for
-from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row
+from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row, whole_logits
 from hf_parallel.collectives import all_reduce, copy_to_group
-from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.local import local
 from hf_parallel.model.targets import item_count, targets_of
 
@@ -99,7 +98,7 @@ def attach(model: PreTrainedModel) -> None:
 def finish(model: PreTrainedModel) -> None:
     """Before the model's loss, and after FSDP2's hooks, which read what a model returns."""
     model.loss_function = functools.partial(lean_loss, model.loss_function)
-    model.register_forward_hook(_whole_when_read)
+    model.register_forward_hook(functools.partial(whole_logits, LazyLogits))
 
 
 def _wants_loss(batch: dict[str, object]) -> bool:
@@ -150,15 +149,6 @@ def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: i
             return type(head).forward(head, input)
     finally:
         unit.reshard()
-
-
-def _made(logits: Any) -> torch.Tensor:
-    return logits.full_tensor()
-
-
-def _whole_when_read(model: nn.Module, args: Any, output: object) -> None:
-    if isinstance(output, dict) and isinstance(dict.get(output, "logits"), LazyLogits):
-        whole_when_read(output, "logits", _made)
 
 
 def lean_loss(
