@@ -33,6 +33,7 @@ from hf_parallel.axes.tensor.log_probs import Scaling, add_gradients, chunks, in
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row, whole_logits
 from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.local import local
+from hf_parallel.model.batches import by_name
 from hf_parallel.model.targets import item_count, targets_of
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ def attach(model: PreTrainedModel) -> None:
 
     @functools.wraps(forward)
     def with_loss(*args: object, **kwargs: object) -> object:
-        args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
-        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = by_name(names, args, kwargs, model)
         former, wanted.loss = wanted.loss, _wants_loss(batch)
         try:
             return forward(**batch)
