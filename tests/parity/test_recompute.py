@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel import parallelize
 from hf_parallel.axes import activation_offload
-from tests import activations, models
+from tests import activations, loops, models
 from tests.distributed import run, run_alone
 from tests.training import axes, spec_id
 
@@ -30,16 +30,7 @@ def trained(spec: str | None, model: str) -> list[float]:
     built = models.build(model).train()
     if spec:
         parallelize(built, spec)
-    optimizer = torch.optim.SGD(built.parameters(), lr=0.1)
-    tokens = torch.randint(0, models.VOCABULARY, (3, 4, 33), generator=torch.Generator().manual_seed(3))
-    losses = []
-    for batch in tokens:
-        loss = built(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return loops.losses(built, loops.rows(3, 4, 33))
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -1,13 +1,12 @@
 """What a script says of torch's checkpoint: kept where layers are checkpointed its way, refused by name where not."""
 
 import pytest
-import torch
 from transformers import TrainingArguments
 
 from hf_parallel import SpecError, parallelize
 from hf_parallel.hooks import deactivate
 from hf_parallel.hooks.trainer.settings import check_arguments
-from tests import models
+from tests import loops, models
 from tests.distributed import run, run_alone
 
 
@@ -18,16 +17,7 @@ def losses(spec: str | None, settings: dict | None) -> list[float]:
         parallelize(model, spec)
     if settings is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    tokens = torch.randint(0, models.VOCABULARY, (2, 3, 33), generator=torch.Generator().manual_seed(3))
-    found = []
-    for batch in tokens:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return loops.losses(model, loops.rows(2, 3, 33))
 
 
 def outcomes(cases: list[tuple[str, dict]]) -> list[list[float] | str]:

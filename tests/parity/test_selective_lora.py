@@ -7,7 +7,7 @@ from hf_parallel.axes.selective import is_kept
 from hf_parallel.planner.activations import kept_bytes
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import shape_of
-from tests import models
+from tests import loops, models
 from tests.activations import BATCH, LENGTH, SIZES, Alive
 from tests.distributed import run
 
@@ -60,16 +60,7 @@ def losses(way: str, rank: int) -> list[float]:
     parallelize(model, f"dp_shard=1,activation_checkpointing={way}")
     torch.manual_seed(3)
     model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", init_lora_weights=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found = []
-    for seed in range(3):
-        tokens = torch.randint(0, models.VOCABULARY, (3, 33), generator=torch.Generator().manual_seed(seed))
-        loss = model(input_ids=tokens, labels=tokens).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return loops.losses(model, loops.rows(3, 3, 33))
 
 
 def test_numbers_stay():

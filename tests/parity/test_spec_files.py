@@ -7,7 +7,7 @@ import torch
 
 from hf_parallel import parallelize
 from hf_parallel.config import ParallelConfig
-from tests import models
+from tests import loops, models
 from tests.distributed import run, run_alone
 
 FILES = sorted((Path(__file__).parents[2] / "configs" / "specs").glob("*.yaml"))
@@ -31,16 +31,7 @@ def losses(spec: str | None, adapters: bool) -> list[float]:
     if adapters:
         torch.manual_seed(3)
         model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear"))
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
-    tokens = torch.randint(0, models.VOCABULARY, (3, 2, 36), generator=torch.Generator().manual_seed(3))
-    found = []
-    for batch in tokens:
-        loss = model(input_ids=batch, labels=batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
+    return loops.losses(model, loops.rows(3, 2, 36), rate=0.5)
 
 
 def all_recipes(paths: list[str]) -> list[list[float]]:

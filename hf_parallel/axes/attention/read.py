@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
+from hf_parallel.axes.context.read import score_dropout, sliding_window, uses_registries
 from hf_parallel.model.anatomy import text_config
 
 if TYPE_CHECKING:
@@ -16,9 +17,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_parallel.config import ParallelConfig
-
-#: Where models write how much of their scores they drop.
-_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 
 
 @dataclass(frozen=True)
@@ -62,14 +60,12 @@ def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionF
     device, capability = _device()
     return AttentionFacts(
         own=model.config._attn_implementation or "eager",
-        interface=bool(
-            getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)
-        ),
+        interface=uses_registries(model),
         text=own is model.config and not getattr(own, "is_encoder_decoder", False),
         head_size=_head_size(own),
         softcap=getattr(own, "attn_logit_softcapping", None) or None,
-        dropout=next((f"{key}={value}" for key in _DROPOUTS if (value := getattr(own, key, 0.0))), None),
-        window=_window(own),
+        dropout=score_dropout(own),
+        window=sliding_window(own),
         sinks=any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()),
         lacks=None if config.attention in (AUTO, TORCH_FLASH) else _why_not(model, config.attention),
         device=device,
@@ -83,11 +79,6 @@ def _head_size(config: PretrainedConfig) -> int:
     if getattr(config, "qk_head_dim", None):  # latent attention
         return int(config.qk_head_dim)
     return int(getattr(config, "head_dim", None) or (wide // heads if isinstance(heads, int) and heads else 0))
-
-
-def _window(config: PretrainedConfig) -> int | None:
-    window = getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) and getattr(config, "use_sliding_window", True) else None
 
 
 def _device() -> tuple[str, tuple[int, int]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hf_parallel.axes.context.kernels import Scores
+from hf_parallel.axes.context.kernels import Scores, per_query_head
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.ring import Ring, RingAttention
 from hf_parallel.axes.context.ulysses import to_heads, to_tokens
@@ -163,8 +163,7 @@ def one_process(
     """A batch that is not cut: generation, one token or the whole row."""
     if softcap is None and sinks is None:
         several = q.shape[2] > 1 and mask is None
-        groups = q.shape[1] // k.shape[1]
-        k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+        k, v = per_query_head(k, q), per_query_head(v, q)
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal and several, scale=scale)
     if mask is None:
         lengths = q.shape[2], k.shape[2]
@@ -184,8 +183,7 @@ def _dense(
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """With a matrix of scores, as transformers' eager attention, for what no fused kernel does."""
-    groups = q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+    k, v = per_query_head(k, q), per_query_head(v, q)
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -20,6 +20,14 @@ AUTO, RING, ULYSSES, ALLGATHER = "auto", "ring", "ulysses", "allgather"
 _HYBRID = re.compile(r"hybrid:(\d+)")
 
 
+def inner_size(variant: str, ranks: int) -> int:
+    """How many of the cp ranks share heads in attention; the others form rings."""
+    hybrid = _HYBRID.fullmatch(variant)
+    if hybrid:
+        return int(hybrid[1])
+    return ranks if variant == ULYSSES else 1
+
+
 @dataclass(frozen=True)
 class ContextKeys(Keys):
     cp_size: int = key(1, "ranks that share every sequence; weights are sharded over `dp_shard` x `cp`")
@@ -29,11 +37,8 @@ class ContextKeys(Keys):
 
     @property
     def ulysses_size(self) -> int:
-        """How many cp ranks share heads in attention; the others form rings."""
-        hybrid = _HYBRID.fullmatch(self.context_parallel)
-        if hybrid:
-            return int(hybrid[1])
-        return self.cp_size if self.context_parallel == ULYSSES else 1
+        """How many cp ranks share heads in attention."""
+        return inner_size(self.context_parallel, self.cp_size)
 
 
 @dataclass(frozen=True)

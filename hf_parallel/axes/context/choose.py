@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from hf_parallel.axes.context.axis import ALLGATHER, AUTO, RING, ULYSSES
+from hf_parallel.axes.context.axis import ALLGATHER, AUTO, RING, ULYSSES, inner_size
 from hf_parallel.axes.context.ulysses import key_repeats
 from hf_parallel.spec import refuse
 
@@ -105,12 +105,6 @@ class Choice:
 
     def _link(self, ranks: int) -> Link:
         return INSIDE if ranks <= self.node else BETWEEN
-
-
-def inner_size(way: str, ranks: int) -> int:
-    """How many ranks share heads."""
-    kind, _, inner = way.partition(":")
-    return int(inner) if inner else ranks if kind == ULYSSES else 1
 
 
 def choice(ranks: int, heads: tuple[int, int], width: int, tp: int, node: int) -> Choice:

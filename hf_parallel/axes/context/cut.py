@@ -31,6 +31,7 @@ from hf_parallel.axes.context.keep import keep_attention
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.anatomy import token_readers
+from hf_parallel.model.batches import by_name, tokens_of
 from hf_parallel.model.targets import item_count, targets_of
 
 Batch = dict[str, Any]
@@ -90,8 +91,7 @@ class SequenceCut:
 
         @functools.wraps(forward)
         def cut(*args: Any, **kwargs: Any) -> Any:
-            args = args[1:] if args and args[0] is module else args  # accelerate rebinds what it wraps
-            return call(module, forward, names, {**dict(zip(names, args, strict=False)), **kwargs})
+            return call(module, forward, names, by_name(names, args, kwargs, module))
 
         return cut
 
@@ -133,7 +133,7 @@ class SequenceCut:
 
     def _whole_logits(self, names: list[str], model: Any, args: tuple, kwargs: Batch, output: Any) -> None:
         """A hook of the model, after FSDP2's own, which reads outputs."""
-        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = by_name(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
             layout = self._layout(batch)
             whole_when_read(output, "logits", functools.partial(join, layout=layout, group=self.group))
@@ -174,7 +174,7 @@ class SequenceCut:
 
     def _layout(self, batch: Batch) -> Layout:
         """Who holds which tokens of this batch; the last one is remembered."""
-        tokens = _tokens(batch)
+        tokens = tokens_of(batch)
         mask, positions = batch.get("attention_mask"), batch.get("position_ids") if self.packed else None
         boundaries = batch.get("cu_seq_lens_q")
         given = (mask, positions, boundaries)
@@ -207,7 +207,7 @@ class SequenceCut:
         """Those of this rank's tokens in their rows; several sets of them where a model has sections of rotations."""
         positions, rows = batch.get("position_ids"), len(layout.rows)
         if positions is None:
-            positions = torch.arange(layout.length, device=_tokens(batch).device)
+            positions = torch.arange(layout.length, device=tokens_of(batch).device)
         if positions.dim() <= 2:
             return take(positions.expand(rows, layout.length), layout, self.group.rank())
         return torch.stack([take(one.expand(rows, layout.length), layout, self.group.rank()) for one in positions])
@@ -233,7 +233,7 @@ class SequenceCut:
 
         A hook of the backbone, after that of tp, whose ranks have parts of a cp rank's tokens.
         """
-        logits, batch = getattr(output, "router_logits", None), {**dict(zip(names, args, strict=False)), **kwargs}
+        logits, batch = getattr(output, "router_logits", None), by_name(names, args, kwargs, module)
         if logits and not self._is_generation(batch):
             layout = self._layout(batch)
             by_row = [_by_row(layer, (len(layout.rows), layout.local), type(module).__name__) for layer in logits]
@@ -252,10 +252,6 @@ class SequenceCut:
 def backbone(model: Any) -> Any:
     """What reads tokens and runs the layers; the model itself if it has no head."""
     return token_readers(model)[0]
-
-
-def _tokens(batch: Batch) -> torch.Tensor:
-    return next(batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None)
 
 
 def _by_row(logits: Any, shape: tuple[int, int], name: str) -> torch.Tensor:

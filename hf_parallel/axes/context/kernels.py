@@ -41,13 +41,13 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tile: Tile, score
     """[b, h, n, d] queries of a tile, [b, h / g, m, d] keys -> output [b, h, n, d], log-sum-exp [b, h, n] in fp32."""
     scale = scores.scale
     if scores.cap is not None:
-        k, v = _per_query_head(k, q), _per_query_head(v, q)
+        k, v = per_query_head(k, q), per_query_head(v, q)
         return capped.forward(q, k, v, _mask(tile, q), scale, scores.cap)
     causal, mask = tile.kind == "causal", _mask(tile, q)
     if q.device.type == "cpu":
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         return out, lse
-    k, v = _per_query_head(k, q), _per_query_head(v, q)
+    k, v = per_query_head(k, q), per_query_head(v, q)
     if _flash(q, mask):
         out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
         return out, lse
@@ -68,7 +68,7 @@ def backward(
     """The tile's share of the gradients of q, k and v; `out` and `lse` are over all keys."""
     scale, groups = scores.scale, q.shape[1] // k.shape[1]
     if scores.cap is not None:
-        k, v = _per_query_head(k, q), _per_query_head(v, q)
+        k, v = per_query_head(k, q), per_query_head(v, q)
         dq, dk, dv = capped.backward(gradient, q, k, v, out, lse, _mask(tile, q), scale, scores.cap)
         return dq, _per_key_head(dk, groups), _per_key_head(dv, groups)
     causal, mask = tile.kind == "causal", _mask(tile, q)
@@ -76,7 +76,7 @@ def backward(
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, q, k, v, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-    k, v = _per_query_head(k, q), _per_query_head(v, q)
+    k, v = per_query_head(k, q), per_query_head(v, q)
     n, m = q.shape[2], k.shape[2]
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which there is none of
     if _flash(q, mask):
@@ -95,7 +95,8 @@ def _flash(q: torch.Tensor, mask: torch.Tensor | None) -> bool:
     return mask is None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _per_query_head(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+def per_query_head(keys: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values [b, h / g, m, d], each as often as queries [b, h, n, d] read it."""
     groups = q.shape[1] // keys.shape[1]
     return keys if groups == 1 else keys.repeat_interleave(groups, 1)
 

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 _LEARNED_POSITIONS = {"GPT2Model", "GPTBigCodeModel", "BertModel"}
 #: Layers that see whole sequences in ways of their own.
 _OTHER_LAYERS = ("linear", "conv", "mamba", "recurrent", "chunked", "sparse", "ssm")
+#: Where models write how much of their scores they drop.
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
 #: Rotations that change with the largest position a rank sees.
 _GROWING = ("dynamic", "longrope")
 
@@ -45,15 +47,31 @@ def read_context(model: nn.Module) -> ContextFacts:
     if getattr(model, "config", None) is None:
         return ContextFacts(f"{type(model).__name__} has no config", (1, 1), True)
     config = text_config(model)
-    window = getattr(config, "sliding_window", None)
+    window = sliding_window(config)
     return ContextFacts(
         _obstacle(model, config),
         attention_heads(model) or (1, 1),
         any(getattr(module, "is_causal", False) is True for module in model.modules()),
         _width(config),
-        (window,) if isinstance(window, int) and getattr(config, "use_sliding_window", True) else (),
-        _dense(config),
+        () if window is None else (window,),
+        score_dropout(config),
     )
+
+
+def sliding_window(config: PretrainedConfig) -> int | None:
+    """Of its sliding layers, in tokens, or None."""
+    window = getattr(config, "sliding_window", None)
+    return window if isinstance(window, int) and getattr(config, "use_sliding_window", True) else None
+
+
+def score_dropout(config: PretrainedConfig) -> str | None:
+    """`key=value` of the dropout of its scores, or None."""
+    return next((f"{key}={value}" for key in _DROPOUTS if (value := getattr(config, key, 0.0))), None)
+
+
+def uses_registries(model: nn.Module) -> bool:
+    """Does it call its attention, and make its masks, through transformers' registries?"""
+    return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False))
 
 
 def _width(config: Any) -> int:
@@ -67,7 +85,7 @@ def _obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:
         return f"{name} is not one stack of layers that reads tokens"
     if text_part(model) is not getattr(model, "base_model", model):
         return f"{name} reads more than tokens"
-    if not (getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False)):
+    if not uses_registries(model):
         return f"{name} has an attention of its own"
     reader = readers[0]
     rotary = any("rotary" in child for child, _ in reader.named_children())
@@ -84,10 +102,3 @@ def _rotations(config: PretrainedConfig) -> list[str]:
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     sets = [value for value in parameters.values() if isinstance(value, dict)] or [parameters]
     return [str(found.get("rope_type") or found.get("type")) for found in sets]
-
-
-def _dense(config: PretrainedConfig) -> str | None:
-    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
-        if getattr(config, key, 0.0):
-            return f"{key}={getattr(config, key)}"
-    return None

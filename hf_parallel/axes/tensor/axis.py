@@ -109,9 +109,10 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 def _whole_tokens(building: Building, tensor: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
     from hf_parallel.collectives import join_sequence
+    from hf_parallel.model.batches import tokens_of
 
-    read = next(batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None)
-    length = read.shape[1] if building.local_length is None else building.local_length(read.shape[1])
+    length = tokens_of(batch).shape[1]
+    length = length if building.local_length is None else building.local_length(length)
     return join_sequence(tensor, building.mesh.group("tp"))[:, :length]
 
 

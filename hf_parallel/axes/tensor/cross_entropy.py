@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.axes.tensor.log_probs import CHUNK, inside_columns
+from hf_parallel.axes.tensor.log_probs import CHUNK, chunks, inside_columns
 from hf_parallel.collectives import all_reduce
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         rows, columns, counts = logits.flatten(0, -2), target.flatten() - first, target.flatten() != ignore_index
         largest = all_reduce(rows.amax(-1).float(), group, dist.ReduceOp.MAX)
-        chunks = zip(rows.split(CHUNK), columns.split(CHUNK), largest.split(CHUNK), strict=True)
-        total, at_target = all_reduce(torch.cat([_sums(*chunk) for chunk in chunks], dim=1), group)
+        parts = zip(rows.split(CHUNK), columns.split(CHUNK), largest.split(CHUNK), strict=True)
+        total, at_target = all_reduce(torch.cat([_sums(*part) for part in parts], dim=1), group)
         ctx.save_for_backward(logits, columns, largest + total.log(), counts)
         return ((total.log() - at_target) * counts).sum()
 
@@ -50,8 +50,7 @@ class _CrossEntropy(torch.autograd.Function):
         rows, weights = logits.flatten(0, -2), gradient * counts
         of_logits = torch.empty_like(logits, memory_format=torch.contiguous_format)
         of_rows = of_logits.view(rows.shape)
-        for start in range(0, len(rows), CHUNK):
-            chunk = slice(start, start + CHUNK)
+        for chunk in chunks(len(rows), CHUNK):
             softmax = torch.sub(rows[chunk], log_total[chunk, None]).exp_()
             inside, column = inside_columns(columns[chunk], rows)
             softmax.scatter_add_(1, column, -inside.to(softmax.dtype)[:, None])

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,11 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_parallel.autocast import as_autocast, autocast_dtype
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
-from hf_parallel.axes.tensor.log_probs import Scaling, inside_columns
-from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row
+from hf_parallel.axes.tensor.log_probs import Scaling, add_gradients, chunks, inside_columns, zeros_for
+from hf_parallel.axes.tensor.vocab_parallel import VocabParallelHead, check_range, first_row, whole_logits
 from hf_parallel.collectives import all_reduce, copy_to_group
-from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.local import local
+from hf_parallel.model.batches import by_name
 from hf_parallel.model.targets import item_count, targets_of
 
 if TYPE_CHECKING:
@@ -86,8 +85,7 @@ def attach(model: PreTrainedModel) -> None:
 
     @functools.wraps(forward)
     def with_loss(*args: object, **kwargs: object) -> object:
-        args = args[1:] if args and args[0] is model else args  # accelerate rebinds what it wraps
-        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = by_name(names, args, kwargs, model)
         former, wanted.loss = wanted.loss, _wants_loss(batch)
         try:
             return forward(**batch)
@@ -100,7 +98,7 @@ def attach(model: PreTrainedModel) -> None:
 def finish(model: PreTrainedModel) -> None:
     """Before the model's loss, and after FSDP2's hooks, which read what a model returns."""
     model.loss_function = functools.partial(lean_loss, model.loss_function)
-    model.register_forward_hook(_whole_when_read)
+    model.register_forward_hook(functools.partial(whole_logits, LazyLogits))
 
 
 def _wants_loss(batch: dict[str, object]) -> bool:
@@ -151,15 +149,6 @@ def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: i
             return type(head).forward(head, input)
     finally:
         unit.reshard()
-
-
-def _made(logits: Any) -> torch.Tensor:
-    return logits.full_tensor()
-
-
-def _whole_when_read(model: nn.Module, args: Any, output: object) -> None:
-    if isinstance(output, dict) and isinstance(dict.get(output, "logits"), LazyLogits):
-        whole_when_read(output, "logits", _made)
 
 
 def lean_loss(
@@ -215,11 +204,11 @@ class _Chunked(torch.autograd.Function):
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
         same = scaling == Scaling()
-        into = [_zeros(t, w) for t, w in zip(tensors, wanted, strict=True)]
+        into = zeros_for(tensors, wanted)
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-            for chunk in _chunks(len(hidden)):
+            for chunk in chunks(len(hidden), CHUNK):
                 x = hidden[chunk].to(dtype)
                 product = F.linear(x, lowered, lowered_bias)
                 z = product.float() if same else scaling.logits(product)
@@ -229,7 +218,7 @@ class _Chunked(torch.autograd.Function):
                     # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
                     gradient = gradient if dtype == torch.float16 else gradient.div_(items)
                     gradient = gradient if same else scaling.backward(gradient, product)
-                    _add_gradients(into, chunk, x, lowered, gradient.to(dtype))
+                    add_gradients(into, chunk, x, lowered, gradient.to(dtype))
         ctx.divide = items if dtype == torch.float16 else 1
         ctx.save_for_backward(*into)
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
@@ -255,14 +244,6 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _zeros(tensor: torch.Tensor | None, wanted: bool) -> torch.Tensor | None:
-    return torch.zeros_like(tensor, dtype=torch.float32) if tensor is not None and wanted else None
-
-
-def _chunks(tokens: int) -> Iterator[slice]:
-    return (slice(start, start + CHUNK) for start in range(0, tokens, CHUNK))
-
-
 def _of_logits(
     z: torch.Tensor, target: torch.Tensor, counts: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -276,15 +257,3 @@ def _of_logits(
     loss = ((total.log() - at_target) * counts).sum()
     z.div_(total[:, None]).scatter_add_(1, column, -inside.to(z.dtype)[:, None])
     return loss, z.mul_(counts[:, None])
-
-
-def _add_gradients(
-    into: list[torch.Tensor | None], chunk: slice, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
-) -> None:
-    of_hidden, of_weight, of_bias = into
-    if of_hidden is not None:
-        of_hidden[chunk] = gradient @ weight
-    if of_weight is not None:
-        of_weight += gradient.t() @ x
-    if of_bias is not None:
-        of_bias += gradient.sum(0, dtype=torch.float32)

@@ -7,6 +7,7 @@ cross-entropy of `vocab_parallel.py` without the logits (chunked over tokens as 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +95,9 @@ class _LogProbs(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.dtype = autocast_dtype(hidden.device) or hidden.dtype
+        lowered = weight.to(ctx.dtype)
         parts = [
-            _statistics(scaling.logits(_product(x, weight, bias, ctx.dtype)), target - first)
+            _statistics(scaling.logits(_product(x, lowered, bias, ctx.dtype)), target - first)
             for x, target in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True)
         ]
         maxima, sums = (torch.cat(part, dim=1) for part in zip(*parts, strict=True))
@@ -124,11 +126,10 @@ class _LogProbs(torch.autograd.Function):
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         tensors = (hidden, weight, bias)
-        into = [torch.zeros_like(t, dtype=torch.float32) if w else None for t, w in zip(tensors, wanted, strict=True)]
-        for start in range(0, len(hidden), CHUNK):
-            chunk = slice(start, start + CHUNK)
+        into, lowered = zeros_for(tensors, wanted), weight.to(ctx.dtype)
+        for chunk in chunks(len(hidden), CHUNK):
             x = hidden[chunk].to(ctx.dtype)
-            product = _product(x, weight, bias, ctx.dtype)
+            product = _product(x, lowered, bias, ctx.dtype)
             logs = ctx.scaling.logits(product) - log_total[chunk, None]
             probabilities, gradient = logs.exp(), torch.zeros_like(logs)
             if of_log_probs is not None:
@@ -138,12 +139,7 @@ class _LogProbs(torch.autograd.Function):
             if of_entropy is not None:
                 gradient -= of_entropy[chunk, None] * probabilities * (logs + entropy[chunk, None])
             gradient = ctx.scaling.backward(gradient, product).to(ctx.dtype)
-            if into[0] is not None:
-                into[0][chunk] = (gradient @ weight.to(ctx.dtype)).float()
-            if into[1] is not None:
-                into[1] += (gradient.t() @ x).float()
-            if into[2] is not None:
-                into[2] += gradient.float().sum(0)
+            add_gradients(into, chunk, x, lowered, gradient)
         gradients = [None if g is None else g.to(t.dtype) for g, t in zip(into, tensors, strict=True)]
         return (*gradients, None, None, None, None, None)
 
@@ -152,6 +148,30 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, d
     with torch.autocast(x.device.type, enabled=False):
         product = x.to(dtype) @ weight.to(dtype).t()
         return product if bias is None else product + bias.to(dtype)
+
+
+def chunks(tokens: int, size: int) -> Iterator[slice]:
+    """Of so many tokens, one behind the other."""
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def zeros_for(tensors: Iterable[torch.Tensor | None], wanted: Iterable[bool]) -> list[torch.Tensor | None]:
+    """What gradients of hidden states, weight and bias are summed in, where they are wanted: fp32."""
+    both = zip(tensors, wanted, strict=True)
+    return [torch.zeros_like(t, dtype=torch.float32) if t is not None and w else None for t, w in both]
+
+
+def add_gradients(
+    into: list[torch.Tensor | None], chunk: slice, x: torch.Tensor, weight: torch.Tensor, gradient: torch.Tensor
+) -> None:
+    """Those of a chunk of tokens, from the gradient of its products x Wᵀ + b."""
+    of_hidden, of_weight, of_bias = into
+    if of_hidden is not None:
+        of_hidden[chunk] = gradient @ weight
+    if of_weight is not None:
+        of_weight += gradient.t() @ x
+    if of_bias is not None:
+        of_bias += gradient.sum(0, dtype=torch.float32)
 
 
 def inside_columns(targets: torch.Tensor, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,6 +27,7 @@ from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
+from hf_parallel.model.batches import by_name
 from hf_parallel.model.experts import named_experts
 
 if TYPE_CHECKING:
@@ -135,8 +136,7 @@ def _padded_forward(
 
     @functools.wraps(forward)
     def padded(*args: Any, **kwargs: Any) -> object:
-        args = args[1:] if args and args[0] is reader else args  # accelerate rebinds what it wraps
-        batch = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = by_name(names, args, kwargs, reader)
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
         if caches and (cached or batch.get("past_key_values") is not None):
             return _whole_sequences(switch, forward, batch)

@@ -59,7 +59,7 @@ def gather_when_read(model: nn.Module) -> None:
 
     FSDP2's own hook reads all of an output in every step: it must run before this one, or it has the logits gathered.
     """
-    model.register_forward_hook(_gather_when_read)
+    model.register_forward_hook(functools.partial(whole_logits, DTensor))
     # FSDP2 fears in-place changes of outputs that are views; what a script reads here is a new tensor.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
@@ -156,8 +156,9 @@ def _full(logits: Any) -> torch.Tensor:
     return logits.full_tensor()
 
 
-def _gather_when_read(module: nn.Module, args: Any, output: object) -> None:
-    if isinstance(output, dict) and isinstance(dict.get(output, "logits"), DTensor):
+def whole_logits(kind: type, model: nn.Module, args: Any, output: object) -> None:
+    """A forward hook: logits of this kind, which knows its `full_tensor`, are whole once they are read."""
+    if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
         whole_when_read(output, "logits", _full)
 
 
