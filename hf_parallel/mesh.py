@@ -54,13 +54,6 @@ _LAST_WORK_S = 0.1
 
 #: The second view of the ranks of dp_shard, cp and tp.
 EXPERT_AXES = ("ep_shard", "ep")
-_SHARED_OUT = ("dp_shard", "cp", "tp")
-
-
-def expert_sizes(config: ParallelConfig) -> dict[str, int]:
-    """The sizes of the second view, slow links first."""
-    kept = {axis: size for axis, size in config.sizes.items() if axis not in _SHARED_OUT}
-    return {**kept, "ep_shard": config.ep_shard_size, "ep": config.ep_size}
 
 
 def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
@@ -70,7 +63,7 @@ def coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
 
 def expert_coordinates(config: ParallelConfig, rank: int) -> dict[str, int]:
     """The same in the second view."""
-    return _place(expert_sizes(config), rank)
+    return _place(config.expert_sizes, rank)
 
 
 def _place(sizes: dict[str, int], rank: int) -> dict[str, int]:
@@ -102,7 +95,7 @@ def data_rank(config: ParallelConfig, rank: int) -> int:
 
 def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
     """All groups along some axes of one view, as lists of global ranks."""
-    sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else expert_sizes(config)
+    sizes = config.sizes if set(axes).isdisjoint(EXPERT_AXES) else config.expert_sizes
     names, shape = list(sizes), tuple(sizes.values())
     inner = [names.index(axis) for name in axes for axis in config.axes_along(name)]
     outer = [dim for dim in range(len(names)) if dim not in inner]
@@ -139,7 +132,7 @@ class ParallelMesh:
         groups = Groups(device)
         device_mesh = _mesh(groups, config, config.sizes)
         data_group = groups.along(axis_ranks(config, *_data_axes(config)))
-        expert_mesh = _mesh(groups, config, expert_sizes(config)) if config.ep_size > 1 else None
+        expert_mesh = _mesh(groups, config, config.expert_sizes) if config.ep_size > 1 else None
         atexit.unregister(end_groups)
         atexit.register(end_groups)
         return cls(config, device, device_mesh, dist.get_rank(), data_group, groups, expert_mesh)

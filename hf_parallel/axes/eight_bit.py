@@ -51,7 +51,8 @@ class Split(NamedTuple):
 WHOLE = Split()
 
 
-def _largest(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
+def largest_number(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor:
+    """Of all, or of each row along `dim`."""
     if not tensor.numel():  # a rank without rows
         return tensor.new_zeros(() if dim is None else [1 if d == dim % 2 else n for d, n in enumerate(tensor.shape)])
     return tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
@@ -119,7 +120,7 @@ class Float8:
         whole = how.scaling_granularity is ScalingGranularity.TENSORWISE
         dim = None if whole else 0 if dims[0] == over else -1
         if scale is None:
-            largest = split.agree(_largest(tensor, dim), dims if whole else (over,))
+            largest = split.agree(largest_number(tensor, dim), dims if whole else (over,))
             scale = amax_to_scale(largest, how.target_dtype, self.config.round_scales_to_power_of_2)
         products = self._products[dims != W and tensor.shape[0] % ALIGNED != 0]
         return hp_tensor_and_scale_to_float8(tensor, scale, how.target_dtype, products, self._roles[dims], dim)
@@ -134,7 +135,7 @@ class Float8:
     def part_of_whole(self, part: torch.Tensor, dims: tuple[str, str], split: Split) -> Any:
         """Cast a part of an operand as the whole would be, with one scale."""
         c = self.config
-        how = {X: c.cast_config_input, G: c.cast_config_grad_output, W: c.cast_config_weight}[dims]
+        how = {X: c.cast_config_input, G: c.cast_config_grad_output}[dims]
         return self.cast(part, dims, "in", how, split)
 
 
@@ -182,7 +183,7 @@ class Int8:
 
 def _int8_rows(rows: torch.Tensor, over: str, split: Split) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes and scales as torchao's `quantize_int8_rowwise` makes them, of rows that may be cut."""
-    scale = split.agree(_largest(rows, -1), (over,)) / 127
+    scale = split.agree(largest_number(rows, -1), (over,)) / 127
     codes = (rows.float() * (1.0 / scale.float().clip(1e-12))).round().clip(-128, 127).to(torch.int8)
     return codes.contiguous(), scale.flatten().contiguous()
 

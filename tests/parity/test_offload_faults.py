@@ -101,3 +101,20 @@ def test_a_disk_without_room_is_refused_with_the_number(tmp_path, prepared):
     message = caught.value.message
     for word in (f"offload=nvme:{tmp_path}", "0.125 GiB", "are free", "offload=optimizer"):
         assert word in message, message
+
+
+def test_a_disk_gives_room_once(tmp_path):
+    """An optimizer that nobody prepared is looked at when it first steps."""
+
+    def step():
+        import hf_parallel
+
+        sizes, fallocate = [], os.posix_fallocate
+        os.posix_fallocate = lambda fd, start, size: sizes.append(size) or fallocate(fd, start, size)
+        model = hf_parallel.parallelize(torch.nn.Linear(64, 64, bias=False), f"dp_shard=1,offload=nvme:{tmp_path}")
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 64)).sum().backward()
+        optimizer.step()
+        return sizes
+
+    assert run(step, 1) == [[2 * 4 * 64 * 64]]

@@ -218,6 +218,23 @@ def refused(folder: str, out: str, arguments: dict) -> None:
     kind(model, args, train_dataset=Skewed(), data_collator=collate).train()
 
 
+def test_lengths_come_from_their_column(folder, tmp_path):
+    """Which the model's forward does not take, so that a Trainer removes it."""
+    datasets = pytest.importorskip("datasets")
+
+    def lengths() -> list[int]:
+        from hf_parallel import hooks
+
+        hooks.activate(f"pack_tokens={BUDGET}", source="the test")
+        rows = [{**{key: value.tolist() for key, value in row.items()}, "length": 40} for row in Skewed()]
+        args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+        model, tensors = AutoModelForCausalLM.from_pretrained(folder), datasets.Dataset.from_list(rows)
+        trainer = Trainer(model, args, train_dataset=tensors.with_format("torch"), data_collator=pad)
+        return trainer.get_train_dataloader().batch_sampler.lengths
+
+    assert run_alone(lengths) == [40] * len(Skewed())
+
+
 def test_a_pipeline_is_refused():
     from hf_parallel.config import ParallelConfig
 

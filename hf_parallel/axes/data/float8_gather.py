@@ -15,7 +15,6 @@ torch settles when a root first runs (`lazy_init`, looked at in torch 2.13).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +23,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_parallel.axes.data.zero import sharded_modules
-from hf_parallel.axes.eight_bit import W, recipe_of
+from hf_parallel.axes.data.reduction import parameter_groups
+from hf_parallel.axes.eight_bit import W, largest_number, recipe_of
 from hf_parallel.collectives import all_reduce
 from hf_parallel.mesh import ParallelMesh
 
@@ -59,7 +58,8 @@ class Scales:
         """Weights may have been loaded, or replaced, since the root's last forward pass."""
         self.forget()
         fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
-        found = [(held, _recipe(held)) for held in _held(root)]
+        held_by_root = (held for group in parameter_groups(root) for held in group.fsdp_params)
+        found = [(held, _recipe(held)) for held in held_by_root]
         self.weights = [_coded(held, recipe, self) for held, recipe in found if recipe is not None]
 
     def forget(self) -> None:
@@ -72,7 +72,7 @@ class Scales:
         from torchao.float8.float8_utils import amax_to_scale
 
         parts = [weight.held.sharded_param._local_tensor for weight in self.weights]
-        largest = torch.stack([part.abs().max() if part.numel() else part.new_zeros(()) for part in parts]).float()
+        largest = torch.stack([largest_number(part) for part in parts]).float()
         for group in self.groups:
             largest = all_reduce(largest, group, dist.ReduceOp.MAX)
         config = self.weights[0].recipe.config
@@ -110,12 +110,6 @@ class CodedWeight:
             getattr(out, "_local_tensor", out)._scale = scale
             return None
         return self.recipe.of_codes(codes, scale, W, dtype), (codes,)
-
-
-def _held(root: nn.Module) -> Iterator[Any]:
-    for unit in sharded_modules(root):
-        for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
-            yield from group.fsdp_params
 
 
 def _recipe(held: Any) -> Any:

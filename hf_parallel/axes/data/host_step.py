@@ -46,11 +46,13 @@ def step_on_host(model: nn.Module, offload: str) -> None:
 def check_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer whose step cannot be made on the host, or in parts, or whose states a disk cannot hold."""
     way = _way_of(optimizer)
-    if way not in (None, "cpu") and not is_elementwise(optimizer):
+    if way is None or _HELD in vars(optimizer):
+        return
+    elementwise = is_elementwise(optimizer)
+    if way != "cpu" and not elementwise:
         why = f"{type(optimizer).__name__} is none of torch's optimizers that step number by number"
         refuse(f"offload={way}", why, "AdamW (adamw_torch) or SGD, or offload=cpu,")
-    if way is not None and folder(way) and _HELD not in vars(optimizer):
-        vars(optimizer)[_HELD] = HostStep(optimizer, way)
+    vars(optimizer)[_HELD] = HostStep(optimizer, way) if elementwise else None
 
 
 def _way_of(optimizer: Any) -> str | None:
@@ -63,9 +65,7 @@ def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | N
     own = vars(optimizer)
     if _HELD not in own:
         check_optimizer(optimizer)
-        way = _way_of(optimizer)
-        own[_HELD] = HostStep(optimizer, way) if way is not None and is_elementwise(optimizer) else None
-    held = own[_HELD]
+    held = own.setdefault(_HELD, None)
     if held is None:
         return None
     closure = args[1] if len(args) > 1 else kwargs.get("closure")

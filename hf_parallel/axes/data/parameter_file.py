@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from hf_parallel.axes.data.reduction import parameter_groups
 from hf_parallel.axes.data.state_file import StateFile, StatePart
-from hf_parallel.axes.data.zero import sharded_modules
 
 
 def rest_in_file(root: nn.Module, offload: str) -> None:
@@ -28,7 +27,7 @@ def rest_in_file(root: nn.Module, offload: str) -> None:
     Raises:
         SpecError: the disk has less.
     """
-    groups = [group for unit in sharded_modules(root) for group in fully_shard.state(unit)._fsdp_param_groups]  # type: ignore[attr-defined]
+    groups = list(parameter_groups(root))
     file = StateFile(offload, "parameters")
     file.reserve(sum(held._sharded_param_data.nbytes for group in groups for held in group.fsdp_params))
     units = [Unit(group, file) for group in groups]

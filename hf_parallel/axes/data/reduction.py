@@ -69,7 +69,8 @@ def _queue(callback: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def _groups(root: nn.Module) -> Iterator[Any]:
+def parameter_groups(root: nn.Module) -> Iterator[Any]:
+    """What torch has made of the units below `root`: the parameters that are gathered and reduced together."""
     for unit in root.modules():
         if isinstance(unit, FSDPModule):
             yield from fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
@@ -80,7 +81,7 @@ def _widen(root: Any) -> None:
     if getattr(root, _WIDENED, None):
         return
     widened = []
-    for group in (group for group in _groups(root) if group.reduce_grads):
+    for group in (group for group in parameter_groups(root) if group.reduce_grads):
         held = [p for p in group.fsdp_params if p.sharded_param.dtype in (torch.bfloat16, torch.float16)]
         if held and group._orig_dtype != torch.float32:
             widened.append((group, group._orig_dtype, [p.sharded_param for p in held]))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from hf_parallel.model.anatomy import Anatomy
     from hf_parallel.model.experts import ExpertFacts
 
+#: The axes whose ranks `ep` and `ep_shard` are a second view of.
+_SHARED_OUT = ("dp_shard", "cp", "tp")
+
 
 @dataclass(frozen=True)
 class ExpertKeys(Keys):
@@ -29,7 +32,14 @@ class ExpertKeys(Keys):
     def ep_shard_size(self) -> int:
         """Ranks that share the experts that one of them would hold (FSDP2). Needs a resolved config."""
         config: Any = self
-        return math.prod(_shared_out(config)) // self.ep_size
+        return _ranks(config) // self.ep_size
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Size of each axis of the second view, slow links first. Needs a resolved config."""
+        config: Any = self
+        kept = {axis: size for axis, size in config.sizes.items() if axis not in _SHARED_OUT}
+        return {**kept, "ep_shard": self.ep_shard_size, "ep": self.ep_size}
 
 
 @dataclass(frozen=True)
@@ -163,13 +173,14 @@ def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, 
             refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
 
 
-def _shared_out(config: ParallelConfig) -> tuple[int, int, int]:
-    return config.dp_shard_size, config.cp_size, config.tp_size
+def _ranks(config: ParallelConfig) -> int:
+    """How many ranks experts are shared out over."""
+    return math.prod(config.sizes[axis] for axis in _SHARED_OUT)
 
 
 def _works(count: int, config: ParallelConfig) -> int:
     """The next smaller number of ranks that divides so many experts, and the ranks there are."""
-    inner, ranks = config.cp_size * config.tp_size, math.prod(_shared_out(config))
+    inner, ranks = config.cp_size * config.tp_size, _ranks(config)
     fits = (n for n in range(inner, config.ep_size) if n % inner == 0 and count % n == 0 and ranks % n == 0)
     return max(fits, default=1)
 

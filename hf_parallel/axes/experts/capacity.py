@@ -20,6 +20,7 @@ from hf_parallel.axes.experts import balance
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.collectives import start_all_gather
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import ExpertFacts
 
 if TYPE_CHECKING:
@@ -77,5 +78,5 @@ def limit_experts(model: nn.Module, experts: dict[str, ExpertFacts], capacity: C
     """From here on experts of `model` drop what they have no room for."""
     for name, facts in experts.items():
         module = model.get_submodule(name)
-        if any(True for _ in module.parameters(recurse=False)):  # not where another stage holds it
+        if owns_parameters(module):  # not where another stage holds it
             module.register_forward_pre_hook(functools.partial(capacity.limit, facts.count))

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_parallel.axes.experts.capacity import Capacity
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import named_experts
 
 _PLACE = "_hf_parallel_expert_load"
@@ -63,7 +64,7 @@ class ExpertLoad:
 
 def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
     """Count from here on."""
-    own = [module for _, module in named_experts(model) if any(True for _ in module.parameters(recurse=False))]
+    own = [module for _, module in named_experts(model) if owns_parameters(module)]
     vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
 
 

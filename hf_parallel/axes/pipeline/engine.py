@@ -161,9 +161,12 @@ class PipelineEngine:
         return unscheduled.served(self, batch, lambda: self._outputs(batch))[0]
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
-        training = torch.is_grad_enabled() and self.model.training
-        own_loss = batch.get("labels") is not None and self.sums_over_tokens
-        return training and own_loss and can_be_cut(rows, self.config) and not self.balances(batch)
+        summed = self._trains(batch) and self.sums_over_tokens
+        return summed and can_be_cut(rows, self.config) and not self.balances(batch)
+
+    def _trains(self, batch: Batch) -> bool:
+        """Will this call's own loss go backward?"""
+        return torch.is_grad_enabled() and self.model.training and batch.get("labels") is not None
 
     def balances(self, kwargs: Batch) -> bool:
         """Does this call of the model, or of its backbone, want what routers chose in all layers?"""
@@ -175,12 +178,7 @@ class PipelineEngine:
 
     def _outputs(self, batch: Batch) -> Any:
         outputs = self._model_forward(**batch)
-        if (
-            self.model.training
-            and torch.is_grad_enabled()
-            and batch.get("labels") is not None
-            and self.balances(batch)
-        ):
+        if self._trains(batch) and self.balances(batch):
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
         if self.loss_only and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])

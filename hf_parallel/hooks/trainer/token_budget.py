@@ -103,7 +103,7 @@ def get_train_dataloader(original: Callable, self: Any) -> Any:
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
-    batches = TokenBatches(_lengths(examples, args), budget(), ranks, seed)
+    batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed)
     joined([examples[0]])
     report.say(_line(batches))
     loader = torch.utils.data.DataLoader(
@@ -182,9 +182,9 @@ def _examples(trainer: Any) -> Examples:
     return Examples(rows, collate)
 
 
-def _lengths(examples: Examples, args: Any) -> list[int]:
-    """Of each example: the column of lengths, else its tokens."""
-    rows, name = examples.rows, getattr(args, "length_column_name", "length")
+def _lengths(rows: Any, args: Any) -> list[int]:
+    """Of each row of the script's data set, with all of its columns: that of lengths, else its tokens."""
+    name = getattr(args, "length_column_name", "length")
     if name in (getattr(rows, "column_names", None) or ()):
         return [int(length) for length in rows[name]]
     first = rows[0]
