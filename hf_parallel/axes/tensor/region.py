@@ -8,6 +8,7 @@ enter, leave                     f, g of Megatron-LM; under sequence parallelism
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from itertools import zip_longest
@@ -170,12 +171,17 @@ class Region:
             entered, late = enter_columns(tensor, weights, self.group, self.sequence_parallel)
             self._late = dict(zip(self.columns, late, strict=True))
             return entered
-        if self.sequence_parallel and eight_bit.has_recipe(self.owner):
+        if self.sequence_parallel and self._in_eight_bits:
             tensor = eight_bit.without_padding(tensor, self.switch.padding, self.group)
             recipe = eight_bit.recipe_of_all(self.owner) if self.lowers else None
             if recipe is not None:
                 return eight_bit.gather(tensor, recipe, self.group)
         return (gather_recompute.gather if self.sequence_parallel else copy_to_group)(tensor, self.group)
+
+    @functools.cached_property
+    def _in_eight_bits(self) -> bool:
+        """Set up with the layout, so asked once: it looks at every module inside."""
+        return eight_bit.has_recipe(self.owner)
 
     def _begin_scope(self) -> None:
         if not self.sequence_parallel:  # else the whole layer works on parts: `sequence_parallel.py`
