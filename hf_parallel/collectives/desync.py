@@ -41,6 +41,8 @@ LOOK_S, STILL_S = 1.0, 3.0
 DEADLOCK_S, IDLE = 15.0, 0.01
 _ROOM = "hf_parallel/desync"
 _LEFT = "has ended"
+#: Why whoever explains a deadlock is asked; all ranks end then, whatever it says.
+STANDSTILL = "all ranks stand still"
 _OWN, _TORCH = os.path.dirname(os.path.dirname(__file__)), os.path.dirname(torch.__file__)
 #: Code in which a process waits for others, when it does not move.
 _WAITING = (
@@ -201,7 +203,7 @@ class DesyncDetector:
 
     def _end(self, places: list[str]) -> None:
         """The main thread cannot be woken out of a collective."""
-        if explained_by is not None and explained_by("all ranks stand still"):
+        if explained_by is not None and explained_by(STANDSTILL):
             time.sleep(LOOK_S)
             leave()
         speaker = next(rank for rank, place in enumerate(places) if place != _LEFT)

@@ -23,7 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.collectives.desync import AloneError, leave
+from hf_parallel.collectives.desync import STANDSTILL, AloneError, leave
+from hf_parallel.groups import machine_id
 from hf_parallel.monitor import hang_report, standing
 
 #: Seconds between two looks; between two signs of life; that ranks have to answer; that an error waits to be told.
@@ -128,7 +129,7 @@ class Watchdog:
     def _beat(self, place: str) -> None:
         """A sign of life, and where to look for this process."""
         self._beaten, self.place = time.monotonic(), place
-        self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), socket.gethostname(), place]))
+        self.store.set(f"beat/{self.rank}", json.dumps([os.getpid(), *_here(), place]))
 
     def _ask(self, why: str) -> None:
         self.store.compare_set(f"asked/{self.round}", "", f"{self.rank} {why}")
@@ -215,7 +216,9 @@ class Watchdog:
         debugged = any(own.get("absent", "").startswith("is held") for own in facts.values())
         ends = (self.settings.ends and not slow and not debugged) or bool(left)
         goes_on = "The run ends (hang_action=report goes on)" if ends else "The run goes on"
-        if slow and not left:
+        if why == STANDSTILL and not ends:
+            goes_on = "Nobody can go on: the run ends"
+        elif slow and not left:
             goes_on = f"{hang_report.ranks(slow).capitalize()} may take long: the run goes on"
         line = f"{why}: {hang_report.sentence(facts)}"
         self._say(f"{line}. {goes_on}. Stacks and last collectives: {os.path.join(self.settings.folder, FOLDER)}")
@@ -230,8 +233,8 @@ class Watchdog:
             return json.loads(self.store.get(f"answer/{number}/{rank}"))
         if not self.store.check([f"beat/{rank}"]):
             return {"absent": "has never come to the training"}
-        pid, host, place = json.loads(self.store.get(f"beat/{rank}"))
-        state = standing.state_of_process(pid) if host == socket.gethostname() else "away"
+        pid, *there, place = json.loads(self.store.get(f"beat/{rank}"))
+        state = standing.state_of_process(pid) if there == _here() else "away"
         said = {
             "gone": "is gone: its process ended without a word, as one that is killed",
             "stopped": "is stopped (SIGSTOP)",
@@ -239,7 +242,7 @@ class Watchdog:
             "alive": "does not answer: its process runs code that holds Python's lock",
             "away": "does not answer: its process or its machine is gone or stopped",
         }[state]
-        return {"absent": f"{said} (pid {pid} on {host}, last seen {place})", "pid": pid, "state": state}
+        return {"absent": f"{said} (pid {pid} on {there[0]}, last seen {place})", "pid": pid, "state": state}
 
     def _end_stopped(self, facts: dict[int, dict[str, Any]]) -> None:
         """A stopped process would let a launcher wait: it takes no other signal."""
@@ -273,6 +276,11 @@ class Watchdog:
     def _say(self, line: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
+
+
+def _here() -> list[str]:
+    """Where process ids mean the same: machines may share a name, and containers a machine."""
+    return [socket.gethostname(), machine_id()]
 
 
 def _brief(own: dict[str, Any]) -> dict[str, Any]:

@@ -169,6 +169,11 @@ FAULTS = {
         partial(Fault, (0, 1, 2, 3), two_groups),
         ["all ranks stand still: ranks wait for each other in a circle: rank 0 for rank 1 in all_reduce number"],
     ),
+    "deadlock, reported": (
+        "tp=2,dp_shard=2,hang_action=report",
+        partial(Fault, (0, 1, 2, 3), two_groups),
+        ["all ranks stand still: ranks wait for each other in a circle", "Nobody can go on: the run ends"],
+    ),
     "callback": (
         "pp=2,hang_timeout_s=20",
         partial(Fault, 1, fails),
@@ -184,7 +189,7 @@ def test_who_holds_the_others_up(runs, capfd, tmp_path, name, spec):
         (tmp_path / "out" / "hangs").mkdir(parents=True)
         for file in ("rank_0.json", "rank_1.json", "report.json"):
             (tmp_path / "out" / "hangs" / file).symlink_to("/dev/full")
-    line, err = told(runs, capfd, tmp_path, spec, change, 1.0 if name == "deadlock" else 60.0)
+    line, err = told(runs, capfd, tmp_path, spec, change, 1.0 if name.startswith("deadlock") else 60.0)
     for words in expected:
         assert words in line, line
     if name == "full disk":
