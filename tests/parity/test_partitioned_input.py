@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -42,10 +43,16 @@ def kept(spec: str) -> int:
     tokens = torch.arange(activations.BATCH * activations.LENGTH).view(activations.BATCH, -1) % models.VOCABULARY
     with activations.Alive() as alive:
         output = model(input_ids=tokens)
-        time.sleep(0.1)  # threads of gloo let go of a buffer shortly after its collective is done
-        found = alive.bytes
+        found = min(_polled(lambda: alive.bytes))
     assert output.logits.requires_grad  # read last: gathering lets go of its buffers in its own time
     return found
+
+
+def _polled(read: Callable[[], int], times: int = 20) -> Iterator[int]:
+    """What `read` gives during one second: threads of gloo let go of a buffer some time after its collective."""
+    for _ in range(times):
+        time.sleep(0.05)
+        yield read()
 
 
 @pytest.mark.parametrize("tp", [2, 4])
