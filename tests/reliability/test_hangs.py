@@ -210,12 +210,12 @@ class Slow(TrainerCallback):
         trainer.compute_metrics = self.computes
 
     def computes(self, prediction):
-        time.sleep(1.5)
+        time.sleep(2.5)
         return {}
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 2 and dist.get_rank() == 1:
-            time.sleep(2.0)
+            time.sleep(4.0)
 
 
 def goes_on(spec, folder, out):
@@ -229,7 +229,7 @@ def goes_on(spec, folder, out):
 def test_a_run_that_goes_on(runs, capfd, tmp_path):
     """As asked: it is told, once, and nothing is told of metrics that take as long."""
     out = str(tmp_path / "out")
-    logs = run(goes_on, 2, "dp_shard=2,hang_timeout_s=1,hang_action=report", runs.initial("llama"), out, init=False)
+    logs = run(goes_on, 2, "dp_shard=2,hang_timeout_s=2,hang_action=report", runs.initial("llama"), out, init=False)
     assert sorted(logs[0]) == [1, 2, 3, 4]
     told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
     assert len(told) == 1, told
