@@ -48,6 +48,9 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """Leave out combinations whose parts other tests show, unless all are asked for, or some by name."""
+    for item in items:
+        if item.get_closest_marker("clock"):
+            item.add_marker(pytest.mark.flaky(reruns=1))
     chosen = any(config.getoption(option) for option in ("--all", "--record-support", "--add-support", "keyword"))
     if chosen or any("::" in argument for argument in config.args):
         return

@@ -12,6 +12,8 @@ from tests.distributed import RankFailure, run
 from tests.resuming import STEPS, STOP, checkpoint_differences, log_differences, train, trained
 from tests.training import axes, none
 
+pytestmark = pytest.mark.clock
+
 KEY = ",async_save=true"
 
 

@@ -55,6 +55,7 @@ def _polled(read: Callable[[], int], times: int = 20) -> Iterator[int]:
         yield read()
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("tp", [2, 4])
 def test_kept_bytes(tp):
     """Of each layer's input, and nothing else is kept of a layer, a rank has its part."""

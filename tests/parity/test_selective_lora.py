@@ -32,6 +32,7 @@ def kept_by_layer(way: str) -> float:
     return (held[1] - held[0]) / len(layers)
 
 
+@pytest.mark.clock
 def test_adapters_keep_no_second_output():
     shape = shape_of(models.build("llama", **SIZES).to(torch.bfloat16))
     job = Job(LENGTH, BATCH, 1, recompute="selective", lora=RANK, engine="hf_parallel")

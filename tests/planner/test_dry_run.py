@@ -40,20 +40,19 @@ CASES = [
 ]
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(("name", "spec", "accumulation"), CASES)
 def test_bytes_are_those_of_a_real_run(name, spec, accumulation):
     """Weights, gradients, optimizer and every axis' traffic to the byte; the fullest moment within 3 %.
 
     Real collectives of activations keep their tensors until they are done, which a world without wires cannot know:
-    that is what differs under tp and pp. Over data axes alone the fullest moments are equal too; where they are not,
-    a busy machine's threads let go of a buffer late, which a second run shows.
+    that is what differs under tp and pp. Over data axes alone the fullest moments are equal too, but where a busy
+    machine's threads let go of a buffer late.
     """
     over_data = spec.startswith("dp_")
     real = run(measured, 4, name, spec, ROWS, LENGTH, accumulation)
     for rank in (0, 3):
         plan = run_alone(planned, name, spec, rank, accumulation)
-        if over_data and sum(plan["peak"].values()) < sum(real[rank]["peak"].values()):
-            real = run(measured, 4, name, spec, ROWS, LENGTH, accumulation)
         did = real[rank]
         assert plan["traffic"] == did["traffic"]
         for kind in STATES:
@@ -62,6 +61,7 @@ def test_bytes_are_those_of_a_real_run(name, spec, accumulation):
         assert sum(plan["peak"].values()) == pytest.approx(total, rel=1e-12 if over_data else 0.03)
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize(
     ("spec", "accumulation"),
     [("dp_shard=4", 1), ("pp=2,tp=2,pipeline_microbatches=4,activation_checkpointing=full", 2)],
@@ -139,6 +139,7 @@ def rank_of_a_large_world():
     return ran.seconds, ran.kept["parameters"], ran.place, ran.layers_run
 
 
+@pytest.mark.clock
 def test_70b_on_1024_ranks_takes_seconds():
     seconds, parameters, place, layers_run = run_alone(rank_of_a_large_world)
     assert place == {"dp_replicate": 0, "pp": 3, "dp_shard": 31, "cp": 0, "tp": 7}

@@ -10,6 +10,8 @@ from transformers import TrainerCallback
 import tests.distributed
 from tests.reliability.faults import LIMIT_S, SPEC, failure, kill
 
+pytestmark = pytest.mark.clock
+
 FEW, MANY = 40, 200  # steps
 
 

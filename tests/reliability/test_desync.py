@@ -14,6 +14,8 @@ from tests.reliability.faults import LIMIT_S, SHORT
 from tests.resuming import train
 from tests.training import axes, none, weight_differences
 
+pytestmark = pytest.mark.clock
+
 SOON_S = 20  # patience, and two rounds of questions
 
 

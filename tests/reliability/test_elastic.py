@@ -20,6 +20,8 @@ from tests.distributed import run_alone
 from tests.reliability.launching import environment
 from tests.training import none
 
+pytestmark = pytest.mark.clock
+
 LOST_IN, JOINED_IN, LIMIT_S = 5, 8, 120
 
 SCRIPT = """

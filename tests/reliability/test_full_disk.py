@@ -15,6 +15,8 @@ from tests.reliability.faults import LIMIT_S, SPEC, failing, full_disk
 from tests.resuming import train
 from tests.training import axes
 
+pytestmark = pytest.mark.clock
+
 #: Whose disk is full: the file that does not fit, and the rank that writes it.
 FILES = {
     "model.safetensors": 0,

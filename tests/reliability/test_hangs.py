@@ -19,6 +19,8 @@ from tests.distributed import RankFailure, run
 from tests.resuming import train
 from tests.training import axes
 
+pytestmark = pytest.mark.clock
+
 LIMIT_S, SOON_S = 40, 20
 SHORT = {"max_steps": 4, "save_strategy": "no", "gradient_accumulation_steps": 1}
 

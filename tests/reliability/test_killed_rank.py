@@ -7,6 +7,8 @@ import pytest
 
 from tests.reliability.launching import hf_parallel_launch, launch, torchrun
 
+pytestmark = pytest.mark.clock
+
 LIMIT_S = 30
 
 SCRIPT = """

@@ -17,6 +17,8 @@ from tests.reliability.faults import BAD, FOUR, LAST, PHASES, SPEC, STEPS, die_a
 from tests.resuming import log_differences
 from tests.training import axes, none
 
+pytestmark = pytest.mark.clock
+
 LATER = SPEC + ",async_save=true"
 CASES = [(phase, rank, SPEC) for phase in PHASES if phase != "adapter" for rank in (0, 1)]
 CASES += [("weights", 0, LATER), ("weights", 1, LATER), ("optimizer", 1, LATER), ("publish", 1, LATER)]

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 from tests import models
 from tests.distributed import run, run_alone
 
+pytestmark = pytest.mark.clock
+
 MB = 1 << 20
 SLACK = (
     32 * MB

@@ -18,6 +18,8 @@ from tests.distributed import run, run_alone
 from tests.rows import Rows
 from tests.training import axes
 
+pytestmark = pytest.mark.clock
+
 ROWS = 8
 #: Of a step, by which a rank is late: as much as the tiny model's whole step takes on a busy machine.
 LATE_S = 0.4

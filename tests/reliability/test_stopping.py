@@ -15,6 +15,8 @@ from tests.reliability.faults import LIMIT_S, SHORT, SPEC, STEPS, disturbed, fai
 from tests.resuming import ONE, Ended, log_differences, train, trained
 from tests.training import axes, none
 
+pytestmark = pytest.mark.clock
+
 STOPS = 2  # the step in which it happens
 
 

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 from tests.distributed import RankFailure, run, run_alone
 
+pytestmark = pytest.mark.clock
+
 
 def test_results_come_back_in_rank_order(distributed):
     def work(offset):

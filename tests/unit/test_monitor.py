@@ -88,6 +88,7 @@ def one_step(made, clock, wait=0.0):
     made.end("trainer")
 
 
+@pytest.mark.clock
 def test_parts_of_steps(metered):
     made, clock = metered
     for wait in (4, 6):

@@ -431,6 +431,7 @@ def late_peer(folder: Any, sequence_parallel: bool) -> None:
     assert len(started) == 2
 
 
+@pytest.mark.clock
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_computes_while_a_peer_is_late(tmp_path, sequence_parallel):
     """Without overlap this would not end: rank 1 waits for what rank 0 computes during the collective."""
