@@ -44,9 +44,9 @@ class _Lent(FSDPParam):
     def _lends(self) -> bool:
         """Is it computed with as it is stored, in memory of its own? torch would resize what is larger."""
         stored = self._sharded_param_data
-        plain = type(stored) is torch.Tensor and not hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
-        own = plain and stored.untyped_storage().nbytes() == stored.nbytes
-        return own and self.param_dtype is None and not self.offload_to_cpu
+        own = stored.untyped_storage().nbytes() == stored.nbytes
+        packed = hasattr(self._sharded_local_tensor, "fsdp_pre_all_gather")
+        return own and not packed and self.param_dtype is None and not self.offload_to_cpu
 
     def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
         stored = self._sharded_param_data
