@@ -155,6 +155,11 @@ class _Rank:
         return not self.habits.gradient_buffers and several
 
     @property
+    def _holds(self) -> bool:
+        """Do whole gradients stay from one run of a pipeline's schedule to the next?"""
+        return self.gathers and self.layout.pp > 1 and self.job.calls > 1 and not self.layout.reduces_each_run
+
+    @property
     def _widens(self) -> bool:
         """Are gradients added up in more bits than the backward gives them?"""
         return self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
@@ -201,6 +206,8 @@ class _Rank:
             wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
             more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
+            if self._holds:
+                states["gradients"] = sum(map(self._gradients, self.stages))
         whole = "gathered" if self.gathers else "gradients"
         kinds = {**states, "gathered": self._gathered() + self._lowered()}
         kinds[whole] += moment.gradients

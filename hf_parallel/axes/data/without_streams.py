@@ -9,8 +9,10 @@ later: collectives of a unit's parameter groups are its internals, looked at in 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import deque
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -50,6 +52,20 @@ def _forget_gathers(root: nn.Module, args: Any, output: Any) -> None:
             group._all_gather_result = None
 
 
+_now = False
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """In here reductions are waited for where they are called: what follows reads them."""
+    global _now
+    former, _now = _now, True
+    try:
+        yield
+    finally:
+        _now = former
+
+
 class _Later:
     """Reductions under way in a backward pass."""
 
@@ -59,7 +75,7 @@ class _Later:
 
     def can_wait(self, group: Any, reduced: torch.Tensor) -> bool:
         """Will nothing of this unit's gradients be read before the end of the backward pass that runs?"""
-        if torch._C._current_graph_task_id() == -1 or reduced.dtype != torch.float32:
+        if _now or torch._C._current_graph_task_id() == -1 or reduced.dtype != torch.float32:
             return False  # 16 bits are scaled or rounded
         return not any(_read_at_once(held) for held in group.fsdp_params)
 
