@@ -1,35 +1,59 @@
 """ZeRO's stages beside accelerate's own FSDP2, torch's DDP and DeepSpeed, on the same processes in turns.
 
-    python -m benchmarks.zero_side_by_side [--steps 12] [--ranks 2] [--hidden 256] [--layers 4]
+    python -m benchmarks.zero_side_by_side [--steps 12] [--ranks 2] [--hidden 256] [--layers 4] [--monitor basic]
+                                           [--stages 0 1 2 3]
 
 Prints, for each stage, the median seconds of a step (forward, backward, SGD), and the median ratio of ours to it, each
-of two steps of one round. Only ratios mean anything: a machine that is busy is so for all. DeepSpeed takes part where
-it is installed. Stage 0 stands beside DDP, 2 and 3 beside `fully_shard` as accelerate's FullyShardedDataParallelPlugin
-calls it with reshard_after_forward False and True; stage 1, which accelerate has not, beside the same as 2.
+of two steps of one round; in brackets the same of the processor time that the process of rank 0 used. Only ratios mean
+anything: a machine that is busy is so for all. Ours are watched, as by default; nothing of this package is on while
+the others step. DeepSpeed takes part where it is installed. Stage 0 stands beside DDP, 2 and 3 beside `fully_shard` as
+accelerate's FullyShardedDataParallelPlugin calls it with reshard_after_forward False and True; stage 1, which
+accelerate has not, beside the same as 2.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
+from hf_parallel import parallelize
+from hf_parallel.collectives import observed
+from hf_parallel.hooks import monitoring
+from hf_parallel.monitor.meter import COMPUTE
 from tests.distributed import run
 
 ROWS, LENGTH, VOCABULARY = 2, 64, 4096
 Step = Callable[[], None]
 _WARM = 5  # rounds: what is compared between ranks in the first steps, and what allocators learn
+
+
+class Times(NamedTuple):
+    """Of a step: seconds, and those of the process's processor time."""
+
+    wall: float
+    cpu: float
+
+
+class Figures(NamedTuple):
+    """Medians over steps, and of the ratios of ours to them."""
+
+    median: Times
+    ratio: Times
 
 
 def _model(hidden: int, layers: int) -> Any:
@@ -96,12 +120,43 @@ def _deepspeeds(model: nn.Module, stage: int) -> Step:
     return step
 
 
-def _rank(stage: int, hidden: int, layers: int, steps: int) -> dict[str, tuple[float, float]]:
-    """Of each: median seconds of a step, and the ratio of ours to it."""
-    from hf_parallel import parallelize
+def _ours(model: nn.Module, stage: int, monitor: str) -> Step:
+    """A step that is watched as one of a loop."""
+    model = parallelize(model, f"zero_stage={stage},monitor={monitor}")
+    step, watched = _step(model), monitoring.watched(model)
+    if watched is None:
+        return step
 
-    made = {
-        "ours": lambda model: _step(parallelize(model, f"zero_stage={stage}")),
+    def around() -> None:
+        watched.meter.begin("benchmark")
+        with watched.meter.phase(COMPUTE):
+            step()
+        watched.meter.end("benchmark")
+
+    return around
+
+
+@contextlib.contextmanager
+def _without_ours() -> Iterator[None]:
+    """In here nobody listens to collectives, and optimizers step as torch makes them."""
+    listeners = observed._listeners
+    hooks: Any = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    former = [dict(kind) for kind in hooks]
+    for listener in listeners:
+        observed.unlisten(listener)
+    for kind in hooks:
+        kind.clear()
+    yield
+    for kind, known in zip(hooks, former, strict=True):
+        kind.update(known)
+    for listener in listeners:
+        observed.listen(listener)
+
+
+def _rank(stage: int, hidden: int, layers: int, steps: int, monitor: str = "basic") -> dict[str, Figures]:
+    """Of each: a step's times, and the ratio of ours to it."""
+    made: dict[str, Callable[[nn.Module], Step]] = {
+        "ours": lambda model: _ours(model, stage, monitor),
         "accelerate": lambda model: _step(_theirs(model, stage)),
     }
     if importlib.util.find_spec("deepspeed"):
@@ -110,20 +165,25 @@ def _rank(stage: int, hidden: int, layers: int, steps: int) -> dict[str, tuple[f
     rounds = []
     for number in range(steps + _WARM):
         turns = list(each)[number % len(each) :] + list(each)[: number % len(each)]
-        rounds.append({name: _seconds(each[name]) for name in turns})
+        rounds.append({name: _times(each[name], name == "ours") for name in turns})
     rounds = rounds[_WARM:]
     return {
-        name: (statistics.median(r[name] for r in rounds), statistics.median(r["ours"] / r[name] for r in rounds))
+        name: Figures(
+            Times(*(statistics.median(r[name][of] for r in rounds) for of in range(2))),
+            Times(*(statistics.median(r["ours"][of] / r[name][of] for r in rounds) for of in range(2))),
+        )
         for name in each
     }
 
 
-def _seconds(step: Step) -> float:
-    torch.distributed.barrier()
-    begin = time.perf_counter()
-    step()
-    torch.distributed.barrier()
-    return time.perf_counter() - begin
+def _times(step: Step, ours: bool) -> Times:
+    with contextlib.nullcontext() if ours else _without_ours():
+        torch.distributed.barrier()
+        begin = time.perf_counter(), time.process_time()
+        step()
+        cpu = time.process_time() - begin[1]
+        torch.distributed.barrier()
+        return Times(time.perf_counter() - begin[0], cpu)
 
 
 def main() -> None:
@@ -131,11 +191,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("steps", 12), ("ranks", 2), ("hidden", 256), ("layers", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--monitor", default="basic", choices=("off", "basic", "full"))
+    parser.add_argument("--stages", type=int, nargs="+", default=range(4))
     asked = parser.parse_args()
-    for stage in range(4):
-        found = run(_rank, asked.ranks, stage, asked.hidden, asked.layers, asked.steps, timeout=400)[0]
-        cells = [f"{name} {seconds * 1e3:5.0f} ms (ours x {ratio:.2f})" for name, (seconds, ratio) in found.items()]
-        print(f"stage {stage}   " + "   ".join(cells), flush=True)
+    for stage in asked.stages:
+        sizes = stage, asked.hidden, asked.layers, asked.steps, asked.monitor
+        found = run(_rank, asked.ranks, *sizes, timeout=400)[0]
+        print(f"stage {stage}   " + "   ".join(_cell(name, one) for name, one in found.items()), flush=True)
+
+
+def _cell(name: str, found: Figures) -> str:
+    (wall, cpu), ratio = found.median, found.ratio
+    return f"{name} {wall * 1e3:.0f} ms ({cpu * 1e3:.0f}), ours x {ratio.wall:.2f} ({ratio.cpu:.2f})"
 
 
 if __name__ == "__main__":

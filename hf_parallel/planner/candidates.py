@@ -200,6 +200,7 @@ def to_layout(config: ParallelConfig, context: str | None = None) -> Layout:
         context=context or own,
         split=config.pipeline_split,
         reduces_each=config.reduces_each_micro_batch,
+        reduces_each_run=config.reduces_each_run,
         hierarchical_shard=config.hierarchical_shard or 1,
         quantize_weights="fp8" if gathers_codes(config) else config.quantize_weights,
         quantize_gradients=config.quantize_gradients,

@@ -102,6 +102,7 @@ class Layout:
     context: str = "ring"  # how cp shares attention: "ring", "ulysses", "allgather" or "hybrid:U"
     split: tuple[int, ...] | None = None  # layers per stage; default: even, or by cost where that is impossible
     reduces_each: bool = False  # gradients in every micro-batch of a step, not once after them
+    reduces_each_run: bool = True  # of a pipeline's schedule, of which a step may have several
     hierarchical_shard: int = 1  # ranks of a group within which ZeRO-3's backward gathers; 1: all shards
     quantize_weights: str = "none"
     quantize_gradients: str = "none"

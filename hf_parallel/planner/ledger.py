@@ -297,7 +297,7 @@ class _Sends:
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
         """Of one step: an all-reduce, or a reduce-scatter and a gather, and what replicas reduce."""
         axis, fsdp2, stage = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage
-        rounds, link = self.job.calls, self.links[group]
+        rounds, link = self.reductions, self.links[group]
         if stage == 0:
             axis = "dp_replicate" if fsdp2 else axis
             yield Transfer(axis, "all_reduce", gradients, rounds, link, "gradients", STEP, LAST_BACKWARD)
@@ -306,10 +306,16 @@ class _Sends:
                 yield from self.scatter(gradients, rounds, group, STEP, LAST_BACKWARD)
             if self.layout.pp > 1 or not fsdp2:
                 updated = self.coded_weights(weights) if fsdp2 else gradients
-                yield from self.gather(updated, rounds, group, "updated weights", STEP)
+                yield from self.gather(updated, self.job.calls, group, "updated weights", STEP)
         part, replicas = gradients / (link.size if stage else 1), self.links["replicate"]
         rounds = self.job.micro_batches if self.layout.reduces_each else rounds
         yield Transfer("dp_replicate", "all_reduce", part, rounds, replicas, "gradients of replicas", STEP)
+
+    @property
+    def reductions(self) -> int:
+        """How often a step reduces what micro-batches have added up: in every run of a schedule, or once."""
+        held = self.habits.fsdp2 and self.layout.dp * self.layout.cp > 1 and not self.layout.reduces_each_run
+        return 1 if held else self.job.calls
 
     # ---- pipeline ------------------------------------------------------------------------------------------------
 
@@ -324,7 +330,8 @@ class _Sends:
                 shards = layout.shards if layout.zero_stage else 1
                 payload = shape.embedding_parameters * self.kept_width / layout.tp / shards
                 both = dataclasses.replace(link, size=min(2, link.size))
-                yield Transfer("pp", "all_reduce", payload, calls, both, "gradients of the tied embedding", STEP)
+                count = self.reductions
+                yield Transfer("pp", "all_reduce", payload, count, both, "gradients of the tied embedding", STEP)
 
     @property
     def boundary(self) -> float:

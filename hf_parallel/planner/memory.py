@@ -122,6 +122,9 @@ class _Rank:
         self.adapter_width = adapter_width(job)  # gathered
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
+        # Replicas alone compute with what they store, if in its own dtype.
+        self.in_place = self.habits.fsdp2 and several and layout.zero_stage == 0 and layout.cp == 1
+        self.in_place &= self.width == self.kept.stored
         self.summed = summed_width(job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
 
@@ -152,13 +155,18 @@ class _Rank:
         return not self.habits.gradient_buffers and several
 
     @property
+    def _holds(self) -> bool:
+        """Do whole gradients stay from one run of a pipeline's schedule to the next?"""
+        return self.gathers and self.layout.pp > 1 and self.job.calls > 1 and not self.layout.reduces_each_run
+
+    @property
     def _widens(self) -> bool:
         """Are gradients added up in more bits than the backward gives them?"""
         return self._accumulates and self.gathers and self.summed > self.width and not self.job.lora
 
     def _gathered(self) -> float:
         """Whole weights: those of the layers at work and of the ends, or all."""
-        if not self.gathers:
+        if not self.gathers or self.in_place:
             return 0.0
         if not self.reshards:
             return self.width * (self.numbers + self.experts) + self.adapter_width * self.adapters
@@ -198,6 +206,8 @@ class _Rank:
             wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
             more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
+            if self._holds:
+                states["gradients"] = sum(map(self._gradients, self.stages))
         whole = "gathered" if self.gathers else "gradients"
         kinds = {**states, "gathered": self._gathered() + self._lowered()}
         kinds[whole] += moment.gradients
@@ -212,6 +222,8 @@ class _Rank:
         whole = ends * self.width + (0.0 if self.job.lora else (ends + embedding) * (self.width + self.summed))
         if self._accumulates:
             whole = self.width * ends + sum(map(self._gradients, self.stages))
+        if self.in_place and self.layout.pp == 1:  # what is reduced is what stays
+            whole = 0.0 if self.job.lora else (ends + embedding) * self.width
         whole = whole * self.gathers + self._lowered()
         activations = self._received() + self.stream
         return {**self._states(), "gathered": whole, "activations": activations, "temporaries": 0.0}

@@ -46,6 +46,11 @@ class DataKeys(Keys):
         sizes = cast("ParallelConfig", self).sizes
         return self.zero_stage >= 2 and self.dp_shard_size > 1 and self.dp_replicate_size == sizes["pp"] == 1
 
+    @property
+    def reduces_each_run(self) -> bool:
+        """Does a pipeline reduce gradients in every run of its schedule, rather than once per step?"""
+        return cast("ParallelConfig", self).sizes["pp"] > 1 and self.zero_stage >= 2 and self.gradient_reduction == "auto"
+
 
 @dataclass(frozen=True)
 class DataPart:
@@ -84,7 +89,7 @@ class Data(Axis[None, DataPart]):
         if config.zero_stage < 2:
             refuse(what, f"zero_stage={config.zero_stage} holds whole gradients", "zero_stage=2")
         if config.pp_size != 1:
-            refuse(what, "a pipeline reduces once per run of its schedule", "gradient_reduction=step")
+            refuse(what, "a pipeline reduces once per run of its schedule at most", "gradient_reduction=step")
 
     def sized(self, config: ParallelConfig) -> ParallelConfig:
         """ZeRO-0 is what replicas are."""
@@ -106,8 +111,10 @@ class Data(Axis[None, DataPart]):
 
     def apply(self, model: Any, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
+        from hf_parallel.axes.data.held_gradients import HeldGradients
         from hf_parallel.axes.data.lowered import lower_once_per_step
         from hf_parallel.axes.data.mixed_precision import lowered_dtype
+        from hf_parallel.axes.data.reduction import HELD
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
         mesh = building.mesh
@@ -123,6 +130,9 @@ class Data(Axis[None, DataPart]):
         if building.pipeline is not None:
             stage = building.roots[0][0]
             building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
+            if mesh.config.sharing_size > 1:
+                building.pipeline.held = HeldGradients([root for root, _ in building.roots])
+                setattr(building.pipeline.stages, HELD, building.pipeline.held)
 
 
 def _when_reduced(config: ParallelConfig) -> str:
@@ -134,11 +144,11 @@ def _when_reduced(config: ParallelConfig) -> str:
         )
     if config.gradient_reduction == "step":
         why = "as asked for"
-    elif config.pp_size > 1:
-        why = "micro-batches of a pipeline overlap"
+    elif config.zero_stage < 2:
+        why = f"zero_stage={config.zero_stage}"
     else:
-        why = "replicas would reduce as often" if config.zero_stage >= 2 else f"zero_stage={config.zero_stage}"
-    when = "run of the schedule" if config.pp_size > 1 else "step"
+        why = "micro-batches of a pipeline overlap" if config.pp_size > 1 else "replicas would reduce as often"
+    when = "run of the schedule" if config.reduces_each_run else "step"
     return f"gradients are reduced once per {when}, and whole on each rank until then: {why}"
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
 
+from hf_parallel.axes.data.replicas import lend
 from hf_parallel.axes.data.zero import sharded_modules
 
 
@@ -78,6 +79,7 @@ def _add(group: Any, parameters: list[nn.Parameter], modules: tuple[nn.Module, .
             group.mp_policy,
             group.offload_policy,
         )
+        lend(held)
         group.fsdp_params.append(held)
     if group._reset_sharded_params:  # it has run already; else it finds out about dtypes when it first does
         group._init_mp_dtypes()

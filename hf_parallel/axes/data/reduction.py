@@ -6,8 +6,8 @@ of m micro-batches      reduces       gathers             whole on each rank bet
     zero_stage=2        m times       once                weights
     zero_stage=3        m times       2 m times           nothing
 
-`gradient_reduction=step` reduces once at stages 2 and 3 too, and holds whole gradients in between. A pipeline does all
-of this per run of its schedule, over the micro-batches in it.
+`gradient_reduction=step` reduces once at stages 2 and 3 too, and holds whole gradients in between. A pipeline gathers
+once per run of its schedule; at stages 2 and 3 it reduces per run, too, else once per step: held_gradients.py.
 
 Gradients of 16-bit weights are summed over micro-batches in fp32 and rounded once, after the last backward pass.
 """
@@ -26,16 +26,18 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
 
+HELD = "_hf_parallel_held_gradients"
 _MORE = "_hf_parallel_more_micro_batches"
 _WIDENED = "_hf_parallel_widened"
 
 
 @contextlib.contextmanager
 def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    """In here run the micro-batches of a step but the last. A pipeline reduces in each of its schedules instead."""
+    """In here run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
     unit: Any = next((module for module in root.modules() if isinstance(module, FSDPModule)), None)
     if unit is None or config.pp_size > 1:
-        yield
+        with _held(root, config):
+            yield
         return
     unit.set_requires_gradient_sync(config.reduces_each_micro_batch)
     unit.set_reshard_after_backward(config.zero_stage == 3)
@@ -46,6 +48,19 @@ def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
         setattr(unit, _MORE, False)
         unit.set_requires_gradient_sync(True)
         unit.set_reshard_after_backward(True)
+
+
+@contextlib.contextmanager
+def _held(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
+    """Gradients of a pipeline's runs in here are held, unless it reduces in each."""
+    held: Any = None if config.reduces_each_run else getattr(root, HELD, None)
+    if held is not None:
+        held.more = True
+    try:
+        yield
+    finally:
+        if held is not None:
+            held.more = False
 
 
 def round_after_backward(root: nn.Module) -> None:

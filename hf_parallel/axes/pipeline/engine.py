@@ -27,7 +27,7 @@ from torch import nn
 from hf_parallel.axes.axis import Building
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
-from hf_parallel.axes.pipeline.batches import Batch, count_targets, split_rows, tokens_of
+from hf_parallel.axes.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs, wants
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.axes.pipeline.registry import pipelines_of
@@ -98,6 +98,7 @@ class PipelineEngine:
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
+        self.held: Any = None  # gradients of a step's runs, where data ranks reduce them once per step
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
         self._width = text_config(model).hidden_size
@@ -302,8 +303,23 @@ class PipelineEngine:
         """This rank's parameters that get gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
 
-    def accumulate(self, fresh: list, scale: torch.Tensor | None) -> None:
-        """Add the fresh gradients, times the gradient of the loss, to the accumulated ones."""
+    def held_run(self) -> Any:
+        """The run that begins, if data ranks reduce nothing in it: one of several of a step."""
+        return None if self.held is None else self.held.run()
+
+    def accumulate(self, fresh: list, scale: torch.Tensor | None, held: Any) -> None:
+        """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.
+
+        Args:
+            held: the run whose gradients are not reduced yet.
+        """
+        self._add(fresh, scale)
+        if held is not None:
+            with fresh_gradients(self.trainable()) as reduced:
+                held.hand_over(scale)
+            self._add(reduced, None)
+
+    def _add(self, fresh: list, scale: torch.Tensor | None) -> None:
         tied = {id(p) for p in self._tied_parameters()}
         for parameter, gradient in fresh:
             if gradient is None:

@@ -35,6 +35,9 @@ def scheduled(
     """
     parameters = engine.trainable() if parameters is None else parameters
     schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
+    held = engine.held_run()
+    for stage in engine.schedules[count][1]:
+        stage.reduces = held is None
     scale = None if engine.scale_loss is None else engine.scale_loss(torch.ones((), device=engine.mesh.device))
     losses: list[torch.Tensor] = []
     with _autocast_per_stage(engine) as autocast, fresh_gradients(parameters) as fresh:
@@ -50,11 +53,17 @@ def scheduled(
         finally:
             for stage in engine.stages:
                 stage.work, stage.autocast = None, contextlib.nullcontext
+        if held is not None:
+            held.take()
     own = [part.detach().float() for part in losses]
     loss = torch.stack(own).sum() if own else torch.zeros((), device=engine.mesh.device)
     loss = loss if scale is None else loss / scale
     dist.broadcast(loss, group=engine.group, group_src=engine.last_rank)
-    return detached_node([loss], lambda gradients: engine.accumulate(fresh, _over(gradients[0], scale)))[0]
+
+    def hand_over(gradients: Any) -> None:
+        engine.accumulate(fresh, _over(gradients[0], scale), held)
+
+    return detached_node([loss], hand_over)[0]
 
 
 def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tensor) -> Any:

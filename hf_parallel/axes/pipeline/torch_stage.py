@@ -21,6 +21,7 @@ class TorchStage(PipelineStage):
 
     boundary: torch.Tensor  # on the meta device
     connected: bool  # have these ranks exchanged messages before?
+    reduces = True  # gradients over data ranks, at the end of a schedule
 
     # ---- set-up ----------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,11 @@ class TorchStage(PipelineStage):
 
     def _validate_fwd_outputs(self, *args: object, **kwargs: object) -> None:
         """The same in torch 2.11."""
+
+    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Another run of the step is to add to what this one has left, or has done so."""
+        if self.reduces:
+            super().perform_reduce_grad(*args, **kwargs)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 

@@ -173,8 +173,12 @@ class Serving(Session):
                 made.output["router_logits"] = made.balance.stand_in(local.numel())
         return made.output
 
-    def backward(self, parameters: list, tensors: list[torch.Tensor], gradients: list) -> None:
-        """Send the gradients of the results, known to every rank, back through the stages."""
+    def backward(self, parameters: list, tensors: list[torch.Tensor], gradients: list, held: Any) -> None:
+        """Send the gradients of the results, known to every rank, back through the stages.
+
+        Args:
+            held: reduce nothing, and leave it to this run of several.
+        """
         engine = self.engine
         passes = [done for made in self.made if made.call.grad for done in made.passes]
         with fresh_gradients(parameters) as fresh:
@@ -188,14 +192,16 @@ class Serving(Session):
                     made.balance.weigh()
             for i, done in enumerate(passes):
                 for view, stage in reversed(list(zip(engine.views, engine.stages, strict=True))):
-                    _reduce_in(stage, i == len(passes) - 1)
+                    _reduce_in(stage, held is None and i == len(passes) - 1)
                     _backward_pass(engine, view.index, done[view.index])
-        engine.accumulate(fresh, None)
+            if held is not None:
+                held.take()
+        engine.accumulate(fresh, None, held)
 
 
 def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, list[Made]]:
     """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
-    grad = torch.is_grad_enabled()
+    grad, held = torch.is_grad_enabled(), engine.held_run()
     parameters = engine.trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
     session = Serving(engine, batch)
     result = session.drive(script) if engine.last else session.serve()
@@ -205,7 +211,7 @@ def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, l
         if other is not engine:
             free(other)
     if grad:
-        values = detached_node(values, lambda gradients: session.backward(parameters, tensors, gradients))
+        values = detached_node(values, lambda gradients: session.backward(parameters, tensors, gradients, held))
     else:
         free(engine)
     return rebuilt(values), session.made
