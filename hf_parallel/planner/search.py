@@ -19,8 +19,10 @@ from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.run import PRECISIONS, dry_run
 from hf_parallel.planner.activations import counted_as, lowered_parameters
 from hf_parallel.planner.advice import (
+    WORTH_ROUNDING,
     notes_about,
     nothing_fits,
+    suggested,
     warnings_about,
     why_not_expected,
     why_not_usual,
@@ -30,8 +32,10 @@ from hf_parallel.planner.candidates import (
     Goal,
     layouts,
     other_schedules,
+    rounded,
     sizes_of,
 )
+from hf_parallel.planner.attention import EAGER, Planned, planned
 from hf_parallel.planner.choices import Choice, Found, predicted, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Layout, known_precision
@@ -41,6 +45,9 @@ from hf_parallel.spec import refuse
 _TOKENS = 65536  # of a dry run: so many that nothing but activations decides when memory is fullest
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
+_AXIS = 1.05  # times as fast must a layout be for each axis beyond data: less the planner cannot tell
+_WAITING = 0.05  # of a step: so much communication makes a search of transfers that round worth its time
+_WAITS = ("communication", "reduction", "gathering", "bubble")
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
 
 
@@ -60,6 +67,9 @@ def search(
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
     adapt: Callable[[Any], None] | None = None,
+    attention: str | None = None,
+    documents: bool = False,
+    quantized: bool = False,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -73,6 +83,9 @@ def search(
             out.
         expected: a layout to compare with the best.
         adapt: puts adapters into a model, to count what they keep: see `dry_run`.
+        attention: the kernel that the script asks for; default: what Transformers chooses.
+        documents: are rows padded, or packs of documents?
+        quantized: search layouts, too, whose transfers round, and so change the numbers.
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -80,8 +93,13 @@ def search(
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
     precision, rank = known_precision(precision), 16 if lora is True else int(lora)
-    shape = measured_shape(model, precision, adapt)
-    goal = Goal(shape, cluster, seq, global_batch, precision, optimizer, rank, rows, accumulation)
+    kernel = Planned() if isinstance(model, ModelShape) else planned(
+        model, cluster.gpu, precision, seq, attention, documents
+    )
+    eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
+    shape = shape_of(model) if kernel.auto == EAGER else measured_shape(model, precision, adapt)
+    batch = seq, global_batch, precision, optimizer, rank, rows, accumulation
+    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized)
     looking = _Search(goal, accept)
     ranked = looking.run()
     best = ranked[0] if ranked else None
@@ -101,7 +119,18 @@ def search(
         looked_at=looking.looked_at,
         advice="" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept))),
         notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
+        suggestions=[] if best is None or quantized else list(suggested(goal, best, _rounding(goal, best, accept))),
     )
+
+
+def _rounding(goal: Goal, best: Choice, accept: Any) -> Choice | None:
+    """The best layout whose transfers may round, if there is anything to gain."""
+    times = best.prediction.breakdown.time.items()
+    waits = sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS))
+    if goal.cluster.gpus == 1 or waits < _WAITING * best.step_time_s:
+        return None
+    looking = _Search(dataclasses.replace(goal, quantized=True), accept, rounded)
+    return next(iter(looking.run(_pace(best) / WORTH_ROUNDING)), None)
 
 
 def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
@@ -127,11 +156,23 @@ def _pace(choice: Choice) -> float:
     return choice.seconds_per_row
 
 
+def _rank(choice: Choice) -> float:
+    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it."""
+    config = choice.config
+    beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
+    return _pace(choice) * _AXIS**beyond
+
+
 class _Search:
     """A sweep over the layouts, and what it saw."""
 
-    def __init__(self, goal: Goal, accept: Callable[[ParallelConfig], bool] | None) -> None:
-        self.goal, self.accept = goal, accept
+    def __init__(
+        self,
+        goal: Goal,
+        accept: Callable[[ParallelConfig], bool] | None,
+        only: Callable[[ParallelConfig], bool] | None = None,
+    ) -> None:
+        self.goal, self.accept, self.only = goal, accept, only
         self.looked_at, self.leanest = 0, math.inf
         self.ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters: nothing to offload
 
@@ -139,24 +180,23 @@ class _Search:
         """Whether the engine takes the layout for this model."""
         return self.accept is None or self.accept(choice.config)
 
-    def run(self) -> list[Choice]:
-        """The best of each sizes, fastest first; other schedules tried for the leading ones."""
+    def run(self, limit: float = math.inf) -> list[Choice]:
+        """The best of each sizes, by `_rank`; other schedules tried for the leading ones."""
         best: dict[tuple, Choice] = {}
-        limit = math.inf
-        for config in layouts(self.goal):
+        for config in (config for config in layouts(self.goal) if self.only is None or self.only(config)):
             for choice in self._tried(config, limit):
                 if _pace(choice) * _WORTH < limit and not self.accepts(choice):
                     break  # one that the model forbids must not set the pace
                 _keep(best, choice)
                 limit = min(limit, _pace(choice) * _WORTH)
-        for choice in sorted(best.values(), key=_pace)[:_RESCHEDULED]:
+        for choice in sorted(best.values(), key=_rank)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
             for config in other_schedules(self.goal, choice.config, choice.rows // size):
                 other = predicted(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accepts(other):
                     _keep(best, other)
-        return sorted(best.values(), key=_pace)
+        return sorted(best.values(), key=_rank)
 
     def _tried(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
         """What fits; what does not counts for the leanest."""
