@@ -1,11 +1,10 @@
 """Which attention a plan assumes: what `attention=auto` would be on its GPUs, by the same rules as in a run.
 
-    kind      kernels                                            holds of each layer       computes
-    flash     torch_flash, flash_attention_2, …; those of cp     no scores                 keys that are seen
-    sdpa      sdpa on rows of one document                       no scores; of windows     keys that are seen; of windows
-                                                                 a mask of queries by keys all
-    masked    sdpa on padded rows or packs                       that mask                 all keys
-    eager     eager                                              scores, in 32 and 16 bits all keys, and passes over them
+kind     kernels                                         holds of each layer             computes
+flash    torch_flash, flash_attention_2, …; those of cp  no scores                       keys that are seen
+sdpa     sdpa on rows of one document                    no scores; of a window a mask   the same; of a window all
+masked   sdpa on padded rows or packs                    a mask of queries by keys       all keys
+eager    eager                                           scores in 32 and 16 bits        all keys; reads scores
 """
 
 from __future__ import annotations
@@ -15,20 +14,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
-from hf_parallel.axes.attention.choose import chosen, why_not_torch_flash
-from hf_parallel.axes.attention.read import AttentionFacts, read_attention
 from hf_parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
+    from hf_parallel.axes.attention.read import AttentionFacts
     from hf_parallel.planner.hardware import Gpu
     from hf_parallel.planner.shape import Attention
 
 FLASH, SDPA, MASKED, EAGER = "flash", "sdpa", "masked", "eager"
-_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16}
-_LOWERED = {"mixed": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16"}  # of the weights; else fp32
+_LOWERED = {"mixed": "bfloat16", "fp16": "float16"}  # what autocast lowers products to
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,10 @@ def planned(
         own: the kernel that the script asks for; default: what transformers chooses.
         documents: are rows padded, or packs?
     """
+    import torch
+
+    from hf_parallel.axes.attention.choose import chosen, why_not_torch_flash
+
     facts = None if isinstance(model, Mapping) else _facts(model, gpu, precision, own)
     if facts is None or not facts.head_size:
         return Planned(documents=documents)
@@ -89,27 +89,25 @@ def planned(
     assert kernel is not None
     found = Planned(kernel.name, kernel.why or "", documents=documents)
     masked = documents or (facts.window is not None and facts.window < seq)
-    lowered = dataclasses.replace(facts, dtype=_LOWERED.get(precision, facts.dtype))
-    if kernel.own and masked and lowered != facts and why_not_torch_flash(lowered) is None:
+    lowered = dataclasses.replace(facts, dtype=getattr(torch, _LOWERED.get(precision, "float32")))
+    if kernel.own and masked and precision in _LOWERED and why_not_torch_flash(lowered) is None:
         why = "products are in 16 bits under autocast, and sdpa would get a mask of queries by keys"
         return dataclasses.replace(found, asked=TORCH_FLASH, why=why)
     return found
 
 
 def _facts(model: Any, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts | None:
+    import torch
+
+    from hf_parallel.axes.attention.read import read_attention
     from hf_parallel.model.build import build_on_meta
 
-    built = model if isinstance(model, torch.nn.Module) else _built(build_on_meta, model)
-    facts = None if built is None else read_attention(built, ParallelConfig())
+    built = build_on_meta(model) if hasattr(model, "model_type") else model
+    facts = read_attention(built, ParallelConfig())
     if facts is None:
         return None
     here = facts.device == "cuda" and facts.capability == gpu.capability
     device = "cpu" if gpu.capability == (0, 0) else "cuda"
-    dtype = _DTYPES.get(precision, torch.float32)
+    dtype = getattr(torch, _DTYPES.get(precision, "float32"))
     changes: dict[str, Any] = {"device": device, "capability": gpu.capability, "dtype": dtype, "here": here}
     return dataclasses.replace(facts, own=own or facts.own, **changes)
-
-
-def _built(build: Any, config: Any) -> Any:
-    """None of what is no config."""
-    return build(config) if hasattr(config, "model_type") else None

@@ -216,7 +216,18 @@ def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network
 # ---- a cluster of your own ------------------------------------------------------------------------------------------
 
 _KEYS = ("gpu", "gpus", "gpus_per_node", "inside", "network")
-_GPU_KEYS = ("like", "name", "tflops", "memory_gib", "bandwidth", "units", "scale_up", "scale_out", "host", "capability")
+_GPU_KEYS = (
+    "like",
+    "name",
+    "tflops",
+    "memory_gib",
+    "bandwidth",
+    "units",
+    "scale_up",
+    "scale_out",
+    "host",
+    "capability",
+)
 
 
 def read_cluster(path: str, gpus: int | None = None) -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hf_parallel.axes.attention.axis import TORCH_FLASH
+from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.planner.candidates import Goal, configured
 from hf_parallel.planner.choices import Choice, predicted
 
@@ -26,7 +26,8 @@ def attending(goal: Goal, choice: Choice) -> Iterator[str]:
         return
     others = [name for name in (TORCH_FLASH, "sdpa", "eager") if name != goal.attention.name]
     lines = [f"{name} {_other(goal, choice, attention=name)}" for name in others]
-    yield f"attention={goal.attention.name}: {goal.attention.why}; {', '.join(lines)}"
+    auto = f"auto is {goal.attention.auto}" if goal.attention.asked == AUTO else goal.attention.asked
+    yield f"attention={auto}: {goal.attention.why}; {', '.join(lines)}"
 
 
 def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:

@@ -27,6 +27,7 @@ from hf_parallel.planner.advice import (
     why_not_expected,
     why_not_usual,
 )
+from hf_parallel.planner.attention import EAGER, Planned, planned
 from hf_parallel.planner.candidates import (
     WAYS,
     Goal,
@@ -35,7 +36,6 @@ from hf_parallel.planner.candidates import (
     rounded,
     sizes_of,
 )
-from hf_parallel.planner.attention import EAGER, Planned, planned
 from hf_parallel.planner.choices import Choice, Found, predicted, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Layout, known_precision
@@ -93,8 +93,10 @@ def search(
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
     precision, rank = known_precision(precision), 16 if lora is True else int(lora)
-    kernel = Planned() if isinstance(model, ModelShape) else planned(
-        model, cluster.gpu, precision, seq, attention, documents
+    kernel = (
+        Planned()
+        if isinstance(model, ModelShape)
+        else planned(model, cluster.gpu, precision, seq, attention, documents)
     )
     eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
     shape = shape_of(model) if kernel.auto == EAGER else measured_shape(model, precision, adapt)
