@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_parallel.config import ParallelConfig
-from hf_parallel.planner.attention import FLASH
+from hf_parallel.planner.attention import FLASH, Planned
 from hf_parallel.planner.candidates import Goal
 from hf_parallel.planner.choices import Choice, predicted
 
@@ -47,8 +47,9 @@ def padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size:
     return Padding(share, after.step_time_s / before.step_time_s, after.prediction.fits)
 
 
-def _step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: object) -> Choice:
-    changes = {"rows": rows, "seq": max(1, round(tokens)), "global_batch": None, "attention": attention}
-    found = predicted(dataclasses.replace(goal, **changes), config, rows, measure=True)
+def _step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: Planned) -> Choice:
+    seq = max(1, round(tokens))
+    batch = dataclasses.replace(goal, rows=rows, seq=seq, global_batch=None, attention=attention)
+    found = predicted(batch, config, rows, measure=True)
     assert isinstance(found, Choice)
     return found

@@ -81,8 +81,8 @@ def adopt(trainer: Any, current: Any) -> None:
     """From here on the layout says it."""
     current.config = dataclasses.replace(current.config, padding_free=True)
     state = runtime.parallel_state(trainer.model)
-    if state is not None:
-        state.config = dataclasses.replace(state.config, padding_free=True)
+    if state is not None and state.plan is not None:
+        state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
 
 
 def _choice(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str | None]) -> tuple[bool, str | None]:
