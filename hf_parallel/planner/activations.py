@@ -129,6 +129,11 @@ def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
     return terms if kernels == "paper" or job.attention == FLASH else [*terms, *_beside_flash(block, job)]
 
 
+def kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
+    """Bytes per token that a job's kernel keeps of a block, and flash attention does not."""
+    return sum(_cut(term, layout, job.seq) for term in _beside_flash(block, job)) if job.attention != FLASH else 0.0
+
+
 def _beside_flash(block: Block, job: Job) -> list[Term]:
     """What other kernels keep as well, as Transformers calls them: copies of shared heads, scores or a mask."""
     c, eager = job.width, job.attention == EAGER
@@ -150,6 +155,8 @@ def score_gradients(block: Block, shape: ModelShape, layout: Layout, job: Job) -
     if job.attention != EAGER:
         return 0.0
     squared = _SCORE_GRADIENT * sum(part.heads for part in block.attentions) * job.seq / layout.tp
+    if job.each_recomputed == "selective":  # what is kept of the layer stays until its backward ends
+        return squared
     terms = terms_of(block, shape, job)
     names = [term.name for term in terms]
     mlp = terms[names.index("input of the MLP's norm") :]
@@ -171,8 +178,7 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
         parts = layout.tp if layout.sequence_parallel or layout.partition_activations else 1
         return job.stored * shape.hidden / parts + _given(terms_of(block, shape, job), layout, job.seq)
     if job.attention != FLASH and kernels_of(job) == "transformers":
-        more = sum(_cut(term, layout, job.seq) for term in _beside_flash(block, job))
-        return more + kept_bytes(block, shape, layout, replace(job, attention=FLASH))
+        return kept_beside_flash(block, layout, job) + kept_bytes(block, shape, layout, replace(job, attention=FLASH))
     formula = _by_formula(block, shape, layout, job)
     counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)

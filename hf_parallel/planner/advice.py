@@ -107,16 +107,13 @@ def _crosses(choice: Choice, kind: str) -> bool:
     return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
 
 
-def suggested(goal: Goal, best: Choice, other: Choice | None) -> Iterator[str]:
+def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
     """What would be faster if transfers may round; it is not chosen, as it changes the numbers."""
-    gain = best.seconds_per_row / other.seconds_per_row if other else 1.0
-    if other is None or gain < WORTH_ROUNDING or sizes_of(other.config) == sizes_of(best.config):
+    if other is None:
         return
-    config = other.config
+    config, gain = other.config, best.seconds_per_row / other.seconds_per_row
     keys = {"quantize_weights": config.quantize_weights, "quantize_gradients": config.quantize_gradients}
     said = ",".join(f"{name}={value}" for name, value in keys.items() if value != "none")
-    if not said:
-        return
     same = configured(config, quantize_weights="none", quantize_gradients="none")
     where = "" if sizes_of(same) == sizes_of(best.config) else f" ({config.to_spec()})"
     yield f"with {said}: predicted {gain:.1f}x faster, changes the numbers{where}; docs/zero.md says by how much"

@@ -36,12 +36,14 @@ class Planned:
         why: the reason, for people.
         asked: what the plan's specs say.
         documents: are rows padded, or packs of documents, so that sdpa needs a mask?
+        counted: the kernel that a dry run of the model has, when what its layers keep is counted.
     """
 
     auto: str = TORCH_FLASH
     why: str = "no model, only its numbers: flash attention is assumed"
     asked: str = AUTO
     documents: bool = False
+    counted: str = SDPA
 
     @property
     def name(self) -> str:
@@ -82,12 +84,14 @@ def planned(
 
     from hf_parallel.axes.attention.choose import chosen, why_not_torch_flash
 
-    facts = None if isinstance(model, Mapping) else _facts(model, gpu, precision, own)
-    if facts is None or not facts.head_size:
+    known = None if isinstance(model, Mapping) else _read(model)
+    facts = None if known is None else _elsewhere(known, gpu, precision, own)
+    if known is None or facts is None or not facts.head_size:
         return Planned(documents=documents)
     kernel = chosen(ParallelConfig(), facts)
     assert kernel is not None
-    found = Planned(kernel.name, kernel.why or "", documents=documents)
+    counted = EAGER if known.own == EAGER else SDPA
+    found = Planned(kernel.name, kernel.why or "", documents=documents, counted=counted)
     masked = documents or (facts.window is not None and facts.window < seq)
     lowered = dataclasses.replace(facts, dtype=getattr(torch, _LOWERED.get(precision, "float32")))
     if kernel.own and masked and precision in _LOWERED and why_not_torch_flash(lowered) is None:
@@ -96,16 +100,18 @@ def planned(
     return found
 
 
-def _facts(model: Any, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts | None:
-    import torch
-
+def _read(model: Any) -> AttentionFacts | None:
+    """Of a config, or of a model that is there."""
     from hf_parallel.axes.attention.read import read_attention
     from hf_parallel.model.build import build_on_meta
 
-    built = build_on_meta(model) if hasattr(model, "model_type") else model
-    facts = read_attention(built, ParallelConfig())
-    if facts is None:
-        return None
+    return read_attention(build_on_meta(model) if hasattr(model, "model_type") else model, ParallelConfig())
+
+
+def _elsewhere(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None) -> AttentionFacts:
+    """The same on the GPUs of the plan, in its precision."""
+    import torch
+
     here = facts.device == "cuda" and facts.capability == gpu.capability
     device = "cpu" if gpu.capability == (0, 0) else "cuda"
     dtype = getattr(torch, _DTYPES.get(precision, "float32"))

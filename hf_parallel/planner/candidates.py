@@ -105,13 +105,13 @@ def _data(goal: Goal, sizes: dict[str, Any], data: int) -> Iterator[ParallelConf
             for stage in _zero_stages(shards, sizes["pp_size"]):
                 chosen = {"dp_replicate_size": replicate, "dp_shard_size": shards, "zero_stage": stage}
                 config = configured(**sizes, **chosen, ep_size=experts)
-                yield from _compressed(goal, config)
+                yield from compressed(goal, config)
                 inside = max(1, goal.cluster.per_node // sizes["tp_size"] // sizes["cp_size"])
                 if stage == 3 and sizes["pp_size"] == sizes["cp_size"] == 1 < inside < shards and shards % inside == 0:
-                    yield from _compressed(goal, configured(config, hierarchical_shard=inside))
+                    yield from compressed(goal, configured(config, hierarchical_shard=inside))
 
 
-def _compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
+def compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
     """As it is; and, where transfers may round, with weights, gradients and both in fewer bits.
 
     Of a LoRA run adapters travel as they are, so that only weights have something to round.

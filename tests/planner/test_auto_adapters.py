@@ -47,7 +47,7 @@ def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
 
 def test_where_all_fits_nothing_is_computed_again():
     found = best(seq=512, rows=1)
-    line = list(reasons(found.goal, found.best))[-1]
+    (line,) = [line for line in reasons(found.goal, found.best) if line.startswith("activation_checkpointing")]
     assert line.startswith("activation_checkpointing=none: all activations fit (")
     assert "x the time" in line
 
