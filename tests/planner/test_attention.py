@@ -75,12 +75,10 @@ SIZES = {
     "max_position_embeddings": 1024,
 }
 CASES = [
-    ("llama", "attention=eager", 512, "bf16"),
     ("llama", "attention=eager", 1024, "bf16"),
     ("llama", "attention=eager", 1024, "fp32"),
     ("llama", "attention=eager,activation_checkpointing=full", 1024, "bf16"),
     ("llama", "attention=eager,activation_checkpointing=selective", 1024, "bf16"),
-    ("mistral", "attention=sdpa", 1024, "bf16"),
     ("mistral", "attention=sdpa,activation_checkpointing=selective", 1024, "bf16"),
 ]
 

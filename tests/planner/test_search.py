@@ -161,3 +161,47 @@ def test_public_name():
 
     assert hf_parallel.plan is plan
     assert plan(LLAMA_8B, gpu="h100-80gb", gpus=8, global_batch=32, top=1).choices[0].config.world_size == 8
+
+
+def test_transfers_that_round_are_named_and_not_chosen():
+    """8 desktop GPUs, whose ZeRO-3 waits for PCIe: faster in 8 bits, with other numbers."""
+    given = {"gpus": 8, "gpu": "rtx4090-24gb", "seq": 2048, "global_batch": None, "rows": 2, "lora": 16}
+    found = searched(**given)
+    assert all("quantize" not in choice.config.to_spec() for choice in found.choices)
+    (line,) = found.suggestions
+    assert line.startswith("with quantize_weights=int8: predicted 1.")
+    assert "changes the numbers" in line
+    allowed = searched(**given, quantized=True)
+    assert allowed.best.config.quantize_weights == "int8"
+    assert allowed.suggestions == []
+    assert allowed.best.seconds_per_row < found.best.seconds_per_row / 1.2
+
+
+def test_what_rounds_is_what_a_dry_run_shows():
+    """As --verify has it."""
+    from hf_parallel.dryrun import dry_run
+    from tests.distributed import run_alone
+
+    config = models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=6, vocab_size=512)
+    found = searched(config, gpus=4, per_node=2, network="ethernet-10g", seq=64, global_batch=8, quantized=True, top=9)
+    choice = next(c for c in found.choices if c.config.quantize_gradients != "none" and c.config.tp_size == 1)
+    ran = run_alone(lambda: dry_run(config, choice.config, rows=choice.rows, seq=64, accumulation=choice.accumulation))
+    planned, sent = choice.prediction.breakdown, sum(t.sent for t in ran.communication["dp_shard"].values())
+    assert ran.peak_bytes == pytest.approx(planned.ranks[0].tensors, rel=0.15)  # of so small a model
+    assert sent == pytest.approx(planned.bytes_by_axis["dp_shard"], rel=0.05)
+
+
+def test_a_ring_must_gain_more_than_the_planner_can_tell():
+    """1 B parameters, rows of 32 k tokens, PCIe: cp=2 is predicted 4 % faster than the data ranks that do."""
+    from hf_parallel.recipes.recipe import shipped_config
+
+    given = {"gpu": "h100-pcie-80gb", "seq": 32768, "global_batch": 32, "precision": "mixed", "gpus": 8}
+    found = searched(shipped_config("llama-3.2-1b"), **given)
+    assert found.best.config.cp_size == 1, found.best.config.to_spec()
+
+
+def test_reasons_compare_as_many_rows():
+    """Twice the data ranks have twice the rows of a fixed batch: that is no more attention per row."""
+    found = searched(gpus=4, gpu="a100-pcie-80gb", seq=32768, global_batch=None, rows=1, expected="dp_replicate=4")
+    (reason,) = [text for who, text in found.why_not if who.startswith("yours")]
+    assert "additional attention" not in reason, reason
