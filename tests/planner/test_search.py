@@ -182,12 +182,15 @@ def test_what_rounds_is_what_a_dry_run_shows():
     from hf_parallel.dryrun import dry_run
     from tests.distributed import run_alone
 
-    config = models.llama(hidden_size=256, intermediate_size=512, num_hidden_layers=6, vocab_size=512)
-    found = searched(config, gpus=4, per_node=2, network="ethernet-10g", seq=64, global_batch=8, quantized=True, top=9)
+    sizes = {"num_hidden_layers": 6, "num_attention_heads": 8, "vocab_size": 8000, "max_position_embeddings": 512}
+    config = models.llama(hidden_size=512, intermediate_size=1408, **sizes)
+    found = searched(config, gpus=4, per_node=2, network="ethernet-10g", seq=512, global_batch=16, quantized=True)
     choice = next(c for c in found.choices if c.config.quantize_gradients != "none" and c.config.tp_size == 1)
-    ran = run_alone(lambda: dry_run(config, choice.config, rows=choice.rows, seq=64, accumulation=choice.accumulation))
+    ran = run_alone(
+        lambda: dry_run(config, choice.config, rows=choice.rows, seq=512, accumulation=choice.accumulation)
+    )
     planned, sent = choice.prediction.breakdown, sum(t.sent for t in ran.communication["dp_shard"].values())
-    assert ran.peak_bytes == pytest.approx(planned.ranks[0].tensors, rel=0.15)  # of so small a model
+    assert ran.peak_bytes == pytest.approx(planned.ranks[0].tensors, rel=0.1)
     assert sent == pytest.approx(planned.bytes_by_axis["dp_shard"], rel=0.05)
 
 
