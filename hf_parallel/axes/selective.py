@@ -1,7 +1,7 @@
 """Selective checkpointing: a layer runs again in the backward, except for what is dear to compute or to send.
 
     kept by the first run                     run again
-    outputs of matrix products                norms, rotations, activations, residual additions, dropout
+    outputs of matrix products (4 bits too)   norms, rotations, activations, residual additions, dropout
     output and log-sum-exp of attention       attention with dropout, which draws again; batched products: eager scores
     sums over ranks, rows sent to experts     gathers along the sequence, whose whole results no rank should keep
                                               thin products, as an adapter's second: wide, and cheap for each number
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: A product over at most so many numbers, for outputs so many times as wide, is thin.
 THIN, WIDER = 256, 8
-PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm"}
+PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grouped_mm", "gemm_4bit"}
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
 
 

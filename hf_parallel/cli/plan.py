@@ -51,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--precision", default="bf16", metavar="NAME", help=precisions)
     what.add_argument("--optimizer", default="adamw", metavar="NAME", help="adamw, adamw_8bit, sgd, sgd_momentum")
     what.add_argument("--lora", type=int, nargs="?", const=16, default=0, metavar="R", help="adapters only, of rank R")
+    what.add_argument("--packed", action="store_true", help="rows are padded, or packs: sdpa would need a mask")
+    what.add_argument("--attn", metavar="NAME", help="attn_implementation, if the script names it")
+    what.add_argument("--quantized", action="store_true", help="transfers may round, too: faster, other numbers")
     out = parser.add_argument_group("output")
     out.add_argument("--parallel", metavar="SPEC", help="a layout you expect: why is it not the first?")
     out.add_argument("--top", type=int, default=10, metavar="N", help="layouts to show (10)")
@@ -102,6 +105,9 @@ def _plan_model(args: argparse.Namespace) -> int:
         accept=None if isinstance(model, dict) else accepted(model),
         expected=args.parallel,
         adapt=_adapters(args),
+        attention=args.attn,
+        documents=args.packed,
+        quantized=args.quantized,
     )
     if args.json:
         print(json.dumps(found.to_dict(), indent=2))

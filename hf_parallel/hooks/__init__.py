@@ -73,11 +73,11 @@ def _stay_plain(config: ParallelConfig) -> None:
     if config.async_save:
         refuse("async_save=true", "one process saves as plain Trainer does", "async_save=false")
     read_checkpoints()
-    if config.pack_tokens:
+    if config.pack_tokens or config.padding_free:
         from hf_parallel.hooks.trainer.token_budget import patches_alone
 
-        _undo_list.extend(apply(patches_alone(config.pack_tokens)))
-    done = {"pack_tokens", *(f"{axis}_size" for axis in config.sizes)}
+        _undo_list.extend(apply(patches_alone(config)))
+    done = {"pack_tokens", "padding_free", *(f"{axis}_size" for axis in config.sizes)}
     left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
     if left:
         settings = ", ".join(left)

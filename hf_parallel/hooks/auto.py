@@ -19,7 +19,6 @@ from hf_parallel.spec import refuse
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
-_ATTENTION = "attention=auto: flash attention where it gains; the start-up report names the kernel and the reason"
 _undo_list: list[tuple[Any, str, Any]] = []
 _source: str | None = None
 _arguments: Any = None  # the TrainingArguments that were made last
@@ -93,7 +92,7 @@ def _at_from_pretrained(
 
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    choose(config, None if asked == "auto" else asked)
+    choose(config, None if asked == "auto" else asked, kernel=kwargs.get("attn_implementation"))
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
@@ -134,13 +133,16 @@ def _rank_of(model: Any) -> int:
     return max((int(getattr(one, "r", 0)) for one in (getattr(model, "peft_config", None) or {}).values()), default=0)
 
 
-def choose(config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0) -> None:
+def choose(
+    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0, kernel: str | None = None
+) -> None:
     """Choose for this model's config and activate the layout. Collective.
 
     Args:
         dtype: of the weights; default: what the config says.
         lowered: what autocast lowers products to: bf16, fp16, no; default: what the script's arguments say.
         adapters: rank of those that the model has; default: of those that the script is known to add.
+        kernel: of attention, if the script names it.
     """
     import torch.distributed as dist
 
@@ -151,7 +153,7 @@ def choose(config: Any, dtype: Any = None, lowered: str | None = None, adapters:
     chosen: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[:2] = _best(config, dtype, lowered, adapters)
+            chosen[:2] = _best(config, dtype, lowered, adapters, kernel)
         except SpecError as error:
             chosen[2] = str(error)
     dist.broadcast_object_list(chosen, src=0)
@@ -165,10 +167,13 @@ def choose(config: Any, dtype: Any = None, lowered: str | None = None, adapters:
     hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
 
 
-def _best(config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0) -> tuple[str, list[str]]:
+def _best(
+    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0, kernel: str | None = None
+) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
+    from hf_parallel.hooks.trainer import padding_free
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.reasons import reasons
     from hf_parallel.planner.search import search
@@ -186,6 +191,8 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None, adapters: 
         lora=adapters or batch["lora"],
         top=3,
         accept=accepted(config),
+        attention=kernel,
+        documents=batch["documents"],
     )
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
@@ -200,7 +207,8 @@ def _best(config: Any, dtype: Any = None, lowered: str | None = None, adapters: 
             f"{choice.rows * choice.accumulation * choice.config.data_parallel_size} rows, {p.memory_gib:.1f} GiB"
         )
         if i == 0:
-            lines += [f"    {reason}" for reason in (*reasons(found.goal, choice), _ATTENTION)]
+            lines += [f"    {reason}" for reason in (*reasons(found.goal, choice), *found.suggestions)]
+    padding_free.remember(found.goal, found.best.config)
     return found.best.config.to_spec(), lines
 
 
@@ -239,7 +247,7 @@ def local_world_size() -> int:
 def script_batch(
     config: Any, argv: list[str] | None = None, dtype: Any = None, lowered: str | None = None
 ) -> dict[str, Any]:
-    """Rows, calls, tokens per row, precision and optimizer of the script: its arguments, else its command line."""
+    """Rows, calls, tokens per row, precision, … of the script: its arguments, else its command line."""
     argv = sys.argv if argv is None else argv
     arguments = _arguments
 
@@ -258,6 +266,7 @@ def script_batch(
         "precision": precision_of(dtype or getattr(config, "dtype", None), lowered),
         "optimizer": optimizer_of(str(said("optim", "adamw"))),
         "lora": _rank or _asked_rank(argv),
+        "documents": any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
     }
 
 

@@ -44,9 +44,10 @@ def parallelize(
         make(model)
     state = state_of(model)
     assert state is not None
-    if state.config.pack_tokens and not hooks.active():
-        what = f"pack_tokens={state.config.pack_tokens}"
-        refuse(what, "a loop written by hand makes its own batches", "pack_tokens=0")
+    if (state.config.pack_tokens or state.config.padding_free) and not hooks.active():
+        free = state.config.padding_free
+        what = "padding_free=true" if free else f"pack_tokens={state.config.pack_tokens}"
+        refuse(what, "a loop written by hand makes its own batches", "padding_free=false" if free else "pack_tokens=0")
     runtime.equalise_within_model(of=state.mesh)  # dropout: ranks that hold the same drop the same
     return model
 

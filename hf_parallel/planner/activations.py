@@ -12,19 +12,24 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, flat
+from hf_parallel.planner.attention import EAGER, FLASH, has_mask
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import adapted
 from hf_parallel.planner.shape import Block, ModelShape
 from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_width
 
+#: Bytes per score of an eager backward, and what `_beside_flash` adds.
+_SCORE_GRADIENT = 6
+_OF_EAGER = ("copies of keys and values", "scores after the softmax", "no log-sum-exp")
 #: What attention gives: kept where it is not run again, as over cp ranks.
 _OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
 
 
 @dataclass(frozen=True)
 class Term:
-    """Bytes per token that a block keeps for its backward; `cut`: by which axes: "sp" (tp if sequence parallel), "tp".
+    """Bytes per token that a block keeps for its backward.
 
+    `cut`: by which axes: "sp" (tp if sequence parallel), "tp", "none".
     `core`: part of the attention core, which Korthikanti's selective recomputation drops. `product`: a matrix product.
     """
 
@@ -103,7 +108,7 @@ def _given(terms: list[Term], layout: Layout, length: int) -> float:
 
 
 def _cut(term: Term, layout: Layout, length: int) -> float:
-    parts = layout.tp if term.cut == "tp" or layout.sequence_parallel else 1
+    parts = layout.tp if term.cut == "tp" or (term.cut == "sp" and layout.sequence_parallel) else 1
     return (term.bytes + term.squared * length) / parts
 
 
@@ -111,14 +116,52 @@ def _cut(term: Term, layout: Layout, length: int) -> float:
 
 
 def kernels_of(job: Job) -> str:
-    """Which terms hold: attention that is not flash attention has its scores in memory."""
-    return job.habits.kernels if job.attention == "flash" else "paper"
+    """Which terms hold: to the papers attention that is not flash attention has its scores in memory."""
+    own = job.habits.kernels
+    return own if job.attention == FLASH or own == "transformers" else "paper"
 
 
 def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
     """What a block keeps of each token under a job's kernels and precision."""
     kernels = kernels_of(job)
-    return activation_terms(block, shape.hidden, kernels, job.width, shape.dropout and kernels == "paper", job.stored)
+    dropout = shape.dropout and kernels == "paper"
+    terms = activation_terms(block, shape.hidden, kernels, job.width, dropout, job.stored)
+    return terms if kernels == "paper" or job.attention == FLASH else [*terms, *_beside_flash(block, job)]
+
+
+def kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
+    """Bytes per token that a job's kernel keeps of a block, and flash attention does not."""
+    return sum(_cut(term, layout, job.seq) for term in _beside_flash(block, job)) if job.attention != FLASH else 0.0
+
+
+def _beside_flash(block: Block, job: Job) -> list[Term]:
+    """What other kernels keep as well, as Transformers calls them: copies of shared heads, scores or a mask."""
+    c, eager = job.width, job.attention == EAGER
+    masked = [part for part in block.attentions if eager or has_mask(part, job.seq, job.attention)]
+    shared = sum((part.heads - part.kv_heads) * (part.qk_width + part.v_width) for part in masked)
+    terms = [Term("copies of keys and values", c * shared)]
+    if not eager:
+        return [*terms, Term("mask of queries by keys", 0, "none", squared=c * len(masked))]
+    heads = sum(part.heads for part in masked)
+    scores = Term("scores after the softmax", 0, core=True, squared=heads * (4 + c * (c < 4)))
+    return [*terms, scores, Term("no log-sum-exp", -4 * heads)]
+
+
+def score_gradients(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+    """Bytes per token, beyond what the layer keeps, while an eager layer's scores have gradients.
+
+    They are in 32 bits and in those of the products (measured); the layer's MLP is done by then.
+    """
+    if job.attention != EAGER:
+        return 0.0
+    squared = _SCORE_GRADIENT * sum(part.heads for part in block.attentions) * job.seq / layout.tp
+    if job.each_recomputed == "selective":  # what is kept of the layer stays until its backward ends
+        return squared
+    terms = terms_of(block, shape, job)
+    names = [term.name for term in terms]
+    mlp = terms[names.index("input of the MLP's norm") :]
+    done = sum(_cut(term, layout, job.seq) for term in mlp if term.name not in _OF_EAGER)
+    return squared - done
 
 
 @functools.lru_cache(maxsize=4096)
@@ -129,11 +172,13 @@ def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> flo
             kept_bytes(block, shape, layout, replace(job, recompute=way)) for way in ("full", "none")
         )
         return job.recomputed_share * checkpointed + (1 - job.recomputed_share) * plain
-    if job.recompute == "selective" and job.habits.keeps_products and job.attention == "flash":
+    if job.recompute == "selective" and job.habits.keeps_products and kernels_of(job) != "paper":
         return _all_products(block, shape, layout, job)
     if job.recompute == "full":
         parts = layout.tp if layout.sequence_parallel or layout.partition_activations else 1
         return job.stored * shape.hidden / parts + _given(terms_of(block, shape, job), layout, job.seq)
+    if job.attention != FLASH and kernels_of(job) == "transformers":
+        return kept_beside_flash(block, layout, job) + kept_bytes(block, shape, layout, replace(job, attention=FLASH))
     formula = _by_formula(block, shape, layout, job)
     counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
     return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)
@@ -144,7 +189,8 @@ def _all_products(block: Block, shape: ModelShape, layout: Layout, job: Job) -> 
 
     And queries, keys and values that ranks have sent each other to share heads.
     """
-    terms = [t for t in terms_of(block, shape, job) if t.product or t.name in _OF_ATTENTION]
+    attention = () if job.attention == EAGER else _OF_ATTENTION
+    terms = [t for t in terms_of(block, shape, job) if t.product or t.name in attention]
     stream = shape.hidden / (layout.tp if layout.sequence_parallel else 1)
     heads = sum(a.heads * a.qk_width + a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
     sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hf_parallel.config import ParallelConfig
-from hf_parallel.planner.candidates import WAYS, Goal, heads_divide, sizes_of
+from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
 from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
@@ -15,6 +15,8 @@ from hf_parallel.planner.predict import EXPERTS, MEASURED, TRANSFERRED
 #: Tokens per step from which more data ranks mostly buy noise: GPT-3 trained with 3.2 M (Brown et al., 2020, table
 #: 2.1), Llama 3 405B with 16 M from its second phase on (Dubey et al., 2024, section 3.4.1).
 LARGE_BATCH = 16e6
+#: So many times faster must a layout be whose transfers round to be named.
+WORTH_ROUNDING = 1.2
 #: What the kinds of memory are that a name alone does not tell.
 _KINDS = {
     "temporaries": "temporaries (logits, or a layer computed again)",
@@ -40,6 +42,8 @@ def warnings_about(choice: Choice, goal: Goal) -> Iterator[str]:
         yield f"{tokens / 1e6:.0f} M tokens per step: beyond {LARGE_BATCH / 1e6:.0f} M models hardly learn faster"
     if prediction.job.micro_batch * goal.seq < 1024:
         yield f"{prediction.job.micro_batch * goal.seq} tokens per micro-batch: kernels this small leave a GPU idle"
+    if config.precision != "auto" and config.precision not in goal.cluster.gpu.peaks:
+        yield f"precision={config.precision}: its products are timed like those of 16 bits, as no rate is known"
     needed, there = choice.needed_gib, goal.cluster.gpu.memory_gib
     if needed > 0.92 * there:
         yield f"needs {needed:.1f} of {there:.1f} GiB: --verify before a long run"
@@ -83,10 +87,13 @@ def why_not(choice: Choice, best: Choice | None) -> str:
         return f"needs {prediction.memory_gib:.0f} GiB of {memory:.0f}, {size:.0f} of them {_KINDS.get(kind, kind)}"
     if best is None:
         return "fits"
+    if choice.seconds_per_row < best.seconds_per_row:
+        return f"{1 - choice.seconds_per_row / best.seconds_per_row:.0%} faster by prediction: less than it can tell"
     ratio = choice.seconds_per_row / best.seconds_per_row
     if ratio < 1.02:
         return f"as fast as the best within {max(0, ratio - 1):.0%}"
-    ours, theirs = prediction.breakdown.time, best.prediction.breakdown.time
+    ours, scale = prediction.breakdown.time, choice.step_time_s / ratio / best.step_time_s  # for as many rows
+    theirs = {kind: seconds * scale for kind, seconds in best.prediction.breakdown.time.items()}
     kind = max(ours, key=lambda name: ours[name] - theirs.get(name, 0.0))
     more = (ours[kind] - theirs.get(kind, 0.0)) / prediction.step_time_s
     link = f" over {prediction.cluster.between.name}" if _crosses(choice, kind) else ""
@@ -98,6 +105,18 @@ def _crosses(choice: Choice, kind: str) -> bool:
     prediction = choice.prediction
     many = prediction.cluster.nodes > 1
     return many and ("ZeRO" in kind or "gradients" in kind or "gather" in kind)
+
+
+def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
+    """What would be faster if transfers may round; it is not chosen, as it changes the numbers."""
+    if other is None:
+        return
+    config, gain = other.config, best.seconds_per_row / other.seconds_per_row
+    keys = {"quantize_weights": config.quantize_weights, "quantize_gradients": config.quantize_gradients}
+    said = ",".join(f"{name}={value}" for name, value in keys.items() if value != "none")
+    same = configured(config, quantize_weights="none", quantize_gradients="none")
+    where = "" if sizes_of(same) == sizes_of(best.config) else f" ({config.to_spec()})"
+    yield f"with {said}: predicted {gain:.1f}x faster, changes the numbers{where}; docs/zero.md says by how much"
 
 
 def nothing_fits(goal: Goal, needed: float, others: list[tuple[str, Any]]) -> str:
@@ -162,7 +181,7 @@ def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
     }
     seen = {sizes_of(best.config)} if best else set()
     for name, sizes in asked.items():
-        config = ParallelConfig.from_mapping(sizes).resolve(gpus)
+        config = configured(ParallelConfig.from_mapping(sizes).resolve(gpus), **goal.settings)
         if sizes_of(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
             seen.add(sizes_of(config))
             yield f"{name} ({config.to_spec()})", explain_absence(goal, config, best)

@@ -12,6 +12,7 @@ from hf_parallel.axes.context.choose import choice
 from hf_parallel.axes.pipeline.axis import recomputes_in_parts
 from hf_parallel.axes.precision import gathers_codes
 from hf_parallel.config import ParallelConfig
+from hf_parallel.planner.attention import Planned
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import ModelShape
@@ -20,6 +21,8 @@ _SCHEDULES = ("interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")
 _MOST_STAGES = 64
 _LEAST_TOKENS = 1024  # of a rank under cp: shorter parts of a row leave its GPU idle
 _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
+#: quantize_weights and quantize_gradients that the search knows: the widest codes of each, and the fewest bits.
+ROUNDED = (("int8", "none"), ("none", "int8"), ("int8", "int4"))
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
 WAYS: tuple[dict[str, Any], ...] = tuple(
     {"offload": offload, "activation_checkpointing": recompute}
@@ -41,11 +44,19 @@ class Goal:
     lora: int = 0
     rows: int | None = None  # of a call, if the script fixes it
     accumulation: int = 1  # calls per step, where the script fixes both
+    attention: Planned = Planned()
+    eight_bit: str = "auto"  # precision of the candidates' linears
+    quantized: bool = False  # are transfers that round allowed?
 
     @property
     def where(self) -> str:
         """Machines and length of rows, for headings."""
         return f"{self.cluster.gpus} x {self.cluster.gpu.name}, {self.seq} tokens per row"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What every candidate says."""
+        return {"precision": self.eight_bit, "attention": self.attention.asked}
 
     def share(self, config: ParallelConfig) -> int | None:
         """Rows per step of one data rank; None: the batch does not divide."""
@@ -64,7 +75,8 @@ def sizes_of(config: ParallelConfig) -> tuple:
     """The sizes of all axes, how cp shares attention, and ZeRO's stage."""
     names = ("dp_replicate_size", "dp_shard_size", "pp_size", "cp_size", "tp_size", "ep_size")
     sizes = (getattr(config, name) for name in names)
-    return (*sizes, config.context_parallel, config.zero_stage, config.hierarchical_shard)
+    rounded = config.quantize_weights, config.quantize_gradients
+    return (*sizes, config.context_parallel, config.zero_stage, config.hierarchical_shard, *rounded)
 
 
 def layouts(goal: Goal) -> Iterator[ParallelConfig]:
@@ -81,6 +93,7 @@ def layouts(goal: Goal) -> Iterator[ParallelConfig]:
                 data = gpus // tp // cp // pp
                 if goal.global_batch is None or goal.global_batch % data == 0:
                     sizes = {"tp_size": tp, "cp_size": cp, "pp_size": pp, "context_parallel": kind}
+                    sizes |= goal.settings | ({"attention": AUTO} if cp > 1 else {})  # cp has kernels of its own
                     yield from _data(goal, sizes, data)
 
 
@@ -91,10 +104,28 @@ def _data(goal: Goal, sizes: dict[str, Any], data: int) -> Iterator[ParallelConf
         for experts in _experts(goal.shape, shards, sizes["cp_size"] * sizes["tp_size"]):
             for stage in _zero_stages(shards, sizes["pp_size"]):
                 chosen = {"dp_replicate_size": replicate, "dp_shard_size": shards, "zero_stage": stage}
-                yield configured(**sizes, **chosen, ep_size=experts)
+                config = configured(**sizes, **chosen, ep_size=experts)
+                yield from compressed(goal, config)
                 inside = max(1, goal.cluster.per_node // sizes["tp_size"] // sizes["cp_size"])
                 if stage == 3 and sizes["pp_size"] == sizes["cp_size"] == 1 < inside < shards and shards % inside == 0:
-                    yield configured(**sizes, **chosen, ep_size=experts, hierarchical_shard=inside)
+                    yield from compressed(goal, configured(config, hierarchical_shard=inside))
+
+
+def compressed(goal: Goal, config: ParallelConfig) -> Iterator[ParallelConfig]:
+    """As it is; and, where transfers may round, with weights, gradients and both in fewer bits.
+
+    Of a LoRA run adapters travel as they are, so that only weights have something to round.
+    """
+    yield config
+    if not goal.quantized or config.dp_shard_size == 1 or config.pp_size > 1:
+        return
+    for weights, gradients in ROUNDED[: 1 if goal.lora else None]:
+        yield configured(config, quantize_weights=weights, quantize_gradients=gradients)
+
+
+def rounded(config: ParallelConfig) -> bool:
+    """Do its transfers round?"""
+    return (config.quantize_weights, config.quantize_gradients) != ("none", "none")
 
 
 def heads_divide(shape: ModelShape, tp: int) -> bool:
@@ -217,10 +248,12 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         micro_batch,
         count,
         recompute=config.activation_checkpointing,
-        precision="fp8" if config.precision == "fp8" and goal.precision == "bf16" else goal.precision,
+        precision=goal.precision,
         lora=goal.lora,
         optimizer=goal.optimizer,
         offload=config.offload.partition(":")[0],
+        attention=goal.attention.kind(config),
+        eight_bit=config.precision,
         engine="hf_parallel",
         calls=count // (in_a_call or count),
     )

@@ -64,15 +64,16 @@ class Choice:
 
 @dataclass(frozen=True)
 class Found:
-    """The best layouts, fastest first; what else one would expect and why it is not first; how many were looked at."""
+    """The best layouts, in order; what else one would expect and why it is not first; how many were looked at."""
 
     goal: Goal
     choices: list[Choice]
-    best: Choice | None = None  # the fastest
+    best: Choice | None = None  # the first of all
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
     notes: list[str] = field(default_factory=list)  # of the plan as a whole
+    suggestions: list[str] = field(default_factory=list)  # what would be faster, and change the numbers
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -90,6 +91,8 @@ class Found:
             "why_not": dict(self.why_not),
             "advice": self.advice,
             "notes": self.notes,
+            "attention": {"kernel": goal.attention.name, "why": goal.attention.why},
+            "suggestions": self.suggestions,
         }
 
 

@@ -205,7 +205,14 @@ def _attention(name: str, module: nn.Module, config: Any) -> Attention:
     groups = heads if _first(module, None, "qk_head_dim") else min(groups, heads)
     crossing = re.search(r"cross|enc_?dec|encoder_attn", name, re.IGNORECASE) is not None
     causal = bool(getattr(module, "is_causal", getattr(module, "is_decoder", True))) and not crossing
-    return Attention(heads, groups, query, value, _first(module, None, "sliding_window"), causal)
+    return Attention(heads, groups, query, value, _window(module, config), causal)
+
+
+def _window(module: nn.Module, config: Any) -> int | None:
+    """Of this layer; where all have one, some models (Mistral, Phi-3) say so in their config alone."""
+    if hasattr(module, "sliding_window") or getattr(config, "layer_types", None):
+        return _first(module, None, "sliding_window")
+    return _first(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
 
 
 def _first(module: Any, config: Any, *names: str) -> Any:

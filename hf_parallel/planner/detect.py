@@ -74,7 +74,7 @@ def _inside(gpu: Gpu, here: int) -> Link:
     links = min(sum(row) for row in nvlinks(matrix))
     if links and _joined(nvlinks(matrix)):
         return _nvlink(usual, gpu, links)
-    return _pcie(usual, gpu)
+    return _pcie(usual)
 
 
 def topology(text: str, here: int) -> list[list[str]]:
@@ -122,7 +122,7 @@ def _nvlink(usual: Link, gpu: Gpu, links: int) -> Link:
     return Link(f"{links} x {name}", links * each, _NVLINK_LATENCY, f"nvidia-smi topo -m: {links} links per GPU")
 
 
-def _pcie(usual: Link, gpu: Gpu) -> Link:
+def _pcie(usual: Link) -> Link:
     """By the generation and the lanes that the slowest GPU has."""
     found = re.findall(
         r"(\d+), *(\d+)", _asked("--query-gpu=pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader")
@@ -179,6 +179,7 @@ def _processors(count: int, per_node: int) -> Cluster:
         memory_gib=memory,
         bandwidth=1e10 * share,
         units=1,
+        capability=(0, 0),
         efficiency=efficiency,
         source="measured on this machine",
     )

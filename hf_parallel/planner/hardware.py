@@ -86,6 +86,7 @@ class Gpu:
     host: Host = Host()
     like: str = ""  # the type whose efficiencies were measured, if not this one's
     note: str = ""  # what a user must know
+    capability: tuple[int, int] = (0, 0)  # of CUDA, which decides over kernels; (0, 0): no GPU
 
     def peak(self, precision: str) -> float:
         """FLOP/s of dense matrix products; a precision that the GPU lacks computes in the widest it has."""
@@ -158,6 +159,8 @@ def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) ->
         given["bandwidth"] = entry["bandwidth"] * 1e9
     if "tflops" in entry:
         given["peaks"] = {key: tflops * 1e12 for key, tflops in entry["tflops"].items()}
+    if "capability" in entry:
+        given["capability"] = tuple(entry["capability"])
     if "host" in entry or like is None:
         given["host"] = host_from_entry(entry["host"])
     given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **entry.get("efficiency", {}))
@@ -213,7 +216,18 @@ def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network
 # ---- a cluster of your own ------------------------------------------------------------------------------------------
 
 _KEYS = ("gpu", "gpus", "gpus_per_node", "inside", "network")
-_GPU_KEYS = ("like", "name", "tflops", "memory_gib", "bandwidth", "units", "scale_up", "scale_out", "host")
+_GPU_KEYS = (
+    "like",
+    "name",
+    "tflops",
+    "memory_gib",
+    "bandwidth",
+    "units",
+    "scale_up",
+    "scale_out",
+    "host",
+    "capability",
+)
 
 
 def read_cluster(path: str, gpus: int | None = None) -> Cluster:

@@ -147,7 +147,8 @@ class Job:
     lora: int = 0  # rank of the adapters, 0: all weights are trained
     optimizer: str = "adamw"
     offload: str = "none"
-    attention: str = "flash"
+    attention: str = "flash"  # a kind of `attention.py`; to engine "standard" all but flash holds scores
+    eight_bit: str = "auto"  # precision in which the blocks' linears multiply: fp8, int8; auto: as all else
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
     lowered: bool = False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `computed_job`
@@ -191,12 +192,18 @@ class Job:
     @property
     def products(self) -> str:
         """The precision of matrix products in the blocks."""
+        if self.eight_bit != "auto":
+            return self.eight_bit
+        return self._products
+
+    @property
+    def _products(self) -> str:
         return "bf16" if self.precision == "mixed" else self.precision
 
     @property
     def products_beside(self) -> str:
         """The precision of attention and head, which fp8 leaves in 16 bits."""
-        return "bf16" if self.products == "fp8" else self.products
+        return "bf16" if self._products == "fp8" else self._products
 
 
 def computed_job(layout: Layout, job: Job) -> Job:

@@ -19,7 +19,9 @@ from hf_parallel.planner.activations import (
     kept_bytes,
     lowered_parameters,
     output_numbers,
+    score_gradients,
 )
+from hf_parallel.planner.attention import EAGER, has_mask
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.pipeline import (
@@ -249,11 +251,11 @@ class _Rank:
         kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         # What was sent on is kept; what arrives, too, where no buffer waits for it.
         sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
-        kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits
+        kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits + self._mask
         return StageBytes(
             kept,
             self._between_halves(stage),
-            max(self._loss(stage) - kept_logits, self._layer_again(stage)),
+            max(self._loss(stage) - kept_logits, self._layer_again(stage), self._scores(stage)),
             self.tokens * 5 * 4 * self.shape.hidden / self.parts,  # a norm's backward in fp32
             self._gradients(stage) if self._accumulates else 0.0,
             self._gradients(stage) * self.width / self.summed if self._widens else 0.0,
@@ -318,3 +320,25 @@ class _Rank:
         again = self._kept(one, "none") - self._kept(one, recompute)
         gradients = 2 * self.width * (block.inner / self.layout.tp + self.shape.hidden / self.parts)
         return self.tokens * (again + gradients)
+
+    def _scores(self, stage: Stage) -> float:
+        """While an eager layer's scores have gradients: these, and what was computed again."""
+        if not stage.counts:
+            return 0.0
+        block = stage.counts[-1][0]
+        one = self._alone(block)
+        again = self._kept(one, "none") - self._kept(one, self.job.each_recomputed)
+        more = score_gradients(block, self.shape, self.layout, self.job)
+        return self.tokens * (again + more) if more else 0.0
+
+    @property
+    def _mask(self) -> float:
+        """Bytes of the mask of queries by keys that all layers are given."""
+        masked = any(
+            has_mask(part, self.job.seq, self.job.attention)
+            for stage in self.stages
+            for block, _ in stage.counts
+            for part in block.attentions
+        )
+        width = self.job.width if self.job.attention == EAGER else 1.0 if masked else 0.0
+        return width * self.tokens * self.job.seq

@@ -5,16 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.planner.candidates import Goal, configured
 from hf_parallel.planner.choices import Choice, predicted
 
 
 def reasons(goal: Goal, choice: Choice) -> Iterator[str]:
-    """A line for what is trained, for what is sharded and for what is computed again."""
+    """A line for what is trained, what is sharded, what is computed again, and what computes attention."""
     if goal.lora:
         yield f"adapters of rank {goal.lora}: the frozen weights have neither gradients nor optimizer states"
     yield from _sharding(goal, choice)
     yield _recomputing(goal, choice)
+    yield from attending(goal, choice)
+
+
+def attending(goal: Goal, choice: Choice) -> Iterator[str]:
+    """The kernel, and what others would need and take: the same layers, so by the goal alone."""
+    config = choice.config
+    if config.cp_size > 1 or not any(block.attentions for block in goal.shape.blocks):
+        return
+    others = [name for name in (TORCH_FLASH, "sdpa", "eager") if name != goal.attention.name]
+    lines = [f"{name} {_other(goal, choice, attention=name)}" for name in others]
+    auto = f"auto is {goal.attention.auto}" if goal.attention.asked == AUTO else goal.attention.asked
+    yield f"attention={auto}: {goal.attention.why}; {', '.join(lines)}"
 
 
 def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:

@@ -13,6 +13,7 @@ from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.memory import fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.predict import Prediction
+from hf_parallel.planner.reasons import attending
 from hf_parallel.planner.shape import distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
 from hf_parallel.planner.transfer import ring_factor
@@ -49,6 +50,7 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     """What is to be said of the first, of all that share a warning, and of what is missing."""
     if found.best:
         yield f"The first: {_in_words(found.best, dollars)}"
+        yield from (f"  {reason}" for reason in attending(found.goal, found.best))
     shared: dict[str, list[str]] = {}
     for i, choice in enumerate(found.choices, 1):
         for warning in choice.warnings:
@@ -57,6 +59,7 @@ def _remarks(found: Found, dollars: float | None) -> Iterator[str]:
     if found.why_not:
         yield "Why not"
     yield from (f"  {name}: {reason}" for name, reason in found.why_not)
+    yield from found.suggestions
 
 
 def _in_words(choice: Choice, dollars: float | None) -> str:
@@ -79,7 +82,7 @@ def wide_console() -> Any:
 
 
 def table(found: Found, dollars: float | None = None) -> Any:
-    """A rich table, the fastest layout first."""
+    """A rich table, the best layout first."""
     from rich.table import Table
 
     shown = Table(header_style="bold")

@@ -17,30 +17,37 @@ from typing import Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.run import PRECISIONS, dry_run
-from hf_parallel.planner.activations import counted_as, lowered_parameters
+from hf_parallel.planner.activations import counted_as, kept_beside_flash, lowered_parameters
 from hf_parallel.planner.advice import (
+    WORTH_ROUNDING,
     notes_about,
     nothing_fits,
+    suggested,
     warnings_about,
     why_not_expected,
     why_not_usual,
 )
+from hf_parallel.planner.attention import SDPA, Planned, planned
 from hf_parallel.planner.candidates import (
     WAYS,
     Goal,
+    compressed,
     layouts,
     other_schedules,
+    rounded,
     sizes_of,
 )
 from hf_parallel.planner.choices import Choice, Found, predicted, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
-from hf_parallel.planner.layout import Layout, known_precision
+from hf_parallel.planner.layout import Job, Layout, known_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
 from hf_parallel.spec import refuse
 
 _TOKENS = 65536  # of a dry run: so many that nothing but activations decides when memory is fullest
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
+_AXIS = 1.05  # times as fast must a layout be for each axis beyond data: less the planner cannot tell
+_WAITS = ("ZeRO-3 communication", "reduction", "gathering")
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
 
 
@@ -60,6 +67,9 @@ def search(
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
     adapt: Callable[[Any], None] | None = None,
+    attention: str | None = None,
+    documents: bool = False,
+    quantized: bool = False,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -73,6 +83,9 @@ def search(
             out.
         expected: a layout to compare with the best.
         adapt: puts adapters into a model, to count what they keep: see `dry_run`.
+        attention: the kernel that the script asks for; default: what Transformers chooses.
+        documents: are rows padded, or packs of documents?
+        quantized: search layouts, too, whose transfers round, and so change the numbers.
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -80,8 +93,15 @@ def search(
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
     precision, rank = known_precision(precision), 16 if lora is True else int(lora)
-    shape = measured_shape(model, precision, adapt)
-    goal = Goal(shape, cluster, seq, global_batch, precision, optimizer, rank, rows, accumulation)
+    kernel = (
+        Planned()
+        if isinstance(model, ModelShape)
+        else planned(model, cluster.gpu, precision, seq, attention, documents)
+    )
+    eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
+    shape = measured_shape(model, precision, adapt, kernel.counted)
+    batch = seq, global_batch, precision, optimizer, rank, rows, accumulation
+    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized)
     looking = _Search(goal, accept)
     ranked = looking.run()
     best = ranked[0] if ranked else None
@@ -101,7 +121,29 @@ def search(
         looked_at=looking.looked_at,
         advice="" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept))),
         notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
+        suggestions=[] if best is None or quantized else list(suggested(best, _rounding(goal, ranked, accept))),
     )
+
+
+def _rounding(goal: Goal, ranked: list[Choice], accept: Callable[[ParallelConfig], bool] | None) -> Choice | None:
+    """The fastest of the same layouts with transfers that round, if that is worth a line."""
+    enough, allowed = _pace(ranked[0]) / WORTH_ROUNDING, dataclasses.replace(goal, quantized=True)
+    found = []
+    for choice in ranked:
+        if _waiting(choice) < 1 - enough / _pace(choice):
+            continue  # it would be too slow if nothing were sent
+        for config in compressed(allowed, choice.config):
+            other = predicted(goal, config, choice.prediction.job.micro_batch)
+            if rounded(config) and isinstance(other, Choice) and _pace(other) < enough:
+                found.append(other)
+    taken = (choice for choice in sorted(found, key=_rank) if accept is None or accept(choice.config))
+    return next(taken, None)
+
+
+def _waiting(choice: Choice) -> float:
+    """Share of the step that waits for other data ranks."""
+    times = choice.prediction.breakdown.time.items()
+    return sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS)) / choice.step_time_s
 
 
 def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
@@ -127,6 +169,13 @@ def _pace(choice: Choice) -> float:
     return choice.seconds_per_row
 
 
+def _rank(choice: Choice) -> float:
+    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it."""
+    config = choice.config
+    beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
+    return _pace(choice) * _AXIS**beyond
+
+
 class _Search:
     """A sweep over the layouts, and what it saw."""
 
@@ -140,7 +189,7 @@ class _Search:
         return self.accept is None or self.accept(choice.config)
 
     def run(self) -> list[Choice]:
-        """The best of each sizes, fastest first; other schedules tried for the leading ones."""
+        """The best of each sizes, by `_rank`; other schedules tried for the leading ones."""
         best: dict[tuple, Choice] = {}
         limit = math.inf
         for config in layouts(self.goal):
@@ -149,14 +198,14 @@ class _Search:
                     break  # one that the model forbids must not set the pace
                 _keep(best, choice)
                 limit = min(limit, _pace(choice) * _WORTH)
-        for choice in sorted(best.values(), key=_pace)[:_RESCHEDULED]:
+        for choice in sorted(best.values(), key=_rank)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
             for config in other_schedules(self.goal, choice.config, choice.rows // size):
                 other = predicted(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accepts(other):
                     _keep(best, other)
-        return sorted(best.values(), key=_pace)
+        return sorted(best.values(), key=_rank)
 
     def _tried(self, config: ParallelConfig, limit: float) -> Iterator[Choice]:
         """What fits; what does not counts for the leanest."""
@@ -175,7 +224,9 @@ def _keep(best: dict[tuple, Choice], choice: Choice) -> None:
         best[key] = choice
 
 
-def measured_shape(model: Any, precision: str, adapt: Callable[[Any], None] | None = None) -> ModelShape:
+def measured_shape(
+    model: Any, precision: str, adapt: Callable[[Any], None] | None = None, kernel: str = SDPA
+) -> ModelShape:
     """The shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
     import torch.distributed as dist
 
@@ -183,13 +234,17 @@ def measured_shape(model: Any, precision: str, adapt: Callable[[Any], None] | No
     if isinstance(model, (ModelShape, Mapping)) or dist.is_initialized():
         return shape
     try:
-        return count_activations(shape, model, precision, adapt)
+        return count_activations(shape, model, precision, adapt, kernel)
     except Exception:  # whatever its own code raises on rows of tokens that have no values: the formula holds
         return shape
 
 
 def count_activations(
-    shape: ModelShape, model: Any, precision: str, adapt: Callable[[Any], None] | None = None
+    shape: ModelShape,
+    model: Any,
+    precision: str,
+    adapt: Callable[[Any], None] | None = None,
+    kernel: str = SDPA,
 ) -> ModelShape:
     """The shape with what its blocks really keep for their backward, from two dry runs of one process.
 
@@ -197,6 +252,7 @@ def count_activations(
 
     Args:
         adapt: see `dry_run`; what is counted then holds for jobs with adapters.
+        kernel: of the model's attention: what it keeps beyond flash attention is not counted.
     """
     if len(set(shape.blocks)) != 1 or shape.layers < 2 or precision not in PRECISIONS:
         return shape
@@ -206,12 +262,14 @@ def count_activations(
     kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / _TOKENS
     if PRECISIONS[precision][1] is not None:  # the copies of weights do not grow with the tokens
         kept -= 2 * lowered_parameters(shape.blocks[0], Layout()) / _TOKENS
+    job = Job(seq, 1, 1, precision=precision, attention=kernel, engine="hf_parallel")
+    kept -= kept_beside_flash(shape.blocks[0], Layout(), job)
     known = (*shape.blocks[0].kept, (counted_as(precision, adapt is not None), kept))
     block = dataclasses.replace(shape.blocks[0], kept=known)
     shape = dataclasses.replace(shape, blocks=(block,) * shape.layers)
     # Data ranks gather fp32 weights, and adapters, in 16 bits: see `computed_job`.
     lowered = None if adapt is None else functools.partial(_lowered, adapt)
-    return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered)
+    return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered, kernel)
 
 
 def _lowered(adapt: Callable[[Any], None], parallel: Any) -> None:

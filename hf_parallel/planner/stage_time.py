@@ -15,6 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hf_parallel.planner.attention import EAGER, FLASH, all_keys
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.ledger import block_transfers, end_transfers
@@ -104,9 +105,10 @@ def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
 def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
     if job.each_recomputed == "full":
         return {"recomputation": sum(forward.values()) * job.recomputed_share}
-    if job.recompute == "selective" and job.attention == "flash" and job.habits.keeps_products:
-        return {"recomputation": forward["element-wise"]}
-    if job.recompute == "selective" and job.attention == "flash":
+    if job.recompute == "selective" and job.habits.keeps_products:
+        again = forward["attention"] if job.attention == EAGER else 0.0
+        return {"recomputation": forward["element-wise"] + again}
+    if job.recompute == "selective" and job.attention == FLASH:
         return {"recomputation": forward["matrix products"] / 2 * 0.8 + forward["element-wise"]}
     if job.recompute == "selective":
         return {"recomputation": forward["attention"]}
@@ -133,10 +135,22 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
-    flops = attention.flops(job.seq) * tokens / heads
-    exponentials = attention.heads * attention.keys(job.seq) * tokens / heads / (16 * gpu.units * _CLOCK)
+    own = job.habits.kernels == "transformers"  # the published runs do not say which kernel they had
+    every = own and all_keys(attention, job.seq, job.attention)
+    keys = job.seq if every else attention.keys(job.seq)
+    flops = attention.flops(job.seq, full=every) * tokens / heads
+    exponentials = attention.heads * keys * tokens / heads / (16 * gpu.units * _CLOCK)
     rate = gpu.peak(job.products_beside) * e.attention
-    return exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
+    seconds = exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
+    if not own or job.attention != EAGER:
+        return seconds
+    return seconds + memory_seconds(gpu, attention.heads * keys * tokens / heads * _score_bytes(job.width, backward))
+
+
+def _score_bytes(width: int, backward: bool) -> int:
+    """Bytes read and written per score by eager attention: product, scale, mask, softmax in fp32, product."""
+    casts = 0 if width == 4 else 8 if not backward else 12
+    return (8 if not backward else 9 if width == 4 else 7) * width + casts
 
 
 def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:

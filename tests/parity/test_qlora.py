@@ -90,7 +90,10 @@ SETTINGS = {
             ("tp=2,pp=2", "single"),
         )
     ]
-    + [pytest.param("cp=2", "single", id="cp2-single")],
+    + [
+        pytest.param("cp=2", "single", id="cp2-single"),
+        pytest.param("dp_shard=2,activation_checkpointing=selective", "single", id="dp2-selective"),
+    ],
 )
 def test_same_numbers_as_one_process(folder, references, tmp_path, spec, kind):
     logs, keys, _, saved = references(kind)

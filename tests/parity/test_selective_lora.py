@@ -51,6 +51,12 @@ def test_what_is_thin(inner, outer, kept):
     assert is_kept(torch.ops.aten.addmm.default, (torch.zeros(outer), rows, weight), {}) is kept
 
 
+def test_products_of_packed_weights_are_kept():
+    """Else selective checkpointing of QLoRA computes nearly all again."""
+    pytest.importorskip("bitsandbytes")
+    assert is_kept(torch.ops.bitsandbytes.gemm_4bit.default, (), {})
+
+
 def losses(way: str, rank: int) -> list[float]:
     """Of a LoRA script's loop on one process; adapters begin away from zero."""
     from peft import LoraConfig, get_peft_model

@@ -130,5 +130,7 @@ def _not_on_cuda(facts: AttentionFacts) -> str | None:
         return "compute capability {}.{} has no flash kernel".format(*facts.capability)
     if not facts.head_size or facts.head_size % 8 or facts.head_size > widest(facts.capability):
         return f"heads of {facts.head_size} numbers do not fit into torch's flash kernel"
+    if not facts.here:
+        return None
     found = gap("cuda", facts.dtype, facts.head_size)  # it runs here once before a training does
     return None if isinstance(found, float) and found < 0.05 else f"torch's flash kernel fails a trial here ({found})"

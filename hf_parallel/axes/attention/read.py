@@ -36,6 +36,7 @@ class AttentionFacts:
         device: where it will run.
         capability: of a CUDA device, as (9, 0).
         dtype: of the weights.
+        here: is that device this machine's, so that a kernel can be tried?
     """
 
     own: str
@@ -50,6 +51,7 @@ class AttentionFacts:
     device: str
     capability: tuple[int, int]
     dtype: torch.dtype
+    here: bool = True
 
 
 def read_attention(model: PreTrainedModel, config: ParallelConfig) -> AttentionFacts | None:

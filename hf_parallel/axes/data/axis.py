@@ -34,6 +34,9 @@ class DataKeys(Keys):
         "a Trainer's batch of a data rank is whole examples of at most so many tokens, joined to one row without "
         "padding, and all data ranks have about as many; 0: per_device_train_batch_size",
     )
+    padding_free: bool = key(
+        False, "a Trainer's batches keep their rows, joined to one without padding; `--parallel auto` may choose it"
+    )
 
     @property
     def reduces_each_micro_batch(self) -> bool:
@@ -83,6 +86,12 @@ class Data(Axis[None, DataPart]):
         if config.pack_tokens and config.pp_size != 1:
             why = f"a pipeline (pp_size={config.pp_size}) cuts batches by rows, and a packed batch is one row"
             refuse(f"pack_tokens={config.pack_tokens}", why, "dp_shard in the place of pp")
+        if config.padding_free and config.pp_size != 1:
+            why = f"a pipeline (pp_size={config.pp_size}) cuts batches by rows, and a joined batch is one row"
+            refuse("padding_free=true", why, "dp_shard in the place of pp")
+        if config.padding_free and config.pack_tokens:
+            why = f"pack_tokens={config.pack_tokens} makes batches of its own, without padding"
+            refuse("padding_free=true", why, "padding_free=false")
         if config.gradient_reduction != "micro_step":
             return
         what = "gradient_reduction=micro_step"

@@ -15,26 +15,24 @@ from typing import Any
 import torch
 
 from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
-from hf_parallel.spec import refuse
+from hf_parallel.hooks.trainer import padding_free
+from hf_parallel.hooks.trainer.joining import asked, joined, refuse_joining, set_alone
 
-_MUCH = 0.1  # of the tokens: so much padding is worth a line
-_SAMPLE = 256  # rows whose lengths are looked at for it
-_alone = 0  # tokens, in one process, which has no layout to ask
 _known = False  # is there a Trainer, whose loaders are the ones that are meant?
 
 
 def budget() -> int:
-    """Tokens of a batch of one data rank; 0: batches are as the script makes them."""
-    current = runtime.current()
-    return _alone if current is None else current.config.pack_tokens
+    """Tokens of a batch of one data rank; 0: batches have the rows that the script gives them."""
+    key, value = asked()
+    return int(value) if key == "pack_tokens" else 0
 
 
-def patches_alone(tokens: int) -> list[Patch]:
-    """In one process: what packs its batches, and nothing else."""
-    global _alone
-    _alone = tokens
+def patches_alone(config: Any) -> list[Patch]:
+    """In one process: what joins its batches, and nothing else."""
+    set_alone(*(("padding_free", True) if config.padding_free else ("pack_tokens", config.pack_tokens)))
     why = "packs by tokens"
     made = functools.partial(Patch, "transformers.trainer:Trainer.__init__", around(_checked), why)
     return [made(), Patch("transformers.trainer:Trainer.get_train_dataloader", around(get_train_dataloader), why)]
@@ -42,8 +40,10 @@ def patches_alone(tokens: int) -> list[Patch]:
 
 def stop() -> None:
     """Forget what one process was asked for."""
-    global _alone, _known
-    _alone, _known = 0, False
+    global _known
+    _known = False
+    set_alone("pack_tokens", 0)
+    padding_free.stop()
 
 
 def _checked(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
@@ -57,37 +57,46 @@ def _checked(original: Callable, self: Any, model: Any = None, args: Any = None,
 def check(trainer: Any) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
     global _known
-    _known, tokens = True, budget()
-    if not tokens:
+    _known = True
+    if not asked()[1]:
         return
+    why = why_not_joined(trainer)
+    if why is not None:
+        refuse_joining(why)
+    strategy = getattr(trainer.args, "train_sampling_strategy", "random")
+    if budget() and (strategy != "random" or getattr(trainer.args, "group_by_length", False)):
+        refuse_joining(
+            f"train_sampling_strategy={strategy} orders rows in another way", "train_sampling_strategy=random"
+        )
+
+
+def why_not_joined(trainer: Any) -> str | None:
+    """Why this Trainer's batches cannot be joined, before a row was seen."""
     from transformers import Trainer
 
-    for name in ("get_train_dataloader", "_get_train_sampler"):
+    names = ("get_train_dataloader", "_get_train_sampler") if budget() else ("get_train_dataloader",)
+    for name in names:
         if getattr(type(trainer), name) is not getattr(Trainer, name):
-            _refuse(f"{type(trainer).__name__}.{name} makes batches of its own", "pack_tokens=0")
-    asked = getattr(trainer.args, "train_sampling_strategy", "random")
-    if asked != "random" or getattr(trainer.args, "group_by_length", False):
-        _refuse(f"train_sampling_strategy={asked} orders rows in another way", "train_sampling_strategy=random")
+            return f"{type(trainer).__name__}.{name} makes batches of its own"
     if getattr(trainer.data_collator, "mlm", False):
-        _refuse("masked language modelling looks both ways, and draws what it masks", "pack_tokens=0")
+        return "masked language modelling looks both ways, and draws what it masks"
+    if isinstance(trainer.train_dataset, torch.utils.data.IterableDataset):
+        return "batches of an iterable data set are dealt out by rows"
     model = getattr(trainer.model, "base_model", trainer.model)
     takes = inspect.signature(getattr(model, "forward", model)).parameters
     if "position_ids" not in takes and "kwargs" not in takes:
-        _refuse(f"{type(trainer.model).__name__} takes no position_ids, which tell examples apart", "pack_tokens=0")
+        return f"{type(trainer.model).__name__} takes no position_ids, which tell examples apart"
+    return None
 
 
 def check_loop() -> None:
     """Refuse a loop without a Trainer, whose loader is its own.
 
     Raises:
-        SpecError: batches of a token budget were asked for.
+        SpecError: joined batches were asked for.
     """
-    if budget() and not _known:
-        _refuse("batches of a loop without a Trainer are the loop's own", "pack_tokens=0")
-
-
-def _refuse(why: str, works: str) -> None:
-    refuse(f"pack_tokens={budget()}", why, works)
+    if asked()[1] and not _known:
+        refuse_joining("batches of a loop without a Trainer are the loop's own")
 
 
 # ---- the loader -----------------------------------------------------------------------------------------------------
@@ -95,10 +104,11 @@ def _refuse(why: str, works: str) -> None:
 
 @patch("transformers.trainer:Trainer.get_train_dataloader", "counts batches in rows")
 def get_train_dataloader(original: Callable, self: Any) -> Any:
-    """Batches of at most `pack_tokens` tokens, where that is asked for."""
+    """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
     if not budget():
-        _advise(self)
-        return original(self)
+        if not padding_free.wanted():
+            padding_free.choose(self, why_not_joined)
+        return _joining(original, self) if padding_free.wanted() else original(self)
     examples, args = _examples(self), self.args
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
@@ -118,39 +128,18 @@ def get_train_dataloader(original: Callable, self: Any) -> Any:
     return self.accelerator.prepare(loader)
 
 
+def _joining(original: Callable, trainer: Any) -> Any:
+    """The loader of the script's batches, each joined."""
+    with replacing(trainer, data_collator=padding_free.Joined(trainer.data_collator)):
+        return original(trainer)
+
+
 def _line(batches: TokenBatches) -> str:
     filled = sum(batches.lengths) / (len(batches) * batches.budget)
     return (
         f"pack_tokens={batches.budget}: {len(batches.lengths)} examples in {batches.steps} batches of each of "
         f"{batches.ranks} data ranks, {filled:.0%} full; per_device_train_batch_size is not used for training"
     )
-
-
-def _advise(trainer: Any) -> None:
-    """Where the layout was left to the planner: what packing would save, which changes the batches of a script."""
-    current, rows = runtime.current(), trainer.train_dataset
-    if current is None or not current.source.endswith("(auto)") or current.config.pp_size > 1:
-        return
-    lengths = _sampled(rows)
-    size = trainer.args.per_device_train_batch_size
-    if getattr(trainer.data_collator, "return_position_ids", False) or len(lengths) < 2 * size or size == 1:
-        return
-    parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
-    padding = 1 - sum(lengths) / sum(max(part) * len(part) for part in parts)
-    if padding > _MUCH:
-        tokens = max(max(lengths), round(size * sum(lengths) / len(lengths)))
-        report.say(
-            f"auto: padding is {padding:.0%} of the tokens of batches of {size} rows; pack_tokens={tokens} leaves it "
-            "out, with batches of about as many tokens in the place of as many rows"
-        )
-
-
-def _sampled(rows: Any) -> list[int]:
-    """Lengths of the first rows of a data set whose rows are tokens."""
-    if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
-        return []
-    first = [rows[index] for index in range(min(_SAMPLE, len(rows)))]
-    return [len(row["input_ids"]) for row in first if hasattr(row, "keys") and "input_ids" in row]
 
 
 class Examples(torch.utils.data.Dataset):
@@ -174,7 +163,7 @@ def _examples(trainer: Any) -> Examples:
 
     rows, collate = trainer.train_dataset, trainer.data_collator
     if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
-        _refuse("examples of a data set without a length cannot be dealt out", "a data set with a length")
+        refuse_joining("examples of a data set without a length cannot be dealt out", "a data set with a length")
     if hasattr(rows, "column_names"):
         rows = trainer._remove_unused_columns(rows, description="training")
     else:
@@ -189,26 +178,5 @@ def _lengths(rows: Any, args: Any) -> list[int]:
         return [int(length) for length in rows[name]]
     first = rows[0]
     if not hasattr(first, "keys") or "input_ids" not in first:
-        _refuse("rows of the data set have no input_ids to count", "a data set of tokens")
+        refuse_joining("rows of the data set have no input_ids to count", "a data set of tokens")
     return [len(rows[index]["input_ids"]) for index in range(len(rows))]
-
-
-def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """One row of all tokens that are no padding."""
-    parts = [_without_padding(row) for row in rows]
-    return {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
-
-
-def _without_padding(row: dict[str, Any]) -> dict[str, torch.Tensor]:
-    tokens: Any = row.get("input_ids")
-    if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
-        _refuse("the script's collator gives no rows of input_ids and labels", "pack_tokens=0")
-    odd = [key for key, value in row.items() if not torch.is_tensor(value) or value.shape != tokens.shape]
-    if odd:
-        _refuse(f"the script's collator gives {odd[0]}, which is not of one number per token", "pack_tokens=0")
-    mask = row.get("attention_mask", torch.ones_like(tokens))[0].bool()
-    part = {key: value[:, mask] for key, value in row.items() if key != "attention_mask"}
-    part.setdefault("position_ids", torch.arange(int(mask.sum()))[None])
-    part["labels"] = part["labels"].clone()
-    part["labels"][:, 0] = -100
-    return part
