@@ -28,12 +28,13 @@ def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
 
     Collective over all ranks.
     """
-    size, inner, gathered = config.cp_size, config.ulysses_size, config.context_parallel == "allgather"
+    size, inner = config.cp_size, config.ulysses_size
+    how = config.context_parallel == "allgather", config.attention
     if inner == 1:
-        return Exchanged(mesh.attention_group, None, gathered)
+        return Exchanged(mesh.attention_group, None, *how)
     if inner == size:
-        return Exchanged(None, mesh.attention_group, gathered)
+        return Exchanged(None, mesh.attention_group, *how)
     all_ranks = axis_ranks(config, "cp")
     rings = [ranks[place::inner] for ranks in all_ranks for place in range(inner)]
     groups = [ranks[start : start + inner] for ranks in all_ranks for start in range(0, size, inner)]
-    return Exchanged(mesh.groups.along(rings), mesh.groups.along(groups), gathered)
+    return Exchanged(mesh.groups.along(rings), mesh.groups.along(groups), *how)
