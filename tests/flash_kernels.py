@@ -79,10 +79,11 @@ def scores(q, k, ends_q, ends_k, longest_k, scale, causal, left, right, cap):
 def forward(q, k, v, ends_q, ends_k, longest_q, longest_k, scale, causal, left, right, cap):
     """Output [t, h, d] and log-sum-exp [h, t]."""
     check(q, k, v, ends_q, ends_k, longest_q, longest_k, scale)
+    dtype, (q, k, v) = q.dtype, (t.float() for t in (q, k, v))
     found, _ = scores(q, k, ends_q, ends_k, longest_k, scale, causal, left, right, cap)
     values = v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(0, 1)
     out, lse = found.softmax(-1).nan_to_num() @ values, found.logsumexp(-1).float()
-    return out.transpose(0, 1).contiguous(), lse.masked_fill(lse == -torch.inf, torch.inf)
+    return out.transpose(0, 1).to(dtype).contiguous(), lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
 def backward(gradient, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, scale, causal, left, right, cap):
@@ -91,6 +92,7 @@ def backward(gradient, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, 
     assert all((gradient.shape == out.shape == q.shape, gradient.is_contiguous(), out.stride(-1) == 1))
     assert gradient.dtype == out.dtype == q.dtype
     assert all((lse.shape == (q.shape[1], q.shape[0]), lse.is_contiguous(), lse.dtype == torch.float32))
+    dtype, (gradient, q, k, v, out) = q.dtype, (t.float() for t in (gradient, q, k, v, out))
     found, slope = scores(q, k, ends_q, ends_k, longest_k, scale, causal, left, right, cap)
     groups = q.shape[1] // k.shape[1]
     shares = (found - lse[..., None]).exp()
@@ -100,7 +102,7 @@ def backward(gradient, q, k, v, out, lse, ends_q, ends_k, longest_q, longest_k, 
     of_q = of_scores @ k.repeat_interleave(groups, 1).transpose(0, 1)
     of_k, of_v = of_scores.transpose(1, 2) @ q.transpose(0, 1), shares.transpose(1, 2) @ gradient
     of_k, of_v = (t.unflatten(0, (-1, groups)).sum(1) for t in (of_k, of_v))
-    return tuple(t.transpose(0, 1).contiguous() for t in (of_q, of_k, of_v))
+    return tuple(t.transpose(0, 1).to(dtype).contiguous() for t in (of_q, of_k, of_v))
 
 
 # ---- torch ---------------------------------------------------------------------------------------------------------

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from packaging.version import Version
 
 from hf_parallel.axes.context.kernels import Scores, Tensors
 from hf_parallel.axes.context.packs import Call
@@ -35,10 +37,21 @@ def widest(capability: tuple[int, int]) -> int:
     return WIDEST if capability >= (8, 0) else 0
 
 
+def too_old(name: str) -> str | None:
+    """Why an installed package is not called."""
+    if name != "flash_attention_2":
+        return None
+    try:
+        found = version("flash-attn")
+    except PackageNotFoundError:  # said where packages are looked for
+        return None
+    return f"flash-attn {found} is older than 2.7" if Version(found) < Version("2.7") else None
+
+
 class Flash:
     """What all have in common."""
 
-    flat = True
+    flat: ClassVar[bool] = True
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Call]:
         """A call for each window."""

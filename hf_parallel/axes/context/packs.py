@@ -80,22 +80,20 @@ def _share(one: Tile, other: Tile) -> bool:
 
 
 def _call(tiles: list[Tile], window: Window, rows: int, length: int, device: torch.device) -> Call:
-    numbers = [range(rows) if tile.row is None else (tile.row,) for tile in tiles]
-    places = [
-        [(row * length + part.start, part.stop - part.start) for tile, own in zip(tiles, numbers, strict=True)
-         for row in own for part in (getattr(tile, side),)]
-        for side in ("q", "k")
-    ]  # fmt: skip
-    ends = [[0, *itertools.accumulate(count for _, count in parts)] for parts in places]
-    longest = [max(count for _, count in parts) for parts in places]
+    lists = [range(rows) if tile.row is None else (tile.row,) for tile in tiles]
+    of_rows = [(tile, row * length) for tile, own in zip(tiles, lists, strict=True) for row in own]
+    queries = [(first + tile.q.start, tile.q.stop - tile.q.start) for tile, first in of_rows]
+    keys = [(first + tile.k.start, tile.k.stop - tile.k.start) for tile, first in of_rows]
+    longest = [max(count for _, count in parts) for parts in (queries, keys)]
     if window not in (ALL, CAUSAL):  # kernels count a side that is open, or larger than this, by the longest keys
         longest[1] = max(longest)
-    return Call(
-        *(_place(parts, device) for parts in places),
-        ends=tuple(_on(torch.tensor(each, dtype=torch.int32), device) for each in ends),  # type: ignore[arg-type]
-        longest=(longest[0], longest[1]),
-        window=window,
-    )
+    ends = _ends(queries, device), _ends(keys, device)
+    return Call(_place(queries, device), _place(keys, device), ends, (longest[0], longest[1]), window)
+
+
+def _ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
+    ends = [0, *itertools.accumulate(count for _, count in parts)]
+    return _on(torch.tensor(ends, dtype=torch.int32), device)
 
 
 def _place(parts: list[tuple[int, int]], device: torch.device) -> Place:

@@ -63,7 +63,12 @@ class Ring:
 
 
 class Exchange:
-    """Tensors that travel between two ranks at once, in both directions."""
+    """Tensors that travel between two ranks at once, in both directions.
+
+    On CUDA they do so on NCCL's stream, which first waits for what has been computed so far, as of the former use of
+    the memory; `wait` lets what is computed next wait for them, not the process. What is sent is held until then: its
+    memory goes back to the stream that waits, so nothing has to be recorded on NCCL's.
+    """
 
     def __init__(self, group: Any, out: torch.Tensor | None, to: int, like: torch.Tensor | None, source: int) -> None:
         self.out = None if out is None else out.contiguous()  # kept until it has been sent

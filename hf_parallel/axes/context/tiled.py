@@ -9,7 +9,7 @@ scores with a soft cap  plain products (`capped.py`), in squares         full, c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -26,7 +26,7 @@ _aten: Any = torch.ops.aten
 class Tiles:
     """[b, h, n, d] queries of a tile, [b, h / g, m, d] keys and values."""
 
-    flat = False
+    flat: ClassVar[bool] = False
 
     def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Tile]:
         """The tiles."""
