@@ -150,6 +150,7 @@ def _forward(
     total = Sum(q, scores, pick(q, scores, ring.kernel))
     for keys, pair in _blocks(ring, torch.stack([k, v])):
         total.add(pair[0], pair[1], _parts(ring, keys, total))
+        del pair  # or there would be three blocks while the one after the next is asked for
     if sinks is not None:
         total.with_sinks(sinks)
     out = total.out.to(q.dtype)
