@@ -12,7 +12,6 @@ from tests.distributed import run, run_alone
 from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none
 
-
 NAMES = {
     "llama": "Llama",
     "qwen3": "Qwen3",

@@ -9,7 +9,6 @@ from tests.distributed import run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none, spec_id
 
-
 #: Rows of the support matrix, by test.
 ROWS = {
     "test_odd_rows": "experts, odd rows",
