@@ -8,7 +8,7 @@ sequences in one call have rows as tokens [b n, h, …] behind each other, other
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ class Sum:
         wide = torch.promote_types(q.dtype, torch.float32)
         b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
         self.out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
-        self.lse = torch.full((b, n, h), -torch.inf, dtype=wide, device=q.device).transpose(1, 2)
+        self.lse = _room((b, h, n), -torch.inf, self.out, kernel)
         self._q, self._out, self._lse = (_as_taken(tensor, kernel) for tensor in (q, self.out, self.lse))
 
     def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> None:
@@ -66,16 +66,14 @@ class Gradients:
         kernel: Kernel,
     ) -> None:
         self.gradient, self.out, self.lse, self.scores, self.kernel = gradient, out, lse, scores, kernel
-        b, h, n, d = q.shape
-        self.dq = torch.zeros(b, n, h, d, dtype=lse.dtype, device=q.device).transpose(1, 2)
+        self.dq = _room(q.shape, 0, lse, kernel)
         gradient = gradient if kernel.flat else gradient.contiguous()
         self._queries = [_as_taken(tensor, kernel) for tensor in (gradient, q, out, lse)]
         self._dq = _as_taken(self.dq, kernel)
 
     def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
         """The share of a block of keys and values; returns their gradients [2, b, h / g, m, d] in fp32."""
-        b, h, m, d = k.shape
-        found = torch.zeros(2, b, m, h, d, dtype=self.dq.dtype, device=k.device).transpose(2, 3)
+        found = _room((2 * k.shape[0], *k.shape[1:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
         of_k, of_v = (_as_taken(tensor, self.kernel) for tensor in found)
         k, v = _as_taken(k, self.kernel), _as_taken(v, self.kernel)
         for part in parts:
@@ -90,6 +88,14 @@ class Gradients:
         """The gradient of the further score."""
         share = (sinks.to(self.lse.dtype)[None, :, None] - self.lse).exp()
         return -(share * (self.gradient * self.out).to(share.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
+
+
+def _room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    """[b, h, n, …], in memory as the kernel has it."""
+    b, h, n, *rest = shape
+    return (
+        like.new_full((b, n, h, *rest), value).transpose(1, 2) if kernel.flat else like.new_full(tuple(shape), value)
+    )
 
 
 def _as_taken(rows: torch.Tensor, kernel: Kernel) -> torch.Tensor:
