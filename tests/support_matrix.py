@@ -14,11 +14,13 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- support-matrix:begin -->", "<!-- support-matrix:end -->"
 SIGNS = {"passed": "✓", "failed": "✗", "refused": "–", None: ""}
 #: A layout is named by its axes in this order, in whichever a test spells them.
-AXES = ("dp_replicate", "tp", "pp", "dp_shard", "ep")
+AXES = ("dp_replicate", "tp", "pp", "cp", "dp_shard", "ep")
 LIBRARIES = ("torch", "transformers", "accelerate")
 
 # Rows of the README's tables, in order; a cell in another row is a typing error.
@@ -70,6 +72,29 @@ TABLES = {
         "Accelerate loop",
         "library",
     ),
+    "context parallelism": (
+        "Llama, each variant",
+        "Qwen3, each variant",
+        "Mistral, each variant",
+        "Gemma 3, each variant",
+        "GPT-2, each variant",
+        "BERT, each variant",
+        "Gemma 2, odd heads",
+        "ring, plain rows and packs",
+        "Trainer",
+        "Trainer, own loss",
+        "Trainer, LoRA",
+        "recomputed layers",
+        "resumed on other ranks",
+        "experts, odd rows",
+        "experts, Trainer",
+        "experts, balance",
+        "experts, LoRA",
+        "sft of TRL",
+        "dpo of TRL",
+        "kto of TRL",
+        "reward of TRL",
+    ),
     "unchanged script": (
         "trl sft",
         "trl dpo",
@@ -110,6 +135,7 @@ COMPARED = {
     "mixture of experts": TRAINER,
     "pipeline schedule": TRAINER,
     "feature": f"{TRAINER}; of DoRA, QLoRA, two models, Accelerate loop and library: losses, gradients or weights",
+    "context parallelism": "losses, gradient norms, sets of gradients, weights; of Trainer and TRL as in their tables",
     "unchanged script": "what the script logs and saves, gradient norm; of TRL its metrics and sets of gradients",
 }
 
@@ -128,6 +154,20 @@ def versions() -> dict[str, str]:
 def layout(spec: str) -> str:
     """One name for one layout: `dp_shard=2,tp=2` is `tp=2,dp_shard=2`."""
     return ",".join(sorted(spec.split(","), key=lambda item: AXES.index(item.split("=")[0])))
+
+
+def tell(node: pytest.Function, rows: dict[str, str], **names: str) -> None:
+    """Mark a test with its cell: the row by the name of its function, which may hold parameters as `names` call them.
+
+    The column is the axes of its `spec`, or `cp=` its `size`.
+    """
+    if node.originalname not in rows:
+        return
+    given = node.callspec.params
+    spec = given.get("spec") or f"cp={given['size']}"
+    axes = ",".join(item for item in spec.split(",") if item.split("=")[0] in AXES)
+    row = rows[node.originalname].format(**{key: names.get(value, value) for key, value in given.items()})
+    node.add_marker(pytest.mark.support(axes, row))
 
 
 def added(former: dict, results: dict) -> dict:

@@ -175,6 +175,18 @@ def _keep_products(layer: Any, args: Any) -> None:
     layer._gradient_checkpointing_func = functools.partial(checkpoint, **kept)
 
 
+def check_layers(way: str, settings: Mapping[str, Any]) -> None:
+    """Refuse a script's own choice of layers beside another one of the spec's, neither of which would hold.
+
+    Args:
+        settings: `gradient_checkpointing_kwargs`.
+    """
+    own = settings.get("every_n_layers", 1)
+    if own not in (1, every(way)):
+        what = f"gradient_checkpointing_kwargs every_n_layers={own}"
+        refuse(what, f"activation_checkpointing={way} names the layers", f"activation_checkpointing=every:{own} alone")
+
+
 def check_selective(settings: Mapping[str, Any]) -> None:
     """Refuse what a script says of torch's checkpoint that a policy of what is kept cannot go with.
 

@@ -4,13 +4,38 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import models
+from tests import models, support_matrix
 from tests.activations import own_bytes
 from tests.adapters import lora
 from tests.context import DOCUMENTS, all_steps, batch, differences
 from tests.distributed import run, run_alone
 from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none
+
+NAMES = {
+    "llama": "Llama",
+    "qwen3": "Qwen3",
+    "mistral": "Mistral",
+    "gemma3": "Gemma 3",
+    "gpt2": "GPT-2",
+    "bert": "BERT",
+}
+#: Rows of the support matrix, by test.
+ROWS = {
+    "test_variants": "{name}, each variant",
+    "test_soft_caps_and_odd_heads": "Gemma 2, odd heads",
+    "test_with_other_axes": "ring, plain rows and packs",
+    "test_a_trainer_script": "Trainer",
+    "test_a_scripts_own_loss": "Trainer, own loss",
+    "test_adapters": "Trainer, LoRA",
+    "test_recomputed_layers": "recomputed layers",
+    "test_goes_on_over_other_ranks": "resumed on other ranks",
+}
+
+
+@pytest.fixture(autouse=True)
+def _told(request):
+    support_matrix.tell(request.node, ROWS, **NAMES)
 
 
 def check(*cases: tuple) -> None:

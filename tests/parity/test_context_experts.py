@@ -2,11 +2,25 @@
 
 import pytest
 
+from tests import support_matrix
 from tests.adapters import lora
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none, spec_id
+
+#: Rows of the support matrix, by test.
+ROWS = {
+    "test_odd_rows": "experts, odd rows",
+    "test_a_trainer_script": "experts, Trainer",
+    "test_balance_over_all_rows": "experts, balance",
+    "test_adapters": "experts, LoRA",
+}
+
+
+@pytest.fixture(autouse=True)
+def _told(request):
+    support_matrix.tell(request.node, ROWS)
 
 
 def check(spec: str, *cases: tuple[str, str, bool]) -> None:

@@ -7,7 +7,7 @@ from tests.training import spec_id
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from tests import trl_scripts
+from tests import support_matrix, trl_scripts
 from tests.parity.test_trl import LORA, PREFERENCE, RAGGED, SFT, check
 
 RING, ULYSSES = "cp=2,context_parallel=ring", "cp=2,context_parallel=ulysses"
@@ -24,6 +24,13 @@ CASES = {
     "kto-adapters": ("kto", "preference", PREFERENCE["adapters"], ("cp=2",)),
     "reward": ("reward", "preference", LORA + " --lora_task_type SEQ_CLS " + RAGGED, ("cp=2",)),
 }
+
+
+@pytest.fixture(autouse=True)
+def _told(request):
+    if request.node.originalname == "test_same_as_one_process":
+        row = f"{CASES[request.node.callspec.params['case']][0]} of TRL"
+        support_matrix.tell(request.node, {"test_same_as_one_process": row})
 
 
 @pytest.fixture(scope="module")

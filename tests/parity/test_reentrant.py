@@ -86,3 +86,20 @@ def test_arguments_that_hold(tmp_path, way, on):
         None,
         None,
     ]
+
+
+def of_layers(out: str) -> list[str | None]:
+    """Answers to `every_n_layers` of a script beside the spec's choice: another one, the same, none of the spec's."""
+    ways = [("full", 2), ("selective", 3), ("every:2", 3), ("every:2", 2), ("every:2", 1), ("none", 2)]
+    return [checked(f"dp_shard=2,activation_checkpointing={way}", out, {"every_n_layers": n}, True) for way, n in ways]
+
+
+def test_layers_are_chosen_once(tmp_path):
+    full, selective, other, *accepted = run(of_layers, 2, str(tmp_path))[0]
+    assert full == (
+        "gradient_checkpointing_kwargs every_n_layers=2: activation_checkpointing=full names the layers; "
+        "activation_checkpointing=every:2 alone works"
+    )
+    assert "activation_checkpointing=selective names the layers" in selective
+    assert "activation_checkpointing=every:3 alone works" in other
+    assert accepted == [None] * 3

@@ -66,7 +66,8 @@ def test_long_and_short_axis_keys_mean_the_same(axis):
 @pytest.mark.parametrize("key", VALUES)
 def test_every_other_key(key):
     text, value = VALUES[key]
-    read = getattr(ParallelConfig.parse(f"{key}={text}"), key)
+    of_axis = {"pipeline": "pp=2,", "context": "cp=2,"}.get(key.partition("_")[0], "")
+    read = getattr(ParallelConfig.parse(f"{of_axis}{key}={text}"), key)
     assert read == value
     assert type(read) is type(value)
 
@@ -80,6 +81,16 @@ def test_defaults():
     config = ParallelConfig.parse("tp=2")
     assert (config.dp_replicate_size, config.dp_shard_size, config.pp_size) == (1, -1, 1)
     assert (config.zero_stage, config.pipeline_schedule) == (3, "1f1b")
+
+
+def test_settings_of_an_axis_that_is_off_may_be_defaults():
+    """As files have them that write every key; an axis that takes the rest is known once the processes are."""
+    written = ParallelConfig.parse("tp=2").to_dict()
+    assert ParallelConfig.from_mapping(written) == ParallelConfig.parse("tp=2")
+    assert ParallelConfig.parse("pipeline_schedule=auto,context_parallel=auto").pp_size == 1
+    spec = "pp=-1,tp=2,pipeline_schedule=gpipe"
+    assert ParallelConfig.parse(spec).resolve(4).pp_size == 2
+    assert refusal(spec, 2) == "pipeline_schedule=gpipe: pp_size=1 has no stages; pp_size=2 works"
 
 
 def test_spaces_are_allowed():
@@ -282,6 +293,11 @@ def test_where_stages_live():
     ("spec", "works"),
     [
         ("context_parallel=rings", "context_parallel=auto"),
+        ("context_parallel=ring", "cp_size=2 works"),
+        ("tp=2,pipeline_schedule=gpipe", "pp_size=2 works"),
+        ("pipeline_microbatches=4", "pp_size=2 works"),
+        ("pp=1,pipeline_virtual_stages=1", "pp_size=2 works"),
+        ("pipeline_split=[4]", "pp_size=2 works"),
         ("cp=4,context_parallel=hybrid:3", "context_parallel=ring"),
         ("sequence_parallel=true", "sequence_parallel=false"),
         ("gradient_reduction=micro_step,zero_stage=1", "zero_stage=2"),

@@ -1,5 +1,8 @@
 """Attention over ranks against attention with a matrix of scores: outputs and gradients, for every kind of mask."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -173,6 +176,49 @@ def test_the_next_keys_travel_while_these_are_used():
         assert backward[:first] == ["start"]
         # the keys of step 2 are asked for, then step 1's gradients are found and sent, then step 2 is computed
         assert backward[first + 1 : last] == ["wait", "start", "keys of 1 before", "start", "wait"]
+
+
+def buffers(variant):
+    """How many blocks of keys that have come, or are to come, there are at once in a forward pass."""
+    from hf_parallel.axes.context import ring
+
+    (shape, exchanged), known, most = groups(variant), [], [0]
+
+    class Counted(ring.Exchange):
+        def __init__(self, *given):
+            super().__init__(*given)
+            known.append(weakref.ref(self.received))
+            most.append(sum(one() is not None for one in known))
+
+    ring.Exchange = Counted
+    rows = Layout(documents.plain(1, 40), shape, 40 // shape.size)
+    q, k, v = (torch.randn(1, 2, 40 // shape.size, 8) for _ in range(3))
+    ring.RingAttention.apply(q, k, v, None, Scores(), ring.Ring(rows, exchanged.ring, 0, float("inf")))
+    return len(known), max(most)
+
+
+def test_two_buffers():
+    """One is used while the next one comes. On CUDA a third would be waited for by nobody before it is used again.
+
+    No stream is named in the ring: an exchange starts on NCCL's once what was computed before is done, so also what
+    read the block whose memory it gets; its `wait` is before its block is read, and before what it sent is let go.
+    """
+    assert set(run(buffers, 5, "ring")) == {(4, 2)}
+
+
+def first_calls(device):
+    """What connects the ranks of a ring before the first exchange, in which some of them may have no part."""
+    from hf_parallel.axes.context.groups import _connected
+
+    with mock.patch.object(dist, "all_reduce") as called, mock.patch.object(torch, "zeros"):
+        assert _connected(dist.group.WORLD, torch.device(device)) is dist.group.WORLD
+    return called.call_count
+
+
+def test_all_ranks_of_a_ring_are_in_its_first_call():
+    """NCCL makes its communicator then; gloo has one."""
+    assert run(first_calls, 2, "cuda") == [1, 1]
+    assert run(first_calls, 2, "cpu") == [0, 0]
 
 
 @pytest.mark.parametrize("square", [1024, 3])

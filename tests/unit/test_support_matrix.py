@@ -1,6 +1,7 @@
 """The README's support matrix says what the results say, and nothing else."""
 
 import json
+from unittest import mock
 
 import pytest
 
@@ -73,6 +74,16 @@ def test_what_was_compared_and_on_which_commit():
     }
     assert support_matrix.added({**RESULTS, "commits": commits}, part)["commits"] == {**commits, "BERT": "0123456"}
     assert set(support_matrix.COMPARED) == set(support_matrix.TABLES)
+
+
+def test_sequences_over_ranks_have_a_table():
+    """A cell by the axes of a spec alone, in the order of all layouts."""
+    lines = support_matrix.table({**RESULTS, "cells": {"cp=2,tp=2": {"Trainer": "passed"}}}).splitlines()
+    assert lines[0] == "| context parallelism | `tp=2,cp=2` |"
+    node = mock.Mock(originalname="test_one")
+    node.callspec.params = {"name": "bert", "spec": "cp=4,context_parallel=hybrid:2,dp_shard=2"}
+    support_matrix.tell(node, {"test_one": "{name}, each variant"}, bert="BERT")
+    assert node.add_marker.call_args.args[0].args == ("cp=4,dp_shard=2", "BERT, each variant")
 
 
 def test_scripts_have_their_rows():

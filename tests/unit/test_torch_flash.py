@@ -1,6 +1,5 @@
 """torch's flash kernels against a matrix of scores: their packing, their windows and sinks, and who may have them."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,72 +9,42 @@ from hf_parallel import ParallelConfig
 from hf_parallel.axes.attention import choose, flash, varlen
 from hf_parallel.axes.attention.choose import Kernel, chosen
 from hf_parallel.axes.attention.read import read_attention
+from hf_parallel.axes.context.flash import TORCH
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.config import SpecError
 from hf_parallel.model.anatomy import read
 from hf_parallel.resolve import resolve
 from tests import models
 from tests.context import batch
-
-
-def scores(q, k, scale, window, packed):
-    """[h, t, t] of flat tokens, -inf where the kernel lets nobody look."""
-    groups, count = q.shape[1] // k.shape[1], len(q)
-    place = torch.arange(count)
-    number = torch.searchsorted(packed.boundaries.long(), place, right=True)
-    behind = place[:, None] - place
-    seen = number[:, None] == number
-    if window[0] >= 0:
-        seen &= behind <= window[0]
-    if window[1] >= 0:
-        seen &= behind >= -window[1]
-    k = k.repeat_interleave(groups, 1).transpose(0, 1)
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return (q.transpose(0, 1) @ k.transpose(1, 2) * scale).masked_fill(~seen, -torch.inf), scale, groups
-
-
-def forward(q, k, v, scale, window, packed):
-    found, _, groups = scores(q, k, scale, window, packed)
-    out = found.softmax(-1) @ v.repeat_interleave(groups, 1).transpose(0, 1)
-    return out.transpose(0, 1), found.logsumexp(-1), None
-
-
-def backward(gradient, q, k, v, out, lse, random, scale, window, packed):
-    """By the log-sum-exp and output that are given, as flash attention does."""
-    found, scale, groups = scores(q, k, scale, window, packed)
-    shares = (found - lse[..., None]).exp()
-    gradient, out = gradient.transpose(0, 1), out.transpose(0, 1)
-    heads = v.repeat_interleave(groups, 1).transpose(0, 1)
-    of_scores = shares * (gradient @ heads.transpose(1, 2) - (gradient * out).sum(-1, keepdim=True)) * scale
-    of_q = of_scores @ k.repeat_interleave(groups, 1).transpose(0, 1)
-    of_k, of_v = of_scores.transpose(1, 2) @ q.transpose(0, 1), shares.transpose(1, 2) @ gradient
-    of_k, of_v = (t.unflatten(0, (-1, groups)).sum(1) for t in (of_k, of_v))
-    return of_q.transpose(0, 1), of_k.transpose(0, 1), of_v.transpose(0, 1)
+from tests.flash_kernels import standing_in
 
 
 @pytest.fixture
 def on_cuda(monkeypatch):
     """The kernel of CUDA, in arithmetic: what is around it runs."""
-    monkeypatch.setattr(varlen, "_forward", forward)
-    monkeypatch.setattr(varlen, "_backward", backward)
-    monkeypatch.setattr(flash, "fits", lambda q, v: True)
+    monkeypatch.setattr(flash, "fits", lambda q: True)
+    with standing_in():
+        yield
 
 
 def test_the_trial_of_the_kernel(on_cuda, monkeypatch):
-    """It passes with a right kernel, and tells a wrong one: no window, no documents, an error."""
+    """It passes with a right kernel, and tells a wrong one: no window."""
     assert varlen.gap("cpu", torch.float32, 16) < 1e-5
-    monkeypatch.setattr(varlen, "_forward", lambda q, k, v, s, w, p: forward(q, k, v, s, (-1, 0), p))
+    monkeypatch.setattr(varlen.Pack, "call", lambda packed, window, call=varlen.Pack.call: call(packed, (-1, 0)))
     assert varlen.gap("cpu", torch.float32, 16) > 0.05
-    monkeypatch.undo()
+
+
+def test_an_error_in_the_trial():
     assert isinstance(varlen.gap("cpu", torch.float32, 16), str)  # there is none on a CPU
 
 
 def test_the_call_of_the_kernel():
     """Names and shapes, as torch knows them without a GPU."""
     q, k = (torch.empty(33, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2))
-    packed = varlen.Pack(torch.empty(4, dtype=torch.int32, device="meta"), 20, None)
-    out, lse, random = varlen._forward(q, k, k, 0.25, (6, 0), packed)
-    assert (out.shape, lse.shape) == (q.shape, (4, 33))
-    given = varlen._backward(q, q, k, k, out, lse, random, 0.25, (6, 0), packed)
+    call = varlen.Pack(torch.empty(4, dtype=torch.int32, device="meta"), 20, None).call((6, 0))
+    out, lse = TORCH.forward(q, k, k, call, Scores(0.25))
+    assert (out.shape, lse.shape) == (q.shape, (33, 4))
+    given = TORCH.backward(q, q, k, k, out, lse, call, Scores(0.25))
     assert [t.shape for t in given] == [q.shape, k.shape, k.shape]
 
 
@@ -86,7 +55,7 @@ def test_both_ways_are_one(name, kind, on_cuda, monkeypatch):
     flash.register()
     found = []
     for one_call in (True, False):
-        monkeypatch.setattr(flash, "fits", lambda q, v, fits=one_call: fits)
+        monkeypatch.setattr(flash, "fits", lambda q, fits=one_call: fits)
         model = models.build(name, attn_implementation="eager").train()
         model.set_attn_implementation(flash.NAME)
         model(**batch(kind)).loss.backward()

@@ -50,14 +50,14 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         """The kernel and why, or the SpecError that says what it lacks."""
         from hf_parallel.axes.attention.choose import chosen, named
 
-        return chosen(config, facts) if config.attention == AUTO else named(config.attention, anatomy, facts)
+        return chosen(config, facts) if config.attention == AUTO else named(config, anatomy, facts)
 
     def notes(self, part: Kernel | None) -> list[str]:
         return [] if part is None or part.why is None else [f"attention={part.name}: {part.why}"]
 
     def apply(self, model: PreTrainedModel, part: Kernel | None, building: Building) -> None:
         """Set the kernel, if it is not the model's own."""
-        if part is None or part.own:
+        if part is None or part.own or building.mesh.size("cp") > 1:  # cp has a function of its own, and the name
             return
         if part.name == TORCH_FLASH:
             from hf_parallel.axes.attention.flash import register

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
-from hf_parallel.axes.attention.varlen import gap, widest
+from hf_parallel.axes.attention.varlen import gap
+from hf_parallel.axes.context.flash import widest
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -51,18 +52,19 @@ _PACKAGES = {
 }
 
 
-def named(name: str, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel:
+def named(config: ParallelConfig, anatomy: Anatomy, facts: AttentionFacts | None) -> Kernel:
     """The kernel that the spec names.
 
     Raises:
         SpecError: what it lacks: a package, a GPU, or a kind of attention.
     """
+    name = config.attention
     asked = f"attention={name}"
     if facts is None:
         refuse(asked, f"{anatomy.name} is not a transformers model", f"attention={AUTO}")
     reason = torch_flash_lacks(facts) if name == TORCH_FLASH else _lacks(name, facts)
     if reason is not None:
-        refuse(asked, reason, _instead(name, facts))
+        refuse(asked, reason, f"attention={AUTO}" if config.cp_size > 1 else _instead(name, facts))
     return Kernel(name)
 
 

@@ -23,9 +23,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_parallel.autocast import as_autocast
 from hf_parallel.axes.attention.axis import REGISTERED as NAME
-from hf_parallel.axes.attention.varlen import Pack, attend, fits, pack
+from hf_parallel.axes.attention.varlen import Pack, attend, pack
 from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.documents import Row, find, numbered, plain
+from hf_parallel.axes.context.flash import fits
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.ring import Ring, RingAttention
@@ -185,8 +186,9 @@ def _by_documents(
     high: float,
     documents: Documents,
 ) -> torch.Tensor:
-    width, v = v.shape[-1], one_width(q, v)
-    if fits(q, v):
+    width, scale = v.shape[-1], q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = one_width(q, k, v)
+    if fits(q):
         out = attend(q, k, v, sinks, scale, _window(low, high), documents.pack(q.device))
     else:
         out = _by_tiles(q, k, v, sinks, scale, Ring(documents.layout, None, low, high), documents.moved)

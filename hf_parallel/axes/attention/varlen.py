@@ -10,18 +10,19 @@ backward kernel is given both as they are then, and so returns the right share o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hf_parallel.axes.context.attention import one_process
+from hf_parallel.axes.context.flash import TORCH
+from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout
+from hf_parallel.axes.context.packs import Call, Window
 
 if TYPE_CHECKING:
     from hf_parallel.collectives.context import Context
-
-_aten: Any = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +39,10 @@ class Pack:
     longest: int
     tokens: torch.Tensor | None
 
+    def call(self, window: Window) -> Call:
+        """Each document of itself, as the kernel is called."""
+        return Call(slice(None), slice(None), (self.boundaries,) * 2, (self.longest,) * 2, window)
+
 
 def pack(layout: Layout, device: torch.device) -> Pack:
     """Made once per batch."""
@@ -48,19 +53,6 @@ def pack(layout: Layout, device: torch.device) -> Pack:
         inside = [row.tokens()[: sum(row.lengths)] + i * row.length for i, row in enumerate(layout.rows)]
         tokens = torch.cat(inside).to(device, non_blocking=True)
     return Pack(boundaries.to(device, non_blocking=True), int(lengths.max()), tokens)
-
-
-def fits(q: torch.Tensor, value: torch.Tensor) -> bool:
-    """Does the kernel take these?"""
-    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16):
-        return False
-    width = q.shape[-1]
-    return width == value.shape[-1] and width % 8 == 0 and width <= widest(torch.cuda.get_device_capability(q.device))
-
-
-def widest(capability: tuple[int, int]) -> int:
-    """The widest head of which the kernel computes gradients; there is no kernel before 8.0."""
-    return 256 if capability >= (8, 0) else 0
 
 
 def attend(
@@ -97,12 +89,12 @@ class _Varlen(torch.autograd.Function):
         window: tuple[int, int],
         packed: Pack,
     ) -> torch.Tensor:
-        out, lse, ctx.random = _forward(q, k, v, scale, window, packed)
+        ctx.scores, ctx.call = Scores(scale), packed.call(window)
+        out, lse = TORCH.forward(q, k, v, ctx.call, ctx.scores)
         if sinks is not None:
-            total = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])  # [h, t]
-            out, lse = (out * (lse - total).exp().T[..., None]).to(q.dtype), total
+            total = torch.logaddexp(lse, sinks.to(lse.dtype))  # [t, h]
+            out, lse = (out * (lse - total).exp()[..., None]).to(q.dtype), total
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.scale, ctx.window, ctx.packed = scale, window, packed
         return out
 
     @staticmethod
@@ -111,46 +103,10 @@ class _Varlen(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         gradient, of_sinks = gradient.contiguous(), None
         if sinks is not None:
-            share = (sinks.to(lse.dtype)[:, None] - lse).exp()
-            of_sinks = -(share * (gradient * out).to(lse.dtype).sum(-1).T).sum(1).to(sinks.dtype)
-        given = _backward(gradient, q, k, v, out, lse, ctx.random, ctx.scale, ctx.window, ctx.packed)
+            share = (sinks.to(lse.dtype) - lse).exp()
+            of_sinks = -(share * (gradient * out).to(lse.dtype).sum(-1)).sum(0).to(sinks.dtype)
+        given = TORCH.backward(gradient, q, k, v, out, lse, ctx.call, ctx.scores)
         return *given, of_sinks, None, None, None
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, window: tuple[int, int], packed: Pack
-) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """Output, log-sum-exp [h, t] in fp32, and the state of dropout, which there is none of."""
-    ends, longest, causal = packed.boundaries, packed.longest, window == (-1, 0)
-    out, lse, state, unused, _ = _aten._flash_attention_forward(
-        q, k, v, ends, ends, longest, longest, 0.0, causal, False, scale=scale, **_sides(window)
-    )
-    return out, lse, (state, unused)
-
-
-def _backward(
-    gradient: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    random: tuple[torch.Tensor, torch.Tensor],
-    scale: float | None,
-    window: tuple[int, int],
-    packed: Pack,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ends, longest, causal = packed.boundaries, packed.longest, window == (-1, 0)
-    return _aten._flash_attention_backward(
-        gradient,
-        *(q, k, v, out, lse, ends, ends, longest, longest, 0.0, causal, *random),
-        scale=scale,
-        **_sides(window),
-    )
-
-
-def _sides(window: tuple[int, int]) -> dict[str, int]:
-    return {"window_size_left": window[0], "window_size_right": window[1]}
 
 
 # ---- a trial -----------------------------------------------------------------------------------------------------

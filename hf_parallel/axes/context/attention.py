@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from hf_parallel.axes.context.kernels import Scores, per_query_head
+from hf_parallel.axes.context.kernels import Scores, alignment, per_query_head
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.ring import Ring, RingAttention
 from hf_parallel.axes.context.ulysses import to_heads, to_tokens
@@ -26,11 +26,12 @@ _EVERYTHING = float("inf")
 
 @dataclass(frozen=True)
 class Exchanged:
-    """How attention runs over the ranks: a ring of groups of Ulysses, or one of them."""
+    """How attention runs over the ranks: a ring of groups of Ulysses, or one of them; and by which kernel."""
 
     ring: dist.ProcessGroup | None
     heads: dist.ProcessGroup | None
     gathered: bool
+    kernel: str = "auto"
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,15 +89,19 @@ def attention(
         out = one_process(query, key, value, attention_mask, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
     layout = attention_mask.layout
-    width, value = value.shape[-1], one_width(query, value)
+    width, scaling = value.shape[-1], query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key, value = one_width(query, key, value)
     low, high = limits(causal, sliding_window, layout)
     out = _over_ranks(query, key, value, s_aux, scaling, softcap, dropout, low, high, attention_mask)
     return out[..., :width].transpose(1, 2).contiguous(), None
 
 
-def one_width(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Values as wide as queries, which kernels want; latent attention has narrower ones."""
-    return v if v.shape[-1] == q.shape[-1] else F.pad(v, (0, q.shape[-1] - v.shape[-1]))
+def one_width(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """All of one width that kernels take, by zeros, as latent attention has narrower values. Scores stay the same."""
+    widest = max(q.shape[-1], v.shape[-1])
+    widest += -widest % alignment(q.device)
+    q, k, v = (t if t.shape[-1] == widest else F.pad(t, (0, widest - t.shape[-1])) for t in (q, k, v))
+    return q, k, v
 
 
 def limits(causal: bool, window: int | None, layout: Layout) -> tuple[float, float]:
@@ -128,7 +133,7 @@ def _over_ranks(
         q, k, v = to_heads(q, k, v, how.heads)
         sinks = None if sinks is None else sinks.chunk(how.heads.size())[how.heads.rank()]
     if not dropout:
-        ring = Ring(layout, how.ring, low, high, how.gathered, how.heads)
+        ring = Ring(layout, how.ring, low, high, how.gathered, how.heads, how.kernel)
         return RingAttention.apply(q, k, v, sinks, Scores(scale, softcap), ring)
     assert how.heads is not None  # dropout is refused of a ring in `choose.py`
     hidden = ~_visible(layout, low, high, q.device)

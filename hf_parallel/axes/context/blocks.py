@@ -2,43 +2,49 @@
 
     output = sum over blocks of exp(lse_block - lse) output_block,   lse = log sum exp(lse_block)        in fp32
 
-What a query sees of a block follows from who holds what (`layout.py`), so masks cost nothing.
+What a query sees of a block follows from who holds what (`layout.py`), so masks cost nothing. Kernels that take many
+sequences in one call have rows as tokens [b n, h, …] behind each other, others as they come, [b, h, n, …]: `flat`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
-from hf_parallel.axes.context import kernels
+from hf_parallel.axes.context.kernels import Kernel, Scores
+from hf_parallel.axes.context.packs import Call
 from hf_parallel.axes.context.tiles import Tile
 
-Part = tuple[slice, slice, slice]
+Part = Tile | Call
 
 
 class Sum:
     """The output of queries [b, h, n, d] over the blocks so far."""
 
-    def __init__(self, q: torch.Tensor, scores: kernels.Scores) -> None:
-        self.q, self.scores = q, scores
+    def __init__(self, q: torch.Tensor, scores: Scores, kernel: Kernel) -> None:
+        self.scores, self.kernel = scores, kernel
         wide = torch.promote_types(q.dtype, torch.float32)
         b, h, n, d = q.shape  # in memory [b, n, h, d], as layers want it: nothing is copied, or kept twice
         self.out = torch.zeros(b, n, h, d, dtype=wide, device=q.device).transpose(1, 2)
-        self.lse = torch.full(q.shape[:3], -torch.inf, dtype=wide, device=q.device)
+        self.lse = _room((b, h, n), -torch.inf, self.out, kernel)
+        self._q, self._out, self._lse = (_as_taken(tensor, kernel) for tensor in (q, self.out, self.lse))
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, tiles: Iterable[Tile]) -> None:
-        """Another block of keys and values."""
-        for tile in self.scores.tiles(tiles):
-            mine, theirs = _parts(tile)
-            out, lse = kernels.forward(self.q[mine], k[theirs], v[theirs], tile, self.scores)
-            self._merge(mine, out, lse)
+    def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> None:
+        """Another block of keys and values [b, h / g, m, d]."""
+        k, v = _as_taken(k, self.kernel), _as_taken(v, self.kernel)
+        for part in parts:
+            mine, theirs = _places(part)
+            self._merge(mine, *self.kernel.forward(self._q[mine], k[theirs], v[theirs], part, self.scores))
 
-    def _merge(self, part: Part, out: torch.Tensor, lse: torch.Tensor) -> None:
-        former = self.lse[part]
+    def _merge(self, place: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+        former = self._lse[place]
         total = torch.logaddexp(former, lse)
-        self.out[part] = self.out[part] * (former - total).exp_()[..., None] + out * (lse - total).exp_()[..., None]
-        self.lse[part] = total
+        self._out[place] = (
+            self._out[place] * (former - total).exp_()[..., None] + out * (lse - total).exp_()[..., None]
+        )
+        self._lse[place] = total
 
     def with_sinks(self, sinks: torch.Tensor) -> None:
         """A further score per head [h] whose value is nothing, as in gpt-oss."""
@@ -51,29 +57,31 @@ class Gradients:
     """The gradient of those queries over the blocks so far."""
 
     def __init__(
-        self, gradient: torch.Tensor, q: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, scores: kernels.Scores
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scores: Scores,
+        kernel: Kernel,
     ) -> None:
-        self.gradient, self.q, self.out, self.lse, self.scores = gradient.contiguous(), q, out, lse, scores
-        self.dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
+        self.gradient, self.out, self.lse, self.scores, self.kernel = gradient, out, lse, scores, kernel
+        self.dq = _room(q.shape, 0, lse, kernel)
+        gradient = gradient if kernel.flat else gradient.contiguous()
+        self._queries = [_as_taken(tensor, kernel) for tensor in (gradient, q, out, lse)]
+        self._dq = _as_taken(self.dq, kernel)
 
-    def add(self, k: torch.Tensor, v: torch.Tensor, tiles: Iterable[Tile]) -> torch.Tensor:
-        """The share of a block of keys and values; returns their gradients [2, b, h, m, d] in fp32."""
-        found = torch.zeros((2, *k.shape), dtype=self.dq.dtype, device=k.device)
-        for tile in self.scores.tiles(tiles):
-            mine, theirs = _parts(tile)
-            dq, dk, dv = kernels.backward(
-                self.gradient[mine],
-                self.q[mine],
-                k[theirs],
-                v[theirs],
-                self.out[mine],
-                self.lse[mine].contiguous(),
-                tile,
-                self.scores,
-            )
-            self.dq[mine] += dq
-            found[0][theirs] += dk
-            found[1][theirs] += dv
+    def add(self, k: torch.Tensor, v: torch.Tensor, parts: Iterable[Part]) -> torch.Tensor:
+        """The share of a block of keys and values; returns their gradients [2, b, h / g, m, d] in fp32."""
+        found = _room((2 * k.shape[0], *k.shape[1:]), 0, self.dq, self.kernel).unflatten(0, (2, -1))
+        of_k, of_v = (_as_taken(tensor, self.kernel) for tensor in found)
+        k, v = _as_taken(k, self.kernel), _as_taken(v, self.kernel)
+        for part in parts:
+            mine, theirs = _places(part)
+            gradient, q, out, lse = (tensor[mine] for tensor in self._queries)
+            shares = self.kernel.backward(gradient, q, k[theirs], v[theirs], out, lse, part, self.scores)
+            for total, place, share in zip((self._dq, of_k, of_v), (mine, theirs, theirs), shares, strict=True):
+                _add(total, place, share)
         return found
 
     def of_sinks(self, sinks: torch.Tensor) -> torch.Tensor:
@@ -82,6 +90,28 @@ class Gradients:
         return -(share * (self.gradient * self.out).to(share.dtype).sum(-1)).sum((0, 2)).to(sinks.dtype)
 
 
-def _parts(tile: Tile) -> tuple[Part, Part]:
-    rows = slice(None) if tile.row is None else slice(tile.row, tile.row + 1)
-    return (rows, slice(None), tile.q), (rows, slice(None), tile.k)
+def _room(shape: Sequence[int], value: float, like: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    """[b, h, n, …], in memory as the kernel has it."""
+    b, h, n, *rest = shape
+    return (
+        like.new_full((b, n, h, *rest), value).transpose(1, 2) if kernel.flat else like.new_full(tuple(shape), value)
+    )
+
+
+def _as_taken(rows: torch.Tensor, kernel: Kernel) -> torch.Tensor:
+    """[b, h, n, …] as it is, or as [b n, h, …]: the same memory where that is [b, n, h, …]."""
+    return rows.transpose(1, 2).flatten(0, 1) if kernel.flat else rows
+
+
+def _places(part: Part) -> tuple[Any, Any]:
+    if isinstance(part, Call):
+        return part.queries, part.keys
+    rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
+    return (rows, slice(None), part.q), (rows, slice(None), part.k)
+
+
+def _add(total: torch.Tensor, place: Any, share: torch.Tensor) -> None:
+    if isinstance(place, torch.Tensor):  # keys may be there several times
+        total.index_add_(0, place, share.to(total.dtype))
+    else:
+        total[place] += share

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from hf_parallel.axes.context.axis import ALLGATHER, AUTO, RING, ULYSSES, inner_size
+from hf_parallel.axes.context.flash import PACKAGES, WIDEST, too_old
 from hf_parallel.axes.context.ulysses import key_repeats
 from hf_parallel.spec import refuse
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from hf_parallel.axes.context.read import ContextFacts
     from hf_parallel.config import ParallelConfig
 
+#: What `attention=` may say beside packages: torch's kernels, by what they compute with.
+_OWN_KERNELS = ("auto", "sdpa", "torch_flash")
 #: Ranks of a node where no launcher tells.
 _NODE = 8
 #: Attention's operations per second, bytes per number, and how much slower a second of sending makes what hides it.
@@ -128,8 +131,7 @@ def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | N
     """
     if facts.obstacle is not None:
         refuse(f"cp_size={config.cp_size}", facts.obstacle, "cp_size=1")
-    if config.attention not in ("auto", "sdpa"):
-        refuse(f"attention={config.attention}", f"cp_size={config.cp_size} has kernels of its own", "attention=auto")
+    _check_kernel(config, facts)
     if config.context_parallel == AUTO:
         return _chosen(config, facts)
     asked, inner, heads = f"context_parallel={config.context_parallel}", config.ulysses_size, _heads(config, facts)
@@ -138,6 +140,23 @@ def choose(config: ParallelConfig, facts: ContextFacts) -> tuple[Choice, str | N
     if facts.dense is not None and inner < config.cp_size:
         _refuse_dense(config, asked, facts.dense, heads)
     return _only(config, facts, config.context_parallel), None
+
+
+def _check_kernel(config: ParallelConfig, facts: ContextFacts) -> None:
+    """A package is there, as for one process (`axes/attention`); here it computes blocks, or is not asked at all."""
+    asked, works = f"attention={config.attention}", "attention=auto"
+    if config.attention not in (*_OWN_KERNELS, *PACKAGES):
+        known = ", ".join((*_OWN_KERNELS[1:], *PACKAGES))
+        refuse(asked, f"cp_size={config.cp_size} merges blocks of {known}", works)
+    if config.attention not in PACKAGES:
+        return
+    if facts.dense is not None:
+        refuse(asked, f"{facts.dense} needs a matrix of scores with cp_size={config.cp_size}", works)
+    old = too_old(config.attention)
+    if old is not None:
+        refuse(asked, old, works)
+    if facts.width > WIDEST:
+        refuse(asked, f"heads of {facts.width} numbers are wider than {WIDEST}", works)
 
 
 def _heads(config: ParallelConfig, facts: ContextFacts) -> int:

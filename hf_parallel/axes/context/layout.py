@@ -14,11 +14,12 @@ Inside a ring rank's part, U ranks of Ulysses hold neighbouring runs of equal le
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from hf_parallel.axes.context import packs
 from hf_parallel.axes.context.documents import Row
 from hf_parallel.axes.context.tiles import Span, Tile, tiles_of
 
@@ -88,6 +89,7 @@ class Layout:
     shape: Shape
     local: int
     _tiles: dict[tuple, list[Tile]] = field(default_factory=dict)
+    _calls: dict[tuple, list[packs.Call]] = field(default_factory=dict)
     _on: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -141,13 +143,21 @@ class Layout:
         """
         key = queries, keys, low, high
         if key not in self._tiles:
-            self._tiles[key] = [
-                tile
-                for number, held in enumerate(self._held)
-                for mine, theirs in zip(held[queries], held[keys], strict=True)
-                for tile in tiles_of(None if self.alike else number, mine, theirs, low, high)
-            ]
+            self._tiles[key] = [tile for tiles in self._of_documents(*key, whole=False) for tile in tiles]
         return self._tiles[key]
+
+    def calls(self, queries: int, keys: int, low: float, high: float, device: torch.device) -> list[packs.Call]:
+        """The same for kernels that take many documents, and windows, in one call."""
+        key = queries, keys, low, high, device
+        if key not in self._calls:
+            documents = self._of_documents(queries, keys, low, high, whole=True)
+            self._calls[key] = packs.calls(documents, len(self.rows), self.shape.heads * self.local, device)
+        return self._calls[key]
+
+    def _of_documents(self, queries: int, keys: int, low: float, high: float, whole: bool) -> Iterator[list[Tile]]:
+        for number, held in enumerate(self._held):
+            for mine, theirs in zip(held[queries], held[keys], strict=True):
+                yield tiles_of(None if self.alike else number, mine, theirs, low, high, whole)
 
     def work(self, ring_rank: int, low: float, high: float) -> int:
         """How many pairs of a query and a key ring rank `ring_rank` looks at."""

@@ -11,7 +11,7 @@ variant, arXiv 2407.21783, section 3.3.2): one collective, and memory for all ke
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from hf_parallel.axes.context.blocks import Gradients, Sum
-from hf_parallel.axes.context.kernels import Scores
+from hf_parallel.axes.context.blocks import Gradients, Part, Sum
+from hf_parallel.axes.context.kernels import Scores, pick
 from hf_parallel.axes.context.layout import Layout
 from hf_parallel.axes.context.tiles import Tile
 from hf_parallel.axes.context.ulysses import to_heads_with_output, to_tokens
@@ -41,6 +41,7 @@ class Ring:
     high: float
     gathered: bool = False
     heads: dist.ProcessGroup | None = None  # whose ranks share heads, and outputs go back to
+    kernel: str = "auto"  # as the spec's `attention=` names it
 
     @property
     def size(self) -> int:
@@ -62,7 +63,12 @@ class Ring:
 
 
 class Exchange:
-    """Tensors that travel between two ranks at once, in both directions."""
+    """Tensors that travel between two ranks at once, in both directions.
+
+    On CUDA they do so on NCCL's stream, which first waits for what has been computed so far, as of the former use of
+    the memory; `wait` lets what is computed next wait for them, not the process. What is sent is held until then: its
+    memory goes back to the stream that waits, so nothing has to be recorded on NCCL's.
+    """
 
     def __init__(self, group: Any, out: torch.Tensor | None, to: int, like: torch.Tensor | None, source: int) -> None:
         self.out = None if out is None else out.contiguous()  # kept until it has been sent
@@ -132,7 +138,7 @@ class RingAttention(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         if ctx.ring.heads is not None:
             gradient, out = to_heads_with_output(gradient, out, ctx.ring.heads)
-        work = Gradients(gradient, q, out, lse, ctx.scores)
+        work = Gradients(gradient, q, out, lse, ctx.scores, pick(q, ctx.scores, ctx.ring.kernel))
         pair = _backward(work, torch.stack([k, v]), ctx.ring)
         of_sinks = None if sinks is None else work.of_sinks(sinks)
         return work.dq.to(q.dtype), pair[0].to(k.dtype), pair[1].to(v.dtype), of_sinks, None, None
@@ -141,9 +147,10 @@ class RingAttention(torch.autograd.Function):
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scores: Scores, ring: Ring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    total = Sum(q, scores)
+    total = Sum(q, scores, pick(q, scores, ring.kernel))
     for keys, pair in _blocks(ring, torch.stack([k, v])):
-        total.add(pair[0], pair[1], ring.tiles(keys))
+        total.add(pair[0], pair[1], _parts(ring, keys, total))
+        del pair  # or there would be three blocks while the one after the next is asked for
     if sinks is not None:
         total.with_sinks(sinks)
     out = total.out.to(q.dtype)
@@ -156,14 +163,14 @@ def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
         assert ring.group is not None
         everything = torch.empty(ring.size, *own.shape, dtype=work.dq.dtype, device=own.device)
         for keys, pair in _blocks(ring, own):
-            everything[keys] = work.add(pair[0], pair[1], ring.tiles(keys))
+            everything[keys] = work.add(pair[0], pair[1], _parts(ring, keys, work))
         return start_reduce_scatter(everything, ring.group).wait()
     total, returning = torch.zeros(0), None
     arrived: torch.Tensor | None = own
     for step in range(ring.size):
         following = None if step + 1 == ring.size else _next_keys(ring, own, step + 1)
         keys = (ring.rank - step) % ring.size
-        found = None if arrived is None else work.add(arrived[0], arrived[1], ring.tiles(keys))
+        found = None if arrived is None else work.add(arrived[0], arrived[1], _parts(ring, keys, work))
         if step == 0:
             assert found is not None
             total = found
@@ -173,6 +180,10 @@ def _backward(work: Gradients, own: torch.Tensor, ring: Ring) -> torch.Tensor:
         arrived = None if following is None else following.wait()
     _collect(total, returning)
     return total
+
+
+def _parts(ring: Ring, keys: int, work: Sum | Gradients) -> Iterable[Part]:
+    return work.kernel.parts(ring, keys, work.scores, work.lse.device)
 
 
 def _return(ring: Ring, found: torch.Tensor | None, like: torch.Tensor, step: int) -> Exchange:

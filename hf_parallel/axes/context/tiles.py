@@ -56,9 +56,13 @@ class Tile:
 
 
 def tiles_of(
-    row: int | None, queries: tuple[Span, ...], keys: tuple[Span, ...], low: float, high: float
+    row: int | None, queries: tuple[Span, ...], keys: tuple[Span, ...], low: float, high: float, whole: bool = False
 ) -> list[Tile]:
-    """The tiles of one document, whose queries see keys `low` to `high` tokens before them."""
+    """The tiles of one document, whose queries see keys `low` to `high` tokens before them.
+
+    Args:
+        whole: a band is one tile, as large as it is: for kernels that need no mask of it.
+    """
     if not queries or not keys:
         return []
     everything = float("inf")
@@ -66,7 +70,7 @@ def tiles_of(
         return [Tile(row, _slice(queries), _slice(keys), "full")]
     if low == 0 and high == everything and queries == keys:
         return [Tile(row, _slice(queries), _slice(keys), "causal")]
-    found = [tile for q in queries for k in keys for tile in _pair(row, q, k, low, high)]
+    found = [tile for q in queries for k in keys for tile in _pair(row, q, k, low, high, whole)]
     return _merged(_merged(found, by_keys=True), by_keys=False)
 
 
@@ -89,7 +93,7 @@ def _slice(spans: tuple[Span, ...]) -> slice:
     return slice(spans[0].offset, spans[-1].offset + spans[-1].length)
 
 
-def _pair(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
+def _pair(row: int | None, q: Span, k: Span, low: float, high: float, whole: bool) -> Iterator[Tile]:
     nearest, farthest = q.start - (k.start + k.length - 1), q.start + q.length - 1 - k.start
     if farthest < low or nearest > high:
         return
@@ -97,10 +101,20 @@ def _pair(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterato
         yield Tile(row, _slice((q,)), _slice((k,)), "full")
     elif q.start == k.start and q.length == k.length and low == 0 and high >= q.length - 1:
         yield Tile(row, _slice((q,)), _slice((k,)), "causal")
+    elif whole:
+        yield from _trimmed(row, q, k, low, high)
     else:
         for first in range(0, q.length, SQUARE):
             part = Span(q.offset + first, min(SQUARE, q.length - first), q.start + first)
             yield from _strip(row, part, k, low, high)
+
+
+def _trimmed(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:
+    """The band of queries that see a key, and of keys that a query sees."""
+    begin, end = max(k.start, q.start - high), min(k.start + k.length, q.start + q.length - low)
+    first, after = max(q.start, begin + low), min(q.start + q.length, end + high)
+    seeing = Span(q.offset + int(first) - q.start, int(after - first), int(first))
+    yield from _band(row, seeing, k, begin, end, low, high)
 
 
 def _strip(row: int | None, q: Span, k: Span, low: float, high: float) -> Iterator[Tile]:

@@ -23,6 +23,8 @@ V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
 SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
 #: Those that compute gradients of inputs and of weights at different times.
 SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+_SETTINGS = ("pipeline_schedule", "pipeline_virtual_stages", "pipeline_microbatches", "pipeline_split")
+_DEFAULT_SCHEDULE = "1f1b"
 AUTO_SCHEDULE = "auto"  # chosen once the model is known
 
 
@@ -30,7 +32,7 @@ AUTO_SCHEDULE = "auto"  # chosen once the model is known
 class PipelineKeys(Keys):
     pp_size: int = key(1, "pipeline stages: consecutive layers on different ranks")
     pipeline_schedule: str = key(
-        "1f1b",
+        _DEFAULT_SCHEDULE,
         "`gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv_zero_bubble`, "
         "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`",
         choices=(*SCHEDULES, AUTO_SCHEDULE),
@@ -86,7 +88,8 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
     inside = True
 
     def check(self, config: ParallelConfig) -> None:
-        """Numbers of micro-batches, stages and layers that fit each other."""
+        """Numbers of micro-batches, stages and layers that fit each other, and a pipeline that they are of."""
+        _check_alone(config)
         _check_micro_batches(config)
         _check_virtual_stages(config)
         if config.pipeline_split is not None:
@@ -131,6 +134,16 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
 def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
     """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
     return config.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
+
+
+def _check_alone(config: ParallelConfig) -> None:
+    """Without stages nothing is said of them; `auto` leaves open what there is nothing of."""
+    if config.pp_size != 1:
+        return
+    for name in _SETTINGS:
+        value = getattr(config, name)
+        if value not in (None, _DEFAULT_SCHEDULE, AUTO_SCHEDULE):
+            refuse(f"{name}={spell(value)}", "pp_size=1 has no stages", "pp_size=2")
 
 
 def _check_micro_batches(config: ParallelConfig) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
-from hf_parallel.axes.recompute import check_selective
+from hf_parallel.axes.recompute import check_layers, check_selective
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
@@ -23,6 +23,8 @@ def check_arguments(args: TrainingArguments) -> None:
             refuse(spelled, f"{what} is not part of this version", works)
     if getattr(args, "torch_compile", False):
         check_compiled(config, "torch_compile=True")
+    if config.activation_checkpointing != "none":
+        check_layers(config.activation_checkpointing, _checkpointing_settings(args))
     if config.activation_checkpointing == "selective":
         check_selective(_checkpointing_settings(args))
     if config.pp_size > 1:

@@ -1,0 +1,191 @@
+"""Flash attention of many sequences in one call: torch's own kernel, and those of flash-attn 2 and 3.
+
+    tokens [t, h, d], [m, h / g, d]      log-sum-exp [h, t] in fp32      windows from the ends of queries and keys
+
+All are the same algorithm with arguments of other names. They take grouped keys as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from packaging.version import Version
+
+from hf_parallel.axes.context.kernels import Scores, Tensors
+from hf_parallel.axes.context.packs import Call
+
+if TYPE_CHECKING:
+    from hf_parallel.axes.context.ring import Ring
+
+_aten: Any = torch.ops.aten
+WIDEST = 256
+
+
+def fits(q: torch.Tensor) -> bool:
+    """Do the kernels take queries of this kind?"""
+    if q.device.type != "cuda" or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[-1] % 8:
+        return False
+    return q.shape[-1] <= widest(torch.cuda.get_device_capability(q.device))
+
+
+def widest(capability: tuple[int, int]) -> int:
+    """The widest head of which the kernel computes gradients; there is no kernel before 8.0."""
+    return WIDEST if capability >= (8, 0) else 0
+
+
+def too_old(name: str) -> str | None:
+    """Why an installed package is not called."""
+    if name != "flash_attention_2":
+        return None
+    try:
+        found = version("flash-attn")
+    except PackageNotFoundError:  # said where packages are looked for
+        return None
+    return f"flash-attn {found} is older than 2.7" if Version(found) < Version("2.7") else None
+
+
+class Flash:
+    """What all have in common."""
+
+    flat: ClassVar[bool] = True
+
+    def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Call]:
+        """A call for each window."""
+        return ring.layout.calls(ring.rank, keys, ring.low, ring.high, device)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Call, scores: Scores
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output [t, h, d], log-sum-exp [t, h] in fp32."""
+        out, lse = self._forward(q, k, v, part, _scale(q, scores), scores.cap or 0.0)
+        return out, lse.T
+
+    def backward(
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        part: Call,
+        scores: Scores,
+    ) -> Tensors:
+        """The call's share of the gradients of q, k and v."""
+        given = gradient.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous()
+        return self._backward(*given, part, _scale(q, scores), scores.cap or 0.0)
+
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def _backward(
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: Call,
+        scale: float,
+        cap: float,
+    ) -> Tensors:
+        raise NotImplementedError
+
+
+class TorchFlash(Flash):
+    """torch's own, which has no soft cap."""
+
+    def _forward(self, q: Any, k: Any, v: Any, call: Call, scale: float, cap: float) -> Any:
+        return _aten._flash_attention_forward(
+            *(q, k, v, *call.ends, *call.longest, 0.0, call.causal, False), scale=scale, **_sides(call)
+        )[:2]
+
+    def _backward(
+        self, gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, scale: float, cap: float
+    ) -> Any:
+        random = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # of dropout: never read
+        given = gradient, q, k, v, out, lse, *call.ends, *call.longest, 0.0, call.causal, *random
+        return _aten._flash_attention_backward(*given, scale=scale, **_sides(call))
+
+
+class FlashAttention2(Flash):
+    """Of the package flash-attn, since 2.7."""
+
+    def _forward(self, q: Any, k: Any, v: Any, call: Call, scale: float, cap: float) -> Any:
+        given = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap, **_sides(call)}
+        return _flash_attn()._flash_attn_varlen_forward(q, k, v, *call.ends, *call.longest, **given)[:2]
+
+    def _backward(
+        self, gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, scale: float, cap: float
+    ) -> Any:
+        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        _flash_attn()._flash_attn_varlen_backward(
+            *(gradient, q, k, v, out, lse, *found, *call.ends, *call.longest),
+            dropout_p=0.0,
+            softmax_scale=scale,
+            causal=call.causal,
+            softcap=cap,
+            alibi_slopes=None,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_sides(call),
+        )
+        return found
+
+
+class FlashAttention3(Flash):
+    """Of the package flash-attn-3: the operators that its module registers, as torch itself calls them."""
+
+    def _forward(self, q: Any, k: Any, v: Any, call: Call, scale: float, cap: float) -> Any:
+        return _flash_attn_3().fwd(q, k, v, **_lengths(call), softmax_scale=scale, softcap=cap, **_seen(call))[:2]
+
+    def _backward(
+        self, gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, scale: float, cap: float
+    ) -> Any:
+        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        _flash_attn_3().bwd(
+            *(gradient, q, k, v, out, lse, *found),
+            **_lengths(call),
+            softmax_scale=scale,
+            softcap=cap,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            **_seen(call),
+        )
+        return found
+
+
+def _scale(q: torch.Tensor, scores: Scores) -> float:
+    return q.shape[-1] ** -0.5 if scores.scale is None else scores.scale
+
+
+def _sides(call: Call) -> dict[str, int]:
+    return {"window_size_left": call.window[0], "window_size_right": call.window[1]}
+
+
+def _seen(call: Call) -> dict[str, int | bool]:
+    return {"is_causal": call.causal, **_sides(call)}
+
+
+def _lengths(call: Call) -> dict[str, Any]:
+    (of_q, of_k), (longest_q, longest_k) = call.ends, call.longest
+    return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+
+
+def _flash_attn() -> Any:
+    return importlib.import_module("flash_attn.flash_attn_interface")
+
+
+def _flash_attn_3() -> Any:
+    importlib.import_module("flash_attn_interface")
+    return torch.ops.flash_attn_3
+
+
+TORCH = TorchFlash()
+#: By what `attention=` calls them.
+PACKAGES: dict[str, Flash] = {"flash_attention_2": FlashAttention2(), "flash_attention_3": FlashAttention3()}
