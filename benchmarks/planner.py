@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import published
-from benchmarks.planner_fit import fit, gpu_family, leave_one_out, transfer
+from benchmarks.planner_fit import fit, gpu_family, leave_one_out, leave_out_of_mixtures, transfer
 
 HALF = ("bf16", "fp16")  # what is fitted; 16-bit formats are equally fast
 
@@ -40,8 +40,10 @@ def main() -> None:
         transfer(published.of_time(rows, HALF))
     elif args.leave_one_out:
         leave_one_out(published.of_time(rows, HALF), args.seconds)
+        leave_out_of_mixtures(published.of_time(rows, HALF), published.of_mixtures(rows), args.seconds)
     else:
         time_figures(rows)
+        mixture_figures(rows)
         ranking_figures(rows)
         memory_figures(rows)
         fitting_figures(rows)
@@ -53,6 +55,21 @@ def time_figures(rows: list[published.Row]) -> None:
     plain = published.errors(chosen, published.constant_utilisation, "step_time_s")
     print(f"step time, {len(chosen)} of {len(rows)} rows: dense, bf16, A100 and H100, all numbers given")
     _compare(ours, plain, "50 % utilisation")
+
+
+def mixture_figures(rows: list[published.Row]) -> None:
+    """Models with experts: no efficiency was fitted on them."""
+    chosen = published.of_mixtures(rows)
+    distinct = {id(row) for row in published.layouts(chosen)}
+    ours = published.errors(chosen, lambda row: published.call(row).step_time_s, "step_time_s")
+    plain = published.errors(chosen, published.constant_utilisation_of_mixture, "step_time_s")
+    print(f"\nstep time, {len(chosen)} rows of mixtures of experts, any precision")
+    _compare(ours, plain, "30 % utilisation")
+    s = published.summary([(row, error) for row, error in ours if id(row) in distinct])
+    print(f"  {s['rows']} layouts, each once: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}; farthest off:")
+    for row, error in sorted(ours, key=lambda one: -abs(one[1]))[:6]:
+        layout = " ".join(f"{key}={row[key]}" for key in ("gpus", "tp", "pp", "ep", "zero_stage") if row.get(key))
+        print(f"    {error:+6.0%}  {row['series']}, {row['model']}, {layout}: {row['step_time_s']:.1f} s; {row['note']}")
 
 
 def ranking_figures(rows: list[published.Row]) -> None:

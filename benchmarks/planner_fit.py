@@ -73,6 +73,18 @@ def leave_one_out(rows: list[published.Row], seconds: float) -> None:
         print(f"  {name:<28}{len(found):4} rows  median {statistics.median(map(abs, found)):.1%}")
 
 
+def leave_out_of_mixtures(dense: list[published.Row], mixtures: list[published.Row], seconds: float) -> None:
+    """Each series of mixtures by efficiencies that were fitted on the dense rows of other series."""
+    every: list[tuple[published.Row, float]] = []
+    family = gpu_family(dense, "h100-80gb")
+    known: dict[int, dict[str, float]] = {}
+    for name in sorted({row["series"] for row in mixtures}):
+        others = [row for row in family if row["series"] != name]
+        values = known[len(others)] = known.get(len(others)) or fit("h100-80gb", others, seconds)
+        every += _print(f"mixtures    {name}", [row for row in mixtures if row["series"] == name], values)
+    _summarise("mixtures    all left out", every)
+
+
 def transfer(rows: list[published.Row]) -> None:
     """The other type's efficiencies: what to expect of a GPU that nobody published runs on."""
     for gpu, other in (TYPES, TYPES[::-1]):

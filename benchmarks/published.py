@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from benchmarks.published_models import shape_of_mixture
 from hf_parallel.planner import Prediction, predict
 
 Row = dict[str, Any]
@@ -21,7 +22,20 @@ Row = dict[str, Any]
 _MODEL = ("model", "params", "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "experts", "top_k")
 _LAYOUT = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "ep": "ep", "zero_stage": "zero_stage"}
 _LAYOUT |= {"vpp": "virtual_stages", "sp": "sequence_parallel"}
-_JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision")
+_MEGATRON = ("megatron_bridge_pretrain", "moe_model_zoo")
+_JOB = ("seq", "micro_batch", "global_batch", "recompute", "precision", "engine")
+
+#: What a publication's configuration files say where its table has a dash or no column. Automodel: the files beside
+#: docs/performance-summary (examples/llm_benchmark, October 2025; of GPT-OSS-120B the first with the table's batch).
+#: Megatron-Bridge: scripts/performance/configs/gpt_oss, the same from 25.11 to 26.04.
+_COMPLETED: dict[tuple[str, str], dict[str, Any]] = {
+    ("automodel_pretrain", "GPT-OSS-20B"): {"ep": 8, "recompute": "full"},
+    ("automodel_pretrain", "GPT-OSS-120B"): {"ep": 64, "recompute": "full"},
+    ("automodel_pretrain", "Qwen3-30B-A3B"): {"recompute": "full"},
+    ("automodel_pretrain", "DeepSeek-V3"): {"recompute": "full"},
+    ("automodel_pretrain", "Kimi-K2"): {"recompute": "full"},
+    ("megatron_bridge_pretrain", "GPT-OSS-120B"): {"recompute": "selective(layernorm,moe_act)"},
+}
 
 
 def read(path: str) -> list[Row]:
@@ -31,12 +45,31 @@ def read(path: str) -> list[Row]:
 
 
 def call(row: Row, **changes: Any) -> Prediction:
-    """`predict` for one row, with nothing but what the row says."""
-    model = {key: row[key] for key in _MODEL if row.get(key) is not None}
+    """`predict` for one row, with nothing but what its publication says."""
+    row = completed(row)
+    numbers = {key: row[key] for key in _MODEL if row.get(key) is not None}
+    model = (row.get("experts") and shape_of_mixture(row["model"])) or numbers
     layout = {name: row.get(key) for key, name in _LAYOUT.items()}
-    job = {key: row.get(key) for key in _JOB}
+    job = {key: row[key] for key in _JOB if key in row}
     where = {"gpu": row["gpu_type"], "gpus": row["gpus"], "gpus_per_node": row.get("gpus_per_node")}
     return predict(**{"model": model, "layout": layout, **where, **job, **changes})
+
+
+def completed(row: Row) -> Row:
+    """The row with what its table leaves open, for dense models and mixtures by the same rules.
+
+    Recomputed norms and activations repeat no matrix product. Automodel keeps weights gathered from forward to backward
+    in a pipeline (moe/parallelizer.py), as ZeRO-2 does. Megatron-LM refuses tp with experts without sequence
+    parallelism.
+    """
+    row = {**row, **_COMPLETED.get((row["series"], row["model"]), {})}
+    if row.get("recompute") in ("selective(norm,act)", "selective(layernorm,moe_act)"):
+        row["engine"] = "megatron"
+    if row["series"] == "automodel_pretrain" and (row.get("pp") or 1) > 1 and row.get("zero_stage") == 3:
+        row["zero_stage"] = 2
+    if row["series"] in _MEGATRON and row.get("experts") and (row.get("tp") or 1) > 1:
+        row["sp"] = True
+    return row
 
 
 # ---- which rows count ---------------------------------------------------------------------------------------------
@@ -58,6 +91,22 @@ def of_time(rows: Iterable[Row], precisions: tuple[str, ...] = ("bf16",)) -> lis
         and any(name in str(row.get("precision")).lower() for name in precisions)
         and row["gpu_type"].startswith(("A100", "H100"))
     ]
+
+
+def of_mixtures(rows: Iterable[Row]) -> list[Row]:
+    """Models with experts, in any precision, with a step time."""
+    return [row for row in rows if is_complete(row) and row.get("step_time_s") and row.get("experts")]
+
+
+def layouts(rows: Iterable[Row]) -> list[Row]:
+    """One row of each layout of a series: that in the middle, by step time, of its releases and days."""
+    same: dict[Any, list[Row]] = defaultdict(list)
+    for row in rows:
+        keys = ("series", "model", "gpus", *_LAYOUT, "seq", "micro_batch", "global_batch", "precision")
+        note = row["note"] if row["series"] == "moe_model_zoo" else ""  # where it says how tokens are sent
+        same[(*(row.get(key) for key in keys), note)].append(row)
+    middle = [sorted(rows, key=lambda row: row["step_time_s"])[(len(rows) - 1) // 2] for rows in same.values()]
+    return middle
 
 
 def of_memory(rows: Iterable[Row]) -> list[Row]:
@@ -110,6 +159,13 @@ def constant_utilisation(row: Row) -> float:
     flops = 6 * shape.parameters + 12 * shape.layers * shape.hidden * row["seq"]
     flops *= 4 / 3 if row.get("recompute") == "full" else 1
     return flops * row["seq"] * row["global_batch"] / row["gpus"] / (0.5 * prediction.cluster.gpu.peak("bf16"))
+
+
+def constant_utilisation_of_mixture(row: Row) -> float:
+    """Seconds of a step by the model's FLOPs, those of the experts at work, at 30 % of the bf16 peak."""
+    prediction = call(row)
+    flops = 3 * prediction.shape.forward_flops(row["seq"], full_attention=True) * row["seq"] * row["global_batch"]
+    return flops / row["gpus"] / (0.3 * prediction.cluster.gpu.peak("bf16"))
 
 
 def textbook_memory(row: Row) -> float:

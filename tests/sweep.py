@@ -283,9 +283,11 @@ def differences(alone: Numbers, ranks: list[Numbers]) -> list[str]:
     return found
 
 
-def case(cls: Any, config: PretrainedConfig, batch: dict, spec: str, alone: Numbers) -> dict[str, Any]:
+def case(
+    cls: Any, config: PretrainedConfig, batch: dict, spec: str, alone: Numbers, world: int | None = None
+) -> dict[str, Any]:
     """The outcome of one layout, as a class and a text."""
-    world = 4 if spec in ("tp=2,pp=2", "tp=4") else 2
+    world = world or (4 if spec in ("tp=2,pp=2", "tp=4") else 2)
     try:
         ranks = run(step, world, cls, config, batch, spec, timeout=LIMIT_S)
     except RankFailure as failure:

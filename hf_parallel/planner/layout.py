@@ -55,9 +55,11 @@ class Habits:
     counts_ends: bool = False  # embedding, loss and norms are counted, too; the efficiencies were fitted without
 
 
+#: "megatron": selective recomputation of norms and activations, as Megatron-LM's --recompute-modules.
 #: "hf_parallel": this package's engine, compared with dry runs in tests/planner/test_analytic.py.
 HABITS = {
     "standard": Habits(),
+    "megatron": Habits(keeps_products=True),
     "hf_parallel": Habits(
         master_weights=False,
         fp32_sums=True,

@@ -34,7 +34,7 @@ DENSE = "Llama4TextExperts computes every expert for every token, so none travel
 def tiny(name: str) -> tuple[Any, Any]:
     """The class of a model type and the config of a tiny one."""
     config = sweep.small_config(AutoConfig.for_model(name), "causal")
-    for key, value in MODELS[name].items():
+    for key, value in MODELS.get(name, {}).items():
         setattr(config, key, value)
     return AutoModelForCausalLM._model_mapping[type(config)], config
 
@@ -57,6 +57,19 @@ def check(name: str, specs: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "llama4_text"])
 def test_one_step(name):
     check(name, SPECS)
+
+
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [
+        ("afmoe", "tp=2"),  # registers a gate behind the linear that writes, as wide as it
+        ("beam", "tp=2"),  # a bias per head of such a gate
+        ("flint", "tp=2"),  # its plan leaves attention out, which has sinks
+        ("inkling_text", "dp_shard=2"),  # an embedding with a norm in it
+    ],
+)
+def test_kinds_that_the_sweep_found(name, spec):
+    check(name, (spec,))
 
 
 def test_dense_experts():

@@ -20,6 +20,7 @@ from torch import nn
 
 from hf_parallel.collectives import copy_to_group, reduce_from_group
 from hf_parallel.mesh import ParallelMesh
+from hf_parallel.model.anatomy import backbone_of
 from hf_parallel.model.experts import balance_coefficient, experts_per_token
 
 #: Does this rank take part with rows that do not count? Hooks know.
@@ -30,14 +31,21 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the auxiliary loss of `model`, and its part in the loss, are those of all data ranks' rows."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     top_k = experts_per_token(model)
+    last: dict[str, Any] = {}  # router logits of the call in progress: TRL's fused head gives none on
+
+    def keep(module: Any, args: tuple, output: Any) -> None:
+        last["logits"] = getattr(output, "router_logits", None)
 
     def correct(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given, logits = {**dict(zip(names, args, strict=False)), **kwargs}, last.pop("logits", None)
         if not torch.is_tensor(getattr(output, "aux_loss", None)):
             return output
-        exact = balance_loss(output.router_logits, top_k, given.get("attention_mask"), mesh.data_group)
+        logits = getattr(output, "router_logits", logits)
+        exact = balance_loss(logits, top_k, given.get("attention_mask"), mesh.data_group)
         return with_exact(module, output, exact)
 
+    if (backbone := backbone_of(model)) is not None:
+        backbone.register_forward_hook(keep)
     model.register_forward_hook(correct, with_kwargs=True)
 
 

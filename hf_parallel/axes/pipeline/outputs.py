@@ -21,6 +21,11 @@ class PipelineLoss(ModelOutput):
     loss: torch.Tensor | None = None
     aux_loss: torch.Tensor | None = None
 
+    @property
+    def is_balanced(self) -> bool:
+        """The auxiliary loss is that of all stages."""
+        return True
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)

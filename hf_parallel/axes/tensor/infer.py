@@ -2,7 +2,7 @@
 
 A layer consists of parts, its attention and its MLP. In each part some linears read the residual stream (their input
 is as wide as it) and one writes to it (its output is): readers are cut by columns, the writer by rows. Where both
-sides are as wide, the one registered last writes. A wrong guess cannot pass unseen: the writer would get an input of
+sides are as wide, the one that is named after its output writes, or that registered last. A wrong guess cannot pass unseen: the writer would get an input of
 the wrong width and stop the first forward.
 
 What the structure cannot show is how one weight holds several, [q | k | v] or head by head: `PACKED` says it.
@@ -26,7 +26,9 @@ Styles = dict[str, str]
 #: Linears whose subclass or kin computes the same function.
 LINEARS = (nn.Linear, Conv1D)
 #: Parameters that an attention keeps for its heads, one after the other.
-OF_HEADS = ("sinks", "q_bias", "v_bias")
+OF_HEADS = ("sinks", "q_bias", "v_bias", "gate_bias")
+#: What attentions call the linear that writes to the residual stream.
+_OUTPUTS = {"o_proj", "out_proj", "c_proj", "wo"}
 _LATENT = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 _LATENT_WHOLE = {"q_a_proj", "kv_a_proj_with_mqa"}
 
@@ -72,15 +74,19 @@ def latent_attention(model: nn.Module) -> Styles:
     return styles
 
 
-def by_heads(model: nn.Module) -> Styles:
-    """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases."""
+def by_heads(model: nn.Module, split: set[str]) -> Styles:
+    """Small tensors with one entry per head: T5's relative bias, attention sinks, DeBERTa's biases.
+
+    Args:
+        split: modules whose linears are; an attention that a plan leaves out stays whole with all that it has.
+    """
     styles: Styles = {}
     for layer_name, layer in named_layers(model):
         for name, module in layer.named_modules():
             if name.endswith("relative_attention_bias") and isinstance(module, nn.Embedding):
                 styles[f"{layer_name}.{name}"] = "embedding_heads"
             for key in OF_HEADS:
-                if isinstance(getattr(module, key, None), nn.Parameter):
+                if isinstance(getattr(module, key, None), nn.Parameter) and f"{layer_name}.{name}" in split:
                     styles[f"{layer_name}.{name}.{key}"] = "heads"
     return styles
 
@@ -155,7 +161,9 @@ def _roles(sizes: dict[str, tuple[int, int]], hidden: int) -> Styles | None:
             return None
         return {name: "colwise"} if wide_in == hidden else {name: "rowwise"} if wide_out == hidden else None
     squares = [name for name, (wide_in, wide_out) in sizes.items() if wide_in == wide_out == hidden]
-    writers = [name for name, (wide_in, wide_out) in sizes.items() if wide_out == hidden != wide_in] or squares[-1:]
+    named = [name for name in squares if name.rpartition(".")[2] in _OUTPUTS]  # AFMoE registers a gate behind it
+    last = named if len(named) == 1 else squares[-1:]
+    writers = [name for name, (wide_in, wide_out) in sizes.items() if wide_out == hidden != wide_in] or last
     if len(writers) != 1 or any(wide_in != hidden for name, (wide_in, _) in sizes.items() if name not in writers):
         return None
     return {name: "rowwise" if name in writers else "colwise" for name in sizes}

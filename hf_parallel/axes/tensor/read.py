@@ -109,7 +109,8 @@ def _styles(model: nn.Module) -> Origins:
     styles = {name: (style, "plan") for name, style in published.items()}
     if not latent and _splits_no_layer(styles):
         styles.update({name: (style, "inferred") for name, style in infer_styles(model).items()})
-    for known in (latent, _vocabulary(model), by_heads(model), _experts(model), shared_experts(model)):
+    split = {name.rpartition(".")[0] for name in (*styles, *latent)}
+    for known in (latent, _vocabulary(model), by_heads(model, split), _experts(model), shared_experts(model)):
         styles.update({name: (style, "known") for name, style in known.items() if name not in styles})
     if _reads_embedding(model):
         styles = {name: found for name, found in styles.items() if found[0] not in _OF_VOCABULARY}

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.adapters.four_bit import BLOCK, FourBit, Packing, pack_linear
-from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.axes.pipeline.stand_ins import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
+from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, values
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks import runtime
@@ -58,8 +58,6 @@ class Pack:
         if plan.config.precision != "auto":
             refuse(f"precision={plan.config.precision}", "load_in_4bit packs the same linears", "precision=auto")
         part = plan.part(TENSOR)
-        if plan.part(EXPERTS) is not None:
-            _check_experts(plan)
         for name, module in self._linears(model):
             if isinstance(module, Conv1D):
                 refuse("load_in_4bit", f"{name} is a Conv1D, whose blocks run across", "a model of Linears")
@@ -86,16 +84,13 @@ class Pack:
 
         named = (self.config.llm_int8_skip_modules, model._keep_in_fp32_modules)
         skipped = HfQuantizer.get_modules_to_not_convert(model, *named)
-        own = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+        own = [(name, m) for name, m in model.named_modules() if _own_class(m) in (nn.Linear, Conv1D)]
         return [(name, m) for name, m in own if not isinstance(m, StandIn) and should_convert_module(name, skipped)]
 
 
-def _check_experts(plan: Plan) -> None:
-    """Experts are no linears: they stay as they are, and were not compared where ranks hold parts of them."""
-    for key in ("tp_size", "ep_size"):
-        size = getattr(plan.config, key)
-        if size > 1:
-            refuse(f"{key}={size} with load_in_4bit", "experts beside weights of 4 bits are not split", f"{key}=1")
+def _own_class(module: nn.Module) -> type:
+    """Its class before it was split. bitsandbytes replaces no subclass of a linear, such as a router."""
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, TensorParallelLayer))
 
 
 def read_packed(module: Any, value: Any, own: torch.Tensor) -> torch.Tensor:

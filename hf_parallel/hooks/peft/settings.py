@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FSDPModule
 
 from hf_parallel.adapters import lora
+from hf_parallel.adapters.four_bit import FourBit
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, refuse_unpatched
@@ -67,8 +68,9 @@ def _check_start(model: nn.Module, config: PeftConfig) -> None:
             refuse("LoraConfig(use_dora=True) on a base of 4 bits", "not part of this version", "False")
         if isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
             refuse(f"init_lora_weights={config.init_lora_weights!r}", "the base has 4 bits", "'gaussian'")
-        if config.target_parameters:
-            refuse("target_parameters", "weights of 4 bits have other shapes", "target_modules")
+        for name, module in model.named_modules():
+            if isinstance(module, FourBit) and f"{name}.weight".endswith(tuple(config.target_parameters or ())):
+                refuse("target_parameters", f"{name}.weight of 4 bits has another shape", "target_modules")
     if config.target_parameters and config.init_lora_weights in ("pissa", "olora"):
         refuse(f"init_lora_weights={config.init_lora_weights!r}", "not with target_parameters", "True")
 
