@@ -21,12 +21,11 @@ from typing import Any
 from torch import nn
 
 from hf_parallel.axes.tensor.layers import PartialGradient
-from hf_parallel.local import computing, has_mixin, in_front, without_mixins
+from hf_parallel.local import computing, has_mixin, without_mixins
 
 #: Liger's MLPs: they call the linears inside them and read no weight of theirs.
-CALL_LINEARS = {
-    f"Liger{kind}MLP" for kind in ("SwiGLU", "GEGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU")
-}
+_MLPS = ("SwiGLU", "GEGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU")
+CALL_LINEARS = {f"Liger{kind}MLP" for kind in _MLPS}
 
 
 @dataclass(frozen=True)

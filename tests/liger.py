@@ -1,15 +1,18 @@
 """Liger on a CPU: its own kernels in Triton's interpreter, or stand-ins that do to a model what Liger does.
 
-    with installed():                    # where liger-kernel and triton are: run it in a forked process, see `real`
-    with stand_ins():                    # anywhere
+    with installed():       # where liger-kernel and triton are, in a forked process
+    with stand_ins():       # anywhere
 
 Stand-ins have Liger's names, arguments and places, and its writes into what it reads: rotated queries and the
 gradients of an MLP's halves go where its inputs were, a norm's where its output's gradient was, and torch sees none.
 """
 
 import contextlib
+import importlib
+import os
 import sys
 import types
+from collections import Counter
 from collections.abc import Iterator
 from importlib.util import find_spec
 from types import MethodType
@@ -21,16 +24,18 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+used: Counter[str] = Counter()  # calls of stand-ins in this process
 available = find_spec("liger_kernel") is not None and find_spec("triton") is not None
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """In here what is installed runs on the CPU. For a process of its own: triton is told once how to run."""
+    """In here what is installed runs on the CPU. For a process of its own: triton asks once how to run."""
+    for name in [name for name in sys.modules if name.startswith("triton.") and not name.startswith("triton._C")]:
+        del sys.modules[name]
+    sys.modules.pop("triton", None)
+    os.environ["TRITON_INTERPRET"] = "1"
     import numpy
-    import triton
-
-    triton.knobs.runtime.interpret = True
     import triton.language as tl
     from liger_kernel.ops import geglu, layer_norm, rms_norm
     from triton.runtime import interpreter
@@ -109,25 +114,25 @@ def _rotated(tensor, cos, sin):
 
 
 def liger_rotary_pos_emb(q, k, cos, sin, position_ids=None, unsqueeze_dim=1, rotary_dim=None):
+    used["rope"] += 1
     return _Rotation.apply(q, k, cos, sin)
 
 
 class LigerRMSNorm(nn.Module):
     def forward(self, hidden_states):
+        used["norm"] += 1
         return _Norm.apply(hidden_states, self.weight, self.variance_epsilon)
 
 
 class LigerSwiGLUMLP(nn.Module):
     def forward(self, x):
+        used["mlp"] += 1
         return self.down_proj(_SiLUMul.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 class LigerExperts(nn.Module):
     def forward(self, hidden_states, top_k_index, top_k_weights):
         raise AssertionError("reads whole weights")
-
-
-fused_calls: list[int] = []  # how often head and loss were one, in this process
 
 
 def lce_forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, skip_logits=None, **kwargs):
@@ -139,7 +144,7 @@ def lce_forward(self, input_ids=None, attention_mask=None, position_ids=None, la
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
-    fused_calls.append(1)
+    used["lce"] += 1
     logits, targets = F.linear(outputs[0], self.lm_head.weight)[:, :-1], labels[:, 1:]
     reduction = "mean" if items is None else "sum"
     loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
@@ -155,7 +160,8 @@ def apply(
     model, rope=True, cross_entropy=False, fused_linear_cross_entropy=True, rms_norm=True, swiglu=True, **unknown
 ):
     """As Liger's function for Llama, Qwen 3 and Mixtral."""
-    modeling = sys.modules[type(model).__module__]
+    kind = model.config.model_type
+    modeling = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     if rope:
         modeling.apply_rotary_pos_emb = liger_rotary_pos_emb
     if fused_linear_cross_entropy:
@@ -169,7 +175,9 @@ def apply(
             _bind(layer.mlp.experts, LigerExperts.forward, "LigerExperts")
         if rms_norm:
             norms += [layer.input_layernorm, layer.post_attention_layernorm]
-            norms += [getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)]
+            norms += [
+                getattr(layer.self_attn, name) for name in ("q_norm", "k_norm") if hasattr(layer.self_attn, name)
+            ]
     for norm in norms:
         norm.offset, norm.casting_mode, norm.in_place, norm.row_mode = 0.0, "llama", True, None
         norm.variance_epsilon = getattr(norm, "variance_epsilon", None) or getattr(norm, "eps", None) or 1e-6
@@ -184,5 +192,8 @@ def stand_ins() -> Iterator[None]:
     package, inside = types.ModuleType("liger_kernel"), types.ModuleType("liger_kernel.transformers")
     inside._apply_liger_kernel_to_instance = apply
     modules = {"liger_kernel": package, "liger_kernel.transformers": inside}
-    with mock.patch.dict(sys.modules, modules), mock.patch.object(integration, "is_liger_kernel_available", lambda: True):
+    with (
+        mock.patch.dict(sys.modules, modules),
+        mock.patch.object(integration, "is_liger_kernel_available", lambda: True),
+    ):
         yield
