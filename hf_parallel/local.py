@@ -73,4 +73,29 @@ class _Local(torch.autograd.Function):
 @functools.cache
 def in_front(mixin: Any, cls: type) -> type:
     """The class `cls` with a mixin before it, by the same name."""
-    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
+
+
+#: Of a class that `in_front` or `computing` has made: the one that it was.
+_BEHIND, _OWN = "_hf_parallel_behind", "_hf_parallel_own"
+
+
+def has_mixin(cls: type) -> bool:
+    """Has `in_front` made this class?"""
+    return _BEHIND in vars(cls)
+
+
+def without_mixins(cls: type) -> type:
+    """The class that it was before any mixin, and any other forward."""
+    while has_mixin(cls):
+        cls = vars(cls)[_BEHIND]
+    return vars(cls).get(_OWN, cls)
+
+
+@functools.cache
+def computing(forward: Callable, cls: type) -> type:
+    """The class `cls` with another forward, behind the mixins before it."""
+    if has_mixin(cls):
+        return in_front(cls.__bases__[0], computing(forward, vars(cls)[_BEHIND]))
+    own = vars(cls).get(_OWN, cls)
+    return type(cls.__name__, (own,), {"__module__": own.__module__, "forward": forward, _OWN: own})

@@ -16,10 +16,9 @@ from hf_parallel.axes.data.late_parameters import have_gathered
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.config import ParallelConfig
+from hf_parallel.kernels import inner_forward, place, set_inner_forward
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.resizing import resize_token_embeddings
-from hf_parallel.resolve import check_kernels
 from hf_parallel.whole import remember
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def replace_methods(model: nn.Module, mesh: ParallelMesh, pipeline: Any, again: 
     if pipeline is None:
         _call_hooks_of_forward(model)
     if hasattr(model, "set_use_kernels"):
-        bind(model, "set_use_kernels", functools.partial(_set_use_kernels, mesh.config))
+        bind(model, "set_use_kernels", _set_use_kernels)
     if "generate" in vars(model):
         bind(model, "generate", vars(model)["generate"].__func__)  # FSDP2's, whose signature lacks an argument
     if pipeline is not None:
@@ -68,10 +67,11 @@ def bind(model: nn.Module, name: str, replacement: Callable) -> None:
 
 def _call_hooks_of_forward(model: nn.Module) -> None:
     """Modules around a model may call `model.forward` itself, past the hooks that gather its weights."""
-    forward, called = model.forward, "_hf_parallel_called"
+    called = "_hf_parallel_called"
+    set_inner_forward(model, model.forward)
 
     def with_hooks(model: nn.Module, *args: object, **kwargs: object) -> object:
-        return forward(*args, **kwargs) if model.__dict__.pop(called, False) else model(*args, **kwargs)
+        return inner_forward(model)(*args, **kwargs) if vars(model).pop(called, False) else model(*args, **kwargs)
 
     model.register_forward_pre_hook(lambda module, args: module.__dict__.update({called: True}))
     bind(model, "forward", with_hooks)
@@ -132,12 +132,9 @@ def _take_values(new: nn.Module, model: nn.Module) -> None:
         module.training = other.training
 
 
-def _set_use_kernels(
-    config: ParallelConfig, model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any
-) -> None:
-    if use_kernels:
-        check_kernels(config)
-    type(model).set_use_kernels(model, use_kernels, *args, **kwargs)
+def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+    own = functools.partial(type(model).set_use_kernels, model, use_kernels, *args, **kwargs)
+    place(model, own, "use_kernels=True") if use_kernels else own()
 
 
 def _prepare_together(

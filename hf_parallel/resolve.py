@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from hf_parallel.axes.axis import Axis
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import Anatomy
-from hf_parallel.spec import refuse, refuse_with
+from hf_parallel.spec import refuse_with
 
 Part = TypeVar("Part")
 
@@ -84,8 +84,8 @@ def _why_not_inside(plan: Plan, axis: Axis) -> str | None:
         return f"{asked}: {anatomy.name} is not a transformers model; {works}"
     if anatomy.replaced_forward is not None:
         return (
-            f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger and kernels of the Hub put on "
-            f"modules, which a split would not change; {works}"
+            f"{asked}: {anatomy.replaced_forward} has a forward of its own, as Liger puts on modules, which a split "
+            f"would not change; TrainingArguments(use_liger_kernel=True) puts it on after the split, or {works}"
         )
     return None
 
@@ -105,14 +105,3 @@ def _general_problems(anatomy: Anatomy) -> list[str]:
         (anatomy.partly_on_meta, f"{anatomy.name} is partly on the meta device; load it fully or not at all"),
     ]
     return [line for stops, line in found if stops]
-
-
-def check_kernels(config: ParallelConfig) -> None:
-    """Kernels replace the forward passes of layers: of split ones too, which would not communicate any more.
-
-    Raises:
-        SpecError: layers or stages are split.
-    """
-    for key, size in (("tp_size", config.tp_size), ("pp_size", config.pp_size)):
-        if size > 1:
-            refuse("use_kernels=True", "replaces split layers", f"{key}=1 with dp_shard")

@@ -70,9 +70,7 @@ def read(model: nn.Module, config: ParallelConfig) -> Anatomy:
         is_parallel=hasattr(model, "_hf_parallel"),
         is_quantised=bool(getattr(model, "is_quantized", False)),
         of_quantised=getattr(getattr(model, "config", None), "quantization_config", None) is not None,
-        replaced_forward=next(
-            (name for name, part in model.named_modules() if name and "forward" in vars(part)), None
-        ),
+        replaced_forward=_replaced_forward(model),
         on_meta="meta" in places,
         partly_on_meta=len({place == "meta" for place in places}) > 1,
         names=tuple(name for name, _ in named),
@@ -83,6 +81,13 @@ def read(model: nn.Module, config: ParallelConfig) -> Anatomy:
         flops_per_token=flops_per_token(model),
         facts={axis.name: axis.read(model, config) for axis in axes},
     )
+
+
+def _replaced_forward(model: nn.Module) -> str | None:
+    """A module whose object has a forward of its own, or a model whose class has one of Liger's, with its own loss."""
+    if type(model).forward.__module__.startswith("liger_kernel."):
+        return type(model).__name__
+    return next((name for name, part in model.named_modules() if name and "forward" in vars(part)), None)
 
 
 def _parameters(named: list[tuple[str, nn.Parameter]]) -> tuple[ParameterFacts, ...]:

@@ -4,7 +4,7 @@ import os
 
 import pytest
 import torch
-from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from tests import models, resuming
 from tests.distributed import RankFailure, run
@@ -117,38 +117,65 @@ def test_a_flag_against_the_environment_names_both(tmp_path):
     assert [word for word in ("HF_PARALLEL", "TrainingArguments", "tp=2", "pp=2") if word not in message] == []
 
 
-@pytest.mark.parametrize(("spec", "key"), [("tp=2", "tp"), ("pp=2", "pp"), ("dp_shard=2", None)])
-def test_kernels_in_the_place_of_split_layers(runs, tmp_path, spec, key):
-    """They would not communicate any more. Data ranks alone split no layer: there the libraries' own checks come."""
+FUSED = {"fused_linear_cross_entropy": True}
+LIGER = {
+    "loss": (
+        "tp=2",
+        {"liger_kernel_config": {"fused_linear_cross_entropy": True}},
+        'fused_linear_cross_entropy": False',
+    ),
+    "sequence": ("cp=2", {"liger_kernel_config": {"fused_linear_cross_entropy": True}}, "cp_size=2"),
+    "cross-entropy": (
+        "tp=2",
+        {"liger_kernel_config": {"cross_entropy": True, "fused_linear_cross_entropy": False}},
+        "split logits",
+    ),
+    "selective": ("dp_shard=2,activation_checkpointing=selective", {}, "activation_checkpointing=full"),
+}
+
+
+@pytest.mark.parametrize("what", LIGER)
+def test_what_liger_cannot_do(runs, tmp_path, what):
+    """What it would compute of parts, and what it would write into."""
+    spec, settings, said = LIGER[what]
 
     def ask(folder: str):
-        from transformers import AutoModelForCausalLM
-
         import hf_parallel
 
         hf_parallel.activate(spec)
-        arguments = TrainingArguments(str(tmp_path), use_cpu=True, use_liger_kernel=True)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        own = models.build("llama")
-        own.model.norm.forward = own.model.norm.forward  # as Liger changes a model
-        asks = {
-            "use_kernels": lambda: AutoModelForCausalLM.from_pretrained(folder, use_kernels=True),
-            "use_kernels=True": lambda: model.set_use_kernels(True),
-            "use_liger_kernel": lambda: Trainer(model, arguments),
-            "model.norm": lambda: hf_parallel.parallelize(own, spec),
-        }
-        said = {}
-        for words, call in asks.items():
-            try:
-                call()
-            except (hf_parallel.SpecError, ValueError, ImportError) as error:
-                if isinstance(error, hf_parallel.SpecError):
-                    said[words] = str(error)
+        Trainer(AutoModelForCausalLM.from_pretrained(folder), trainer_arguments(tmp_path, **settings))
+
+    message = refusal(2, ask, runs.initial("llama"))
+    assert said in message
+    assert "works" in message
+
+
+def trainer_arguments(path, **settings):
+    return TrainingArguments(str(path), use_cpu=True, use_liger_kernel=True, report_to=[], **settings)
+
+
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2"])
+def test_forwards_that_were_replaced_before_the_split(spec):
+    """As Liger changes modules, and `AutoLigerKernelForCausalLM` classes."""
+
+    def change():
+        import hf_parallel
+
+        own, changed = models.build("llama"), models.build("llama")
+        own.model.norm.forward = own.model.norm.forward
+        forward = type("Liger", (), {"forward": lambda self, input_ids=None: None}).forward
+        forward.__module__ = "liger_kernel.transformers.model.llama"
+        changed.__class__ = type("LlamaForCausalLM", (type(changed),), {"forward": forward})
+        said = []
+        for model in (own, changed):
+            with pytest.raises(hf_parallel.SpecError) as error:
+                hf_parallel.parallelize(model, spec)
+            said.append(str(error.value))
         return said
 
-    for said in run(ask, 2, runs.initial("llama"), init=False, timeout=60):
-        assert list(said) == (["use_kernels", "use_kernels=True", "use_liger_kernel", "model.norm"] if key else [])
-        assert all(words in text and key in text and "dp_shard" in text for words, text in said.items())
+    for first, second in run(change, 2):
+        assert "model.norm has a forward of its own" in first
+        assert "LlamaForCausalLM has a forward of its own" in second
 
 
 class Odd(torch.optim.SGD):

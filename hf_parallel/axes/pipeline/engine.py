@@ -129,6 +129,10 @@ class PipelineEngine:
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
+    def set_forward(self, forward: Callable) -> None:
+        """What computes the model's outputs around its backbone from here on: the last stage's loss among them."""
+        self._model_forward, self._signature = forward, inspect.signature(forward)
+
     @property
     def copies(self) -> set[int]:
         """ids of parameters that an earlier stage counts too: the last stage's copy of a tied embedding."""

@@ -9,6 +9,7 @@ from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.axes.recompute import check_layers, check_selective
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.transformers import kernels
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def check_arguments(args: TrainingArguments) -> None:
         check_layers(config.activation_checkpointing, _checkpointing_settings(args))
     if config.activation_checkpointing == "selective":
         check_selective(_checkpointing_settings(args))
+    if args.use_liger_kernel:
+        kernels.check(args, config)
     if config.pp_size > 1:
         _check_micro_batches(args.per_device_train_batch_size, config)
 
@@ -65,12 +68,6 @@ def _refusals(args: TrainingArguments, config: ParallelConfig) -> list[tuple[boo
             "debug=underflow_overflow",
             "watching split weights",
             "dp_shard in the place of tp",
-        ),
-        (
-            args.use_liger_kernel and block > 1,
-            "use_liger_kernel=True",
-            "kernels in the place of split layers and stages",
-            "False, or dp_shard in the place of tp and pp,",
         ),
         (args.fp16_full_eval, "fp16_full_eval=True", "casting sharded models", "bf16=True"),
         (args.bf16_full_eval, "bf16_full_eval=True", "casting sharded models", "bf16=True"),

@@ -15,7 +15,6 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes import four_bit
 from hf_parallel.hooks.patching import patch
 from hf_parallel.parallelize import parallelize
-from hf_parallel.resolve import check_kernels
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
     """Ask for the layout, and make random numbers equal again afterwards."""
     if any(kwargs.get(key) is not None for key in ("distributed_config", "tp_plan", "tp_size")):
         refuse("from_pretrained", "is given a layout of its own and --parallel too", do="give one of them")
-    if kwargs.get("use_kernels") or kwargs.get("kernel_config") is not None:
-        check_kernels(runtime.mesh().config)
     placed = kwargs.get("device_map") == "auto" and kwargs.pop("device_map")
     quantization = kwargs.pop("quantization_config", None)
     if quantization is not None:
