@@ -222,4 +222,5 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         offload=config.offload.partition(":")[0],
         engine="hf_parallel",
         calls=count // (in_a_call or count),
+        lean_loss=config.lean_loss != "false",
     )

@@ -249,13 +249,12 @@ class _Chunked(torch.autograd.Function):
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for chunk in chunks(len(hidden), CHUNK):
                 x = hidden[chunk].to(dtype)
-                product = F.linear(x, lowered, lowered_bias)
-                part, gradients = _of_product(product, target[chunk], counts[chunk], scaling, divisor, group)
-                del product
+                of = target[chunk], counts[chunk], scaling, divisor, group
+                part, gradient = _of_chunk(x, lowered, lowered_bias, *of)
                 loss += part
                 if any(wanted):
-                    add_gradients(into, chunk, x, lowered, gradients)
-                del gradients  # before the next chunk's are there
+                    add_gradients(into, chunk, x, lowered, gradient)
+                del gradient  # before the next chunk's is there
         ctx.save_for_backward(*into)
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         return loss / items
@@ -280,19 +279,24 @@ def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) ->
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _of_product(
-    product: torch.Tensor,
+def _of_chunk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
     target: torch.Tensor,
     counts: torch.Tensor,
     scaling: Scaling,
     divisor: Any,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The loss of a chunk of tokens, and its gradient with respect to what the head gives, over the divisor."""
-    same = scaling == Scaling()
-    loss, gradient = _of_logits(product.float() if same else scaling.logits(product), target, counts, group)
-    gradient.div_(divisor)
-    return loss, (gradient if same else scaling.backward(gradient, product)).to(product.dtype)
+    """The loss of a chunk of tokens, and over the divisor its gradient with respect to what the head gives."""
+    product = F.linear(x, weight, bias)
+    if scaling == Scaling():
+        product = product.float()  # the 16 bits are free from here on
+        loss, gradient = _of_logits(product, target, counts, group)
+        return loss, gradient.div_(divisor).to(x.dtype)
+    loss, gradient = _of_logits(scaling.logits(product), target, counts, group)
+    return loss, scaling.backward(gradient.div_(divisor), product).to(x.dtype)
 
 
 def _of_logits(
