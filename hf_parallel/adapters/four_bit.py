@@ -19,7 +19,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.tensor.layers import ColumnParallel, PartialGradient, RowParallel, SharedHeads, local, rows_on
+from hf_parallel.axes.tensor.layers import (
+    ColumnParallel,
+    PartialGradient,
+    RowParallel,
+    SharedHeads,
+    local,
+    rows_on,
+    summed,
+)
 from hf_parallel.collectives import copy_weight_to_group
 
 if TYPE_CHECKING:
@@ -114,7 +122,8 @@ class FourBitRow(FourBit):
     leave: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        output = self.product(input)
+        with summed(self):
+            output = self.product(input)
         return output if self.adapted else self.leave(output)
 
 

@@ -56,7 +56,15 @@ class Adapted(nn.Module):
     base_layer: Any
 
     def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
-        return self.base_layer.leave(super().forward(self.base_layer.enter(x), *args, **kwargs))
+        base = self.base_layer
+        base.only_added = _only_adds(self)
+        return base.leave(super().forward(base.enter(x), *args, **kwargs))
+
+
+def _only_adds(wrapper: Any) -> bool:
+    """Do its adapters add to the base's product without reading it, as those without magnitudes do?"""
+    variants = getattr(wrapper, "lora_variant", {}) or any(getattr(wrapper, "use_dora", {}).values())
+    return hasattr(wrapper, "lora_A") and not variants
 
 
 class AdaptedEmbedding(nn.Module):

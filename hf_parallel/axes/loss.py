@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,29 +16,39 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
+CHUNK = 512  # tokens whose logits exist at a time
+#: Schedules whose last stage goes backward after each forward: of the others several micro-batches wait, each with a
+#: gradient of the head.
+ONE_WAITS = ("1f1b", "interleaved_1f1b")
+#: Bytes of whole logits at the fullest moment, each with its probability and its gradient in fp32.
+_WHOLE = 12
+
 
 @dataclass(frozen=True)
 class LossKeys(Keys):
     lean_loss: str = key(
-        "false",
-        "`true`: head and loss in chunks of tokens, for models that train with their own loss, not with `pp`; logits "
-        "are made when read, before the optimizer's step",
-        choices=("true", "false"),
+        "auto",
+        "head and loss in chunks of tokens: `auto` where a Trainer or a pipeline takes the model's own loss alone and "
+        "chunks need less memory, `true` in loops too, where logits are made when read, before the optimizer's step",
+        choices=("auto", "true", "false"),
     )
 
 
-class Loss(Axis[str, bool]):
+@dataclass(frozen=True)
+class LossPart:
+    """`always`: also in loops written by hand, and for any number of tokens. `why_not`: it cannot be, and why."""
+
+    always: bool
+    why_not: str | None = None
+
+
+class Loss(Axis[str, LossPart]):
     """Changes nothing that a script sees."""
 
     name = "loss"
 
     def is_on(self, config: ParallelConfig) -> bool:
-        return config.lean_loss == "true"
-
-    def check(self, config: ParallelConfig) -> None:
-        """A script's loss runs inside a pipeline's last stage, where logits that it reads are not made right."""
-        if config.lean_loss == "true" and config.pp_size != 1:
-            refuse("lean_loss=true", f"pp_size={config.pp_size} is not supported", "lean_loss=false")
+        return config.lean_loss != "false"
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> str | None:
         """Why its head and its loss cannot be one; None if they can."""
@@ -51,25 +62,49 @@ class Loss(Axis[str, bool]):
         head = model.get_output_embeddings()
         return None if type(head) is nn.Linear else f"has no linear head, but {type(head).__name__}"
 
-    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: str | None) -> bool:
+    def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: str | None) -> LossPart:
         """On, or why it cannot be."""
-        if facts is not None:
-            refuse("lean_loss=true", f"{anatomy.name} {facts}", "lean_loss=false")
-        return True
+        always = config.lean_loss == "true"
+        if facts is not None and always:
+            refuse("lean_loss=true", f"{anatomy.name} {facts}", "lean_loss=auto")
+        return LossPart(always, None if facts is None else f"{anatomy.name} {facts}")
 
-    def apply(self, model: PreTrainedModel, part: bool, building: Building) -> None:
-        """Before the model is cut."""
+    def apply(self, model: PreTrainedModel, part: LossPart, building: Building) -> None:
+        """Before the model is cut; a pipeline calls it for its loss by itself."""
         from hf_parallel.axes.tensor.lean_loss import attach
 
-        if part:
-            attach(model)
+        if part.why_not is None:
+            attach(model, part.always, in_loops=part.always and building.mesh.size("pp") == 1)
 
-    def finish(self, model: PreTrainedModel, part: bool, building: Building) -> None:
+    def finish(self, model: PreTrainedModel, part: LossPart, building: Building) -> None:
         """After it."""
         from hf_parallel.axes.tensor.lean_loss import finish
 
-        if part:
+        if part.why_not is None:
             finish(model)
+
+
+def why_not_in(config: ParallelConfig) -> str | None:
+    """Why a pipeline, its schedule chosen, has whole logits unless it is told otherwise."""
+    schedule, told = config.pipeline_schedule, config.lean_loss == "true"
+    if config.pp_size == 1 or schedule in ONE_WAITS or told:
+        return None
+    return f"pipeline_schedule={schedule} would keep a gradient of the head per micro-batch"
+
+
+def fewest_tokens(hidden: int, trains: bool, width: int, split: bool) -> int:
+    """From how many tokens on chunks need less memory than whole logits. Per word of the vocabulary, in bytes:
+
+        whole     12 per token, or where tp splits the vocabulary the logits and their gradient
+        chunks    logits of 512 tokens, and the head's gradient, in fp32 and as they are multiplied
+
+    Args:
+        hidden: width of the head's input.
+        trains: has the head's weight a gradient?
+        width: bytes of what products read and write.
+    """
+    chunks = (4 + width) * (CHUNK + hidden * trains)
+    return max(CHUNK + 1, math.ceil(chunks / (2 * width if split else _WHOLE)))
 
 
 LOSS = LossKeys.axis = Loss()

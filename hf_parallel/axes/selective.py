@@ -6,7 +6,8 @@
     sums over ranks, rows sent to experts     gathers along the sequence, whose whole results no rank should keep
                                               thin products, as an adapter's second: wide, and cheap for each number
 
-Of a row-parallel layer the sum over ranks is kept, this rank's part of the sequence, and not the product before it.
+Of a row-parallel layer the sum over ranks is kept, this rank's part of the sequence, and not the product before it,
+nor what adapters add to that.
 torch's own contexts for this (`create_selective_checkpoint_contexts`) cannot give back what a collective writes into a
 buffer, nor give twice, as schedules need that take a backward apart.
 """
@@ -82,7 +83,7 @@ class _Products(TorchDispatchMode):
             return func(*args, **kwargs)
         if not self.recomputing:
             output = func(*args, **kwargs)
-            self.kept.append((func, noted(output)))
+            self.kept.append((func, noted(output, self.store)))
             return output
         self.used += 1
         first, note = (*self.kept, ("nothing", None))[min(self.used - 1, len(self.kept))]

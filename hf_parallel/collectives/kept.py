@@ -5,7 +5,8 @@ Who computes something expensive asks for it through `kept_or`; a checkpoint aro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,6 +26,7 @@ class Store:
         self.results: list[object] = []
         self.used: int | None = None  # how many of them a second run has taken; None in the first
         self.computing = 0  # how many results are being computed, one for another
+        self.summed: int | None = None  # which result is made of what is computed now, and kept in its place
 
 
 class Within:
@@ -69,6 +71,19 @@ def kept_or(compute: Callable[[], Result], kind: str) -> Result:
     return result
 
 
+@contextlib.contextmanager
+def summed_next() -> Iterator[None]:
+    """What is computed in here is read by nothing but the next result that is kept: a second run needs no value of it."""
+    store = _stores[-1] if keeps(COLLECTIVE) else None
+    if store is not None:
+        store.summed = len(store.results)
+    try:
+        yield
+    finally:
+        if store is not None:
+            store.summed = None
+
+
 @dataclass(frozen=True)
 class Kept:
     """The memory of a tensor without its graph, and whether it has been changed in place since."""
@@ -92,16 +107,45 @@ class Kept:
         return torch.ops.aten._unsafe_view(self.tensor, self.tensor.shape)
 
 
-def noted(result: object) -> Any:
-    """A result, with tensors as what is kept of them."""
-    return tree_map(lambda one: Kept.of(one) if torch.is_tensor(one) else one, result)
+@dataclass(frozen=True)
+class Summed:
+    """A part of a sum that is kept: zeros without memory stand for it, as long as that sum is as it was."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    store: Store
+    place: int
+
+    @property
+    def unchanged(self) -> bool:
+        """Will the sum be given back, rather than be made again of this?"""
+        return unchanged(self.store.results[self.place])
+
+    def again(self) -> torch.Tensor:
+        """A stand-in."""
+        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
+
+
+def noted(result: object, store: Store | None = None) -> Any:
+    """A result, with tensors as what is kept of them.
+
+    Args:
+        store: of the checkpoint that is told which results nobody reads again.
+    """
+    if store is None or store.summed is None:
+        return tree_map(lambda one: Kept.of(one) if torch.is_tensor(one) else one, result)
+    place = store.summed
+    return tree_map(
+        lambda one: Summed(one.shape, one.dtype, one.device, store, place) if torch.is_tensor(one) else one, result
+    )
 
 
 def unchanged(note: Any) -> bool:
     """Is everything in it as it was?"""
-    return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept))
+    return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept | Summed))
 
 
 def given_back(note: Any) -> Any:
     """The result."""
-    return tree_map(lambda one: one.again() if isinstance(one, Kept) else one, note)
+    return tree_map(lambda one: one.again() if isinstance(one, Kept | Summed) else one, note)

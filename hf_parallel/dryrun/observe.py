@@ -18,6 +18,7 @@ from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.config import SHARDS
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import EXPERT_AXES
+from hf_parallel.model.unread_logits import unread_logits
 from hf_parallel.parallelize import ParallelState, state_of
 from hf_parallel.spec import refuse
 
@@ -91,7 +92,7 @@ def _accumulate(model: nn.Module, batches: list[dict[str, torch.Tensor]], autoca
     for i, batch in enumerate(batches):
         more = i < len(batches) - 1
         with before_the_last(state.root, state.config) if more else contextlib.nullcontext():
-            with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None):
+            with torch.autocast(state.mesh.device.type, autocast, enabled=autocast is not None), unread_logits():
                 loss = model(**batch)["loss"]
             loss.backward()
 

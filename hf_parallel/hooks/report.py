@@ -20,6 +20,8 @@ from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
     from transformers import Trainer
 
@@ -38,13 +40,17 @@ def say_here(mesh: Any, message: str) -> None:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
-def at_first_batch(trainer: Trainer, batches: list) -> None:
-    """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective."""
+def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer], str]) -> None:
+    """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective.
+
+    Args:
+        loss_of: how a trainer's loss is computed, in words.
+    """
     state = runtime.parallel_state(trainer.model)
     if state is None or state.reported or not batches:
         return
     state.reported = True
-    facts = describe(trainer, batches)
+    facts = describe(trainer, batches) | {"loss": loss_of(trainer)}
     if dist.get_rank() != 0:
         return
     for line in layout_lines(facts):
@@ -107,6 +113,7 @@ def layout_lines(facts: dict[str, Any]) -> list[str]:
     tokens = f", {facts['tokens_per_step']:,} tokens in the first step" if facts["tokens_per_step"] else ""
     lines.append(f"  global batch         {facts['global_batch']} rows{tokens}")
     lines.append(f"  attention            {facts['attention']}")
+    lines.append(f"  head and loss        {facts['loss']}")
     lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 

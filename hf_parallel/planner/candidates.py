@@ -256,4 +256,5 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         eight_bit=config.precision,
         engine="hf_parallel",
         calls=count // (in_a_call or count),
+        lean_loss=config.lean_loss != "false",
     )

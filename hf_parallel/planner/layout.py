@@ -153,6 +153,7 @@ class Job:
     eight_bit: str = "auto"  # precision in which the blocks' linears multiply: fp8, int8; auto: as all else
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
+    lean_loss: bool = False  # head and loss a chunk of tokens at a time, where that pays
     lowered: bool = False  # fp32 weights that data ranks gather in 16 bits, adapters with them: see `computed_job`
 
     @property

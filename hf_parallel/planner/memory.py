@@ -12,6 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
+from hf_parallel.axes.loss import CHUNK, ONE_WAITS, fewest_tokens
 from hf_parallel.planner.activations import (
     Moment,
     StageBytes,
@@ -249,6 +250,8 @@ class _Rank:
         logits = self.tokens * self.shape.head_outputs / self.layout.tp * stage.is_last
         # The logarithms of probabilities; of a split vocabulary the logits themselves.
         kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
+        if self._lean:  # no logits, but the gradients that the loss has computed on its way
+            kept_logits = self._gradients_of_loss() * stage.is_last
         # What was sent on is kept; what arrives, too, where no buffer waits for it.
         sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits + self._mask
@@ -301,10 +304,31 @@ class _Rank:
             return 0.0
         split, hidden = self.layout.tp > 1, self.shape.hidden
         each = self.habits.split_logit_bytes if split else self.habits.logit_bytes
+        norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
+        beside = self.tokens * (norm + self.width * hidden * split)
+        if self._lean:
+            return self._gradients_of_loss() + self._chunk() + beside
         if self._chunks:
             each = 2 * self.job.width + 4 * min(1.0, self.habits.loss_chunk / self.tokens)
-        norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
-        return self.tokens * (self.shape.head_outputs / self.layout.tp * each + norm + self.width * hidden * split)
+        return self.tokens * self.shape.head_outputs / self.layout.tp * each + beside
+
+    @property
+    def _lean(self) -> bool:
+        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?"""
+        waits = self.layout.pp > 1 and self.layout.schedule not in ONE_WAITS
+        fewest = fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
+        return self.job.lean_loss and not waits and self.tokens >= fewest
+
+    def _gradients_of_loss(self) -> float:
+        """Of hidden states and of the head, in fp32."""
+        head = 0 if self.job.lora else self.shape.head_outputs / self.layout.tp
+        return 4 * self.shape.hidden * (self.tokens + head)
+
+    def _chunk(self) -> float:
+        """A chunk's logits in fp32 beside those multiplied; or their gradient and the head's, as products give them."""
+        width, hidden, words = self.job.width, self.shape.hidden, self.shape.head_outputs / self.layout.tp
+        logits = CHUNK * words * (4 + width * (width < 4))
+        return max(logits, width * (CHUNK + hidden) * words * (not self.job.lora))
 
     @property
     def _chunks(self) -> bool:

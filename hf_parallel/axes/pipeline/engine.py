@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.axis import Building
+from hf_parallel.axes.loss import why_not_in
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
 from hf_parallel.axes.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
@@ -38,6 +39,7 @@ from hf_parallel.axes.pipeline.stages import StageView, boundary_dtype
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
 from hf_parallel.mesh import stored
 from hf_parallel.model.anatomy import backbone_of, text_config
+from hf_parallel.model.unread_logits import logits_are_unread, unread_logits
 
 Handler = Callable[[Batch], Any]
 
@@ -179,13 +181,14 @@ class PipelineEngine:
 
     def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
         handler = functools.partial(self.run_backbone, hidden)
-        return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
+        with unread_logits(why_not_in(self.config) is None):
+            return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
     def _outputs(self, batch: Batch) -> Any:
         outputs = self._model_forward(**batch)
         if self._trains(batch) and self.balances(batch):
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
-        if self.loss_only and outputs.get("loss") is not None:
+        if (self.loss_only or logits_are_unread()) and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])
         # What is no tensor, such as a cache, is of this stage only.
         return type(outputs)(**{key: value for key, value in outputs.items() if torch.is_tensor(value)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -16,6 +17,7 @@ from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.infer import OF_HEADS
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.collectives import copy_weight_to_group, gather_last_dim
+from hf_parallel.collectives.kept import summed_next
 from hf_parallel.local import holding, in_front, local
 from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import is_experts
@@ -49,11 +51,17 @@ class ColumnParallel(TensorParallelLayer):
 
 
 class RowParallel(TensorParallelLayer):
-    """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum."""
+    """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum.
+
+    `only_added`: does a wrapper around this layer do no more with its product than add to it, before it leaves?
+    """
+
+    only_added = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.adapted:
-            return self.region.product(self, input, local_weight(self))
+            with summed(self):
+                return self.region.product(self, input, local_weight(self))
         return self._with_bias(self.region.row(self, input, local_weight(self)))
 
     def leave(self, output: torch.Tensor) -> torch.Tensor:
@@ -65,6 +73,11 @@ class RowParallel(TensorParallelLayer):
         # On a part of the sequence the bias gets a part of its gradient.
         bias = copy_weight_to_group(self.bias, self.region.group) if self.region.sequence_parallel else self.bias
         return output + bias
+
+
+def summed(layer: Any) -> contextlib.AbstractContextManager:
+    """Around the product of a row-parallel layer with adapters: is their sum over ranks all that reads it?"""
+    return summed_next() if layer.adapted and layer.only_added else contextlib.nullcontext()
 
 
 class SharedHeads(TensorParallelLayer):

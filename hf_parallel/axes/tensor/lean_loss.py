@@ -27,6 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.autocast import as_autocast, autocast_dtype
+from hf_parallel.axes.loss import CHUNK, fewest_tokens
 from hf_parallel.axes.tensor.layers import local_weight
 from hf_parallel.axes.tensor.lazy_logits import LazyLogits, Source
 from hf_parallel.axes.tensor.log_probs import Scaling, add_gradients, chunks, inside_columns, zeros_for
@@ -35,19 +36,19 @@ from hf_parallel.collectives import all_reduce, copy_to_group
 from hf_parallel.local import local
 from hf_parallel.model.batches import by_name
 from hf_parallel.model.targets import item_count, targets_of
+from hf_parallel.model.unread_logits import logits_are_unread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_parallel.collectives.context import Context
 
-CHUNK = 512  # tokens whose logits exist at a time
-
 
 @dataclass
 class _Wanted:
-    """Is the model's own loss computed now?"""
+    """Is the model's own loss computed now, in a loop that may read logits later? `always`: for few tokens too."""
 
+    always: bool
     loss: bool = False
 
 
@@ -75,18 +76,25 @@ def _count(*_: object) -> None:
     _steps[0] += 1
 
 
-def attach(model: PreTrainedModel) -> None:
-    """Stand behind the forward of head and model, before these are cut."""
+def attach(model: PreTrainedModel, always: bool, in_loops: bool) -> None:
+    """Stand behind the forward of the head, before it is cut; in loops also behind that of the model."""
     if not _counted:
         _counted.append(register_optimizer_step_post_hook(_count))
-    head, forward, wanted = model.get_output_embeddings(), model.forward, _Wanted()
-    names = list(inspect.signature(forward).parameters)
+    head, wanted = model.get_output_embeddings(), _Wanted(always)
     head.forward = _HeadForward(wanted, model, head)
+    if in_loops:
+        _listen(model, wanted)
+
+
+def _listen(model: Any, wanted: _Wanted) -> None:
+    """Whoever trains with labels is about to compute the model's own loss."""
+    forward = model.forward
+    names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
     def with_loss(*args: object, **kwargs: object) -> object:
         batch = by_name(names, args, kwargs, model)
-        former, wanted.loss = wanted.loss, _wants_loss(batch)
+        former, wanted.loss = wanted.loss, _has_labels(batch)
         try:
             return forward(**batch)
         finally:
@@ -101,21 +109,51 @@ def finish(model: PreTrainedModel) -> None:
     model.register_forward_hook(functools.partial(whole_logits, LazyLogits))
 
 
-def _wants_loss(batch: dict[str, object]) -> bool:
-    asked = batch.get("labels") is not None or batch.get("shift_labels") is not None
-    return asked and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+def why_whole(model: Any, held: bool) -> str | None:
+    """Why the head that the model has by now gives whole logits; None if it need not.
+
+    Args:
+        held: is it on this rank, or does something stand for it?
+    """
+    head = model.get_output_embeddings()
+    if hasattr(head, "base_layer"):
+        return "the head has adapters"
+    if hasattr(head, "modules_to_save"):
+        return "a copy of the head is trained"
+    if held and not isinstance(vars(head).get("forward"), _HeadForward):
+        return "the head has been replaced"
+    return None if not held or _multiplies(head) else "tp leaves a rank without a row of the head, or it does more than multiply"
+
+
+def fewest_tokens_of(head: Any, dtype: torch.dtype) -> int:
+    """From how many tokens on chunks need less memory than the head's whole logits of this dtype."""
+    split = isinstance(head, VocabParallelHead)
+    return fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
+
+
+def _has_labels(batch: dict[str, object]) -> bool:
+    return batch.get("labels") is not None or batch.get("shift_labels") is not None
 
 
 def _forward(wanted: _Wanted, model: PreTrainedModel, head: Any, input: torch.Tensor) -> torch.Tensor:
     """The head's forward; what it is by then, tp and FSDP2 have decided."""
-    plain = functools.partial(type(head).forward, head)
-    if not wanted.loss or getattr(head, "adapted", False) or not _multiplies(head):
-        return plain(input)
     dtype = autocast_dtype(input.device) or input.dtype
+    if not _is_lean(wanted, head, input, dtype):
+        return type(head).forward(head, input)
     source = Source(
         head, input, head.weight, head.bias, functools.partial(_plain_later, model, head, input, _steps[0])
     )
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
+
+
+def _is_lean(wanted: _Wanted, head: Any, input: torch.Tensor, dtype: torch.dtype) -> bool:
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return False
+    if getattr(head, "adapted", False) or not _multiplies(head):
+        return False
+    tokens = input.shape[:-1].numel()
+    pays = wanted.always or tokens >= fewest_tokens_of(head, dtype)
+    return wanted.loss or (logits_are_unread() and pays)
 
 
 def _multiplies(head: nn.Module) -> bool:
@@ -203,23 +241,20 @@ class _Chunked(torch.autograd.Function):
     ) -> torch.Tensor:
         dtype = autocast_dtype(hidden.device) or hidden.dtype
         tensors, wanted = (hidden, weight, bias), ctx.needs_input_grad[:3]
-        same = scaling == Scaling()
         into = zeros_for(tensors, wanted)
+        # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
+        ctx.divide, divisor = (items, 1) if dtype == torch.float16 else (1, items)
         with torch.autocast(hidden.device.type, enabled=False):
             lowered, lowered_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
             loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
             for chunk in chunks(len(hidden), CHUNK):
                 x = hidden[chunk].to(dtype)
-                product = F.linear(x, lowered, lowered_bias)
-                z = product.float() if same else scaling.logits(product)
-                part, gradient = _of_logits(z, target[chunk], counts[chunk], group)
+                of = target[chunk], counts[chunk], scaling, divisor, group
+                part, gradient = _of_chunk(x, lowered, lowered_bias, *of)
                 loss += part
                 if any(wanted):
-                    # fp16 has no room for gradients of a mean over many tokens: there they are divided at the end.
-                    gradient = gradient if dtype == torch.float16 else gradient.div_(items)
-                    gradient = gradient if same else scaling.backward(gradient, product)
-                    add_gradients(into, chunk, x, lowered, gradient.to(dtype))
-        ctx.divide = items if dtype == torch.float16 else 1
+                    add_gradients(into, chunk, x, lowered, gradient)
+                del gradient  # before the next chunk's is there
         ctx.save_for_backward(*into)
         ctx.dtypes = [None if t is None else t.dtype for t in tensors]
         return loss / items
@@ -242,6 +277,26 @@ class _Chunked(torch.autograd.Function):
 def _scaled(gradient: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """In its own dtype at once: another copy in fp32 would be as large as the head."""
     return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
+def _of_chunk(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    target: torch.Tensor,
+    counts: torch.Tensor,
+    scaling: Scaling,
+    divisor: Any,
+    group: dist.ProcessGroup | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a chunk of tokens, and over the divisor its gradient with respect to what the head gives."""
+    product = F.linear(x, weight, bias)
+    if scaling == Scaling():
+        product = product.float()  # the 16 bits are free from here on
+        loss, gradient = _of_logits(product, target, counts, group)
+        return loss, gradient.div_(divisor).to(x.dtype)
+    loss, gradient = _of_logits(scaling.logits(product), target, counts, group)
+    return loss, scaling.backward(gradient.div_(divisor), product).to(x.dtype)
 
 
 def _of_logits(

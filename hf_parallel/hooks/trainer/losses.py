@@ -12,14 +12,17 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.experts.load import load_of
+from hf_parallel.axes.loss import CHUNK, LOSS, why_not_in
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
 from hf_parallel.axes.pipeline.unscheduled import served
+from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.model.unread_logits import unread_logits
 
 
 def prepare(trainer: Any) -> None:
@@ -36,6 +39,36 @@ def prepare(trainer: Any) -> None:
 def is_own(trainer: Any) -> bool:
     """Does the script compute the loss, rather than the model?"""
     return overrides(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+
+
+def why_read(trainer: Any, state: Any) -> str | None:
+    """Who may read logits in training; None if nobody does but the loss of the one model there is."""
+    if overrides(trainer):
+        return f"{type(trainer).__name__} computes the loss"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func computes the loss"
+    if trainer.label_smoother is not None:
+        return "label_smoothing_factor reads them"
+    return "the model is around others" if state is None or state.plan is None else None
+
+
+def _asks_for_outputs(args: tuple, kwargs: dict) -> bool:
+    """Of `compute_loss(model, inputs, return_outputs, …)`."""
+    return bool(args[0] if args else kwargs.get("return_outputs"))
+
+
+def how_computed(trainer: Any) -> str:
+    """Head and loss in the steps to come, for the start-up report."""
+    state = runtime.parallel_state(trainer.model)
+    part = None if state is None or state.plan is None else state.plan.part(LOSS)
+    if state is None or part is None:
+        return "whole logits"
+    held = state.pipeline is None or state.pipeline.last
+    why = part.why_not or why_read(trainer, state) or why_not_in(state.config)
+    why = why or lean_loss.why_whole(trainer.model, held)
+    if why is not None:
+        return f"whole logits: {why}"
+    return f"{CHUNK} tokens at a time" + ("" if part.always else ", where that needs less memory than whole logits")
 
 
 def overrides(trainer: Any) -> bool:
@@ -158,7 +191,8 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     if items is not None:
         kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
     try:
-        with runtime.absent(step.real_rows == 0), means.computing(scope):
+        unread = unread_logits(why_read(self, state) is None and not _asks_for_outputs(args, kwargs))
+        with runtime.absent(step.real_rows == 0), means.computing(scope), unread:
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former

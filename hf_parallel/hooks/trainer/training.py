@@ -80,7 +80,7 @@ def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, n
     with monitoring.reading(self):
         samples = original(self, ragged.without_repeats(self, epoch_iterator), num_batches, device)
     monitoring.count(samples[0])
-    report.at_first_batch(self, samples[0])
+    report.at_first_batch(self, samples[0], losses.how_computed)
     return samples
 
 
