@@ -17,6 +17,7 @@ import torch
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
+from hf_parallel.hooks.trl import servers
 from hf_parallel.spec import refuse
 
 _MUCH = 0.1  # of the tokens: so much padding is worth a line
@@ -77,13 +78,16 @@ def check(trainer: Any) -> None:
 
 
 def check_loop() -> None:
-    """Refuse a loop without a Trainer, whose loader is its own.
+    """Refuse a loop without a Trainer, whose loader is its own, and which asks no server.
 
     Raises:
-        SpecError: batches of a token budget were asked for.
+        SpecError: batches of a token budget were asked for, or what only TRL's trainers have.
     """
-    if budget() and not _known:
+    if _known:
+        return
+    if budget():
         _refuse("batches of a loop without a Trainer are the loop's own", "pack_tokens=0")
+    servers.refuse_loop()
 
 
 def _refuse(why: str, works: str) -> None:
