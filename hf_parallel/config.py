@@ -28,6 +28,7 @@ from hf_parallel.axes.offload import OffloadKeys
 from hf_parallel.axes.pipeline.axis import PipelineKeys
 from hf_parallel.axes.precision import PrecisionKeys
 from hf_parallel.axes.recompute import RecomputeKeys
+from hf_parallel.axes.rollouts import RolloutKeys
 from hf_parallel.axes.saving import SavingKeys
 from hf_parallel.axes.tensor.axis import TensorKeys
 from hf_parallel.axes.watching import WatchKeys
@@ -46,6 +47,7 @@ _cached: Any = functools.cache  # of classes, which mypy does not take for hasha
 class ParallelConfig(
     WatchKeys,
     MonitorKeys,
+    RolloutKeys,
     AttentionKeys,
     RecomputeKeys,
     CompileKeys,

@@ -9,11 +9,16 @@ from tests import rollouts
 
 
 @contextlib.contextmanager
-def running(folder: str, by_row: bool = False) -> Iterator[int]:
-    """Serve a model's folder; yields the port. `by_row`: draws are those of `rollouts.draw_by_row`."""
+def running(folder: str, by_row: bool = False, reference: bool = False) -> Iterator[int]:
+    """Serve a model's folder; yields the port.
+
+    Args:
+        by_row: draws are those of `rollouts.draw_by_row`.
+        reference: it gives log-probabilities instead.
+    """
     context = multiprocessing.get_context("fork")
     told, tell = context.Pipe(duplex=False)
-    process = context.Process(target=_serve, args=(folder, by_row, tell), daemon=True)
+    process = context.Process(target=_serve, args=(folder, by_row, reference, tell), daemon=True)
     process.start()
     try:
         assert told.poll(60), "the server has not started"
@@ -23,15 +28,15 @@ def running(folder: str, by_row: bool = False) -> Iterator[int]:
         process.join()
 
 
-def _serve(folder: str, by_row: bool, tell) -> None:
+def _serve(folder: str, by_row: bool, reference: bool, tell) -> None:
     import torch
 
-    from hf_parallel.rollouts.server import load, serve
+    from hf_parallel.rollouts.server import load, load_reference, serve
 
     torch.set_num_threads(1)
     if by_row:
         rollouts.draw_by_row()
-    server = serve(load(folder), "127.0.0.1", 0)
+    server = serve((load_reference if reference else load)(folder), "127.0.0.1", 0)
     tell.send(server.server_port)
     server.serve_forever()
 

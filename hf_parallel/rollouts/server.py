@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_parallel.checkpoint.hub_format import Entry
+from hf_parallel.rollouts.reference import Reference
 from hf_parallel.rollouts.transfer import BACKEND, Channel
 
 #: Of a request for completions; each is used, or has the one value that changes nothing.
@@ -223,13 +224,20 @@ class _Handler(BaseHTTPRequestHandler):
 
 def load(name: str, dtype: str = "auto") -> Engine:
     """The model of a folder or a Hub id, on the GPU, if there is one."""
+    return Engine(name, _model(name, dtype), AutoTokenizer.from_pretrained(name))
+
+
+def load_reference(name: str, dtype: str = "auto") -> Reference:
+    """The same, to give log-probabilities of what it is given."""
+    return Reference(name, _model(name, dtype))
+
+
+def _model(name: str, dtype: str) -> Any:
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    if torch.accelerator.is_available():
-        model = model.to(torch.accelerator.current_accelerator())
-    return Engine(name, model, AutoTokenizer.from_pretrained(name))
+    return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
 
 
-def serve(engine: Engine, host: str, port: int) -> ThreadingHTTPServer:
+def serve(engine: Engine | Reference, host: str, port: int) -> ThreadingHTTPServer:
     """Bound, not yet serving; port 0 takes a free one."""
     server = ThreadingHTTPServer((host, port), _Handler)
     server.daemon_threads = True
@@ -245,7 +253,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--host", default="0.0.0.0")
     parser.add_argument("--port", type=int, default=8000)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--reference", action="store_true", help="serve log-probabilities instead: `reference=…`")
     args = parser.parse_args(argv)
-    server = serve(load(args.model, args.dtype), args.host, args.port)
+    make = load_reference if args.reference else load
+    server = serve(make(args.model, args.dtype), args.host, args.port)
     print(f"hf_parallel: {args.model} is served at port {server.server_port}", flush=True)
     server.serve_forever()

@@ -53,3 +53,21 @@ def test_meanwhile(spec):
     """Forward and backward, once each."""
     for happened in run(order_of_calls, axes(spec)["world"], spec):
         assert happened == EXPECTED
+
+
+def kept_after_a_step(spec: str) -> list[bool]:
+    """Of each layer: does it hold anything that nobody asked for?"""
+    import hf_parallel
+
+    model = models.build("deepseek_moe", num_hidden_layers=2)
+    hf_parallel.parallelize(model.train(), spec)
+    model(**batch("plain")).loss.backward()
+    return [layer.mlp.shared_experts.done is not None for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+
+
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_a_second_run_that_is_stopped_keeps_nothing(kind):
+    """torch stops it once it has what the backward needs, before the model asks for what shared experts made."""
+    for kept in run(kept_after_a_step, 2, f"dp_shard=2,ep=2,activation_checkpointing={kind}"):
+        assert kept
+        assert not any(kept)

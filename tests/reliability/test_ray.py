@@ -113,10 +113,10 @@ def script(tmp_path) -> Path:
     return path
 
 
-def on_ray(driver: str, place: Path, *words: str):
+def on_ray(driver: str, place: Path, *words: str, cpus: int = 2):
     """The driver in a process of its own: Ray's threads would be forked with this one."""
     path = place / "driver.py"
-    path.write_text(CLUSTER + driver)
+    path.write_text(CLUSTER.replace("num_cpus=2", f"num_cpus={cpus}") + driver)
     ended = launch([sys.executable, str(path)], str(place), *words, timeout=280)
     assert ended.code == 0, ended.err[-5000:] + ended.out[-5000:]
     return ended.out + ended.err
@@ -179,19 +179,21 @@ GRPO = (
 
 
 @pytest.mark.slow
-def test_policy_rollouts_and_rewards_as_actors(tmp_path):
+@pytest.mark.parametrize("more", ["", "--reference --one_step_behind"])
+def test_policy_rollouts_and_rewards_as_actors(tmp_path, more):
     """What each step logs is what it logs without Ray, with a server beside it; draws belong to prompts."""
     folder = trl_scripts.Folder(tmp_path)
     model, group = str(tmp_path / "llama"), rollout_servers.free_port()
-    words = ["integrations/ray/grpo.py", "--model", model, "--reward", "tests.rollouts.reward"]
+    words = ["integrations/ray/grpo.py", "--model", model, "--reward", "tests.rollouts.reward", *more.split()]
     words += ["--num_processes", "2", "--parallel", "dp_shard=2", "--output_dir", str(tmp_path / "out"), *GRPO.split()]
     words += ["--dataset_name", str(tmp_path / "data" / "prompt"), "--vllm_group_port", str(group)]
-    on_ray(BY_COMMAND, tmp_path, *words)
+    on_ray(BY_COMMAND, tmp_path, *words, cpus=3 if more else 2)  # an actor of the cluster takes one
     found = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
     with rollout_servers.running(model) as port:
         where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
         flags = f"{GRPO} --reward_funcs tests.rollouts.reward --use_vllm true --vllm_mode server {where}"
-        expected = folder.parallel("grpo", "prompt", flags, "dp_shard=2")[0].logs
+        spec = "dp_shard=2,rollouts=one_step_behind" if more else "dp_shard=2"
+        expected = folder.parallel("grpo", "prompt", flags, spec)[0].logs
     assert len(found) == 3
     for ours, theirs in zip(found, expected, strict=False):  # theirs end with the means of the run
         for key in ("reward", "loss", "grad_norm", "kl", "completions/mean_length"):

@@ -8,6 +8,8 @@ The way back in the backward starts before the gradients of shared experts are c
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +28,15 @@ class Early(nn.Module):
         """Compute them now: the model will ask for those of these tokens."""
         self.done = None
         self.done = tokens, self(tokens)
+
+    @contextlib.contextmanager
+    def unless_stopped(self) -> Iterator[None]:
+        """A checkpoint stops its second run as soon as it has what it needs: nobody asks, and nothing may be kept."""
+        try:
+            yield
+        except BaseException:
+            self.done = None
+            raise
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:  # around hooks, which have run then
         done, self.done = self.done, None

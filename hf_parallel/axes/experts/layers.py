@@ -51,7 +51,18 @@ class SharedOut(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         shared = self.beside[0]
-        meanwhile = None if shared is None else functools.partial(shared.ahead, hidden_states)
+        if shared is None:
+            return self._shared_out(hidden_states, index, weights, None)
+        with shared.unless_stopped():
+            return self._shared_out(hidden_states, index, weights, functools.partial(shared.ahead, hidden_states))
+
+    def _shared_out(
+        self,
+        hidden_states: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        meanwhile: Callable[[], None] | None,
+    ) -> torch.Tensor:
         if self.sharing.alike is None:
             return self._routed(hidden_states, index, weights, meanwhile)
         shares = Shares(len(hidden_states), self.sharing.alike)

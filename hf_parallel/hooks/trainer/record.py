@@ -48,6 +48,7 @@ class TrainerRecord:
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         profile: of the step in progress, if it is one of them.
+        upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
         run: the name of the run that the output folder belongs to.
         unfinished_save: the checkpoint that is being written in the background.
     """
@@ -59,6 +60,7 @@ class TrainerRecord:
     told_unknown: bool = False
     drawn_steps: set[int] = field(default_factory=set)
     profile: Profile | None = None
+    upcoming: list[dict[str, object]] | None = None
     run: str | None = None
     unfinished_save: UnfinishedSave | None = None
 

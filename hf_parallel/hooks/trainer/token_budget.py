@@ -20,6 +20,7 @@ from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
 from hf_parallel.hooks.trainer import padding_free
 from hf_parallel.hooks.trainer.joining import asked, joined, refuse_joining, set_alone
+from hf_parallel.hooks.trl import servers
 
 _known = False  # is there a Trainer, whose loaders are the ones that are meant?
 
@@ -90,13 +91,16 @@ def why_not_joined(trainer: Any) -> str | None:
 
 
 def check_loop() -> None:
-    """Refuse a loop without a Trainer, whose loader is its own.
+    """Refuse a loop without a Trainer, whose loader is its own, and which asks no server.
 
     Raises:
-        SpecError: joined batches were asked for.
+        SpecError: joined batches were asked for, or what only TRL's trainers have.
     """
-    if asked()[1] and not _known:
+    if _known:
+        return
+    if asked()[1]:
         refuse_joining("batches of a loop without a Trainer are the loop's own")
+    servers.refuse_loop()
 
 
 # ---- the loader -----------------------------------------------------------------------------------------------------

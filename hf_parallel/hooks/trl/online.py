@@ -21,6 +21,7 @@ from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import library_version, patch
 from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.hooks.trl import ahead, server_mode
 from hf_parallel.spec import refuse
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
@@ -28,7 +29,7 @@ TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RL
 _SUMS = ("cispo", "dapo", "vespo")
 
 
-def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
+def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     mesh = runtime.mesh()
     data_ranks = mesh.data_size
@@ -45,6 +46,12 @@ def check(trainer: Any, args: Any, eval_dataset: Any) -> None:
             f"vllm_mode={getattr(args, 'vllm_mode', None)}",
             "a vLLM in each process would hold the whole model",
             "vllm_mode=server",
+        ),
+        (
+            args.use_vllm and getattr(model, "is_quantized", False),
+            "use_vllm=True",
+            "a server cannot be sent the weights of a packed base",
+            "a base in 16 bits",
         ),
         (
             args.use_transformers_continuous_batching,
@@ -163,13 +170,18 @@ def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
 def generate_and_score(original: Callable, self: Any, inputs: list[dict]) -> dict:
     """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
     runtime.equalise_within_model(0)
+    ahead.take_upcoming(self, inputs)
     step = record_of(self).step
     step.generated = _real_rows(self, len(inputs))
     if step.generated is None:
-        return original(self, inputs)
+        outputs = original(self, inputs)
+        server_mode.correct_means(self, outputs)
+        return outputs
     scores = functools.partial(_real_scores, step.generated, self._get_per_token_logps_and_entropies)
     with replacing(self, _get_per_token_logps_and_entropies=scores):
-        return _without_repeats(self, step.generated, original(self, inputs))
+        outputs = _without_repeats(self, step.generated, original(self, inputs))
+    server_mode.correct_means(self, outputs)
+    return outputs
 
 
 @patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._generate", "counts repeated rows")

@@ -13,10 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from hf_parallel import checkpoint
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
+from hf_parallel.hooks.trl import ahead
 from hf_parallel.rollouts import transfer
 from hf_parallel.spec import refuse
 
@@ -31,7 +33,8 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.")
 
 @patch(f"{_GENERATION}.sync_weights", "gathers every weight once more to learn its shape", since="1.16")
 def sync_weights(original: Callable, self: Any) -> None:
-    """Shapes are known without the values."""
+    """Shapes are known without the values; what is being drawn waits for no new weights."""
+    ahead.before_new_weights(self)
     if self._weight_metadata is None and runtime.parallel_state(self.model) is not None:
         entries = [entry for group in _groups(self) for entry in group.entries]
         self._weight_metadata = [(e.name, str(e.dtype).removeprefix("torch."), list(e.shape)) for e in entries]
@@ -81,6 +84,25 @@ def _own_names(model: Any) -> Callable[[str], str | None]:
         return name
 
     return own
+
+
+# ---- how far the server is off -------------------------------------------------------------------------------------
+
+
+def correct_means(trainer: Any, outputs: dict) -> None:
+    """TRL logs the mean over processes of means over their tokens: of the global batch it is one over all tokens."""
+    mesh, ratio = runtime.mesh(), outputs.get("importance_sampling_ratio")
+    if ratio is None or mesh.data_size == 1:
+        return
+    mask = outputs["completion_mask"].bool()
+    gap = (outputs["old_per_token_logps"] - outputs["sampling_per_token_logps"]).abs()
+    weights = ratio.flatten() if ratio.shape[1] == 1 else ratio[mask]  # of sequences, or of tokens
+    gap, weights = gap[mask & ~gap.isnan()], weights[~weights.isnan()]
+    totals = torch.stack([gap.sum(), weights.sum(), *(torch.tensor(v.numel(), device=v.device) for v in (gap, weights))])
+    dist.all_reduce(totals, group=mesh.data_group)
+    metrics = trainer._metrics["train" if trainer.model.training else "eval"]
+    for place, name in enumerate(("sampling_logp_difference", "importance_sampling_ratio")):
+        metrics[f"sampling/{name}/mean"][-1] = float(totals[place] / totals[place + 2].clamp(min=1))
 
 
 # ---- the stand-in for vLLM's server ---------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
 from hf_parallel.hooks.transformers import kernels
-from hf_parallel.hooks.trl import online
+from hf_parallel.hooks.trl import online, servers
 from hf_parallel.local import local
 from hf_parallel.mesh import stored
 from hf_parallel.spec import refuse
@@ -50,10 +50,11 @@ def check(trainer: Trainer, args: Any, eval_dataset: Any, model: PreTrainedModel
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
         _refuse_old(kind, model)
         kernels.check_losses(trainer, args)
+    servers.check(trainer, args)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
     if f"{kind.__module__}.{kind.__qualname__}" in online.TRAINERS:
-        online.check(trainer, args, eval_dataset)
+        online.check(trainer, args, eval_dataset, model)
         return
     refuse(
         kind.__name__,

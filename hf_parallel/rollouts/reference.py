@@ -1,0 +1,105 @@
+"""A server of log-probabilities by a model that does not change: the reference of GRPO, RLOO and DPO.
+
+    python -m hf_parallel.rollouts --reference Qwen/Qwen3-0.6B --port 8001
+
+What a trainer's ranks ask is rows of token ids, a mask, and which tokens count; the answer has one number per token.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import functools
+import inspect
+import json
+import threading
+import urllib.error
+import urllib.request
+from typing import Any
+
+import torch
+
+#: Numbers in the logits of a call: more rows are asked one part after another.
+_LOGITS = 1 << 28
+#: What is not scored.
+IGNORED = -100
+#: Answers that are kept: all stages of a pipeline ask about the same rows.
+_KEPT = 64
+
+
+class Reference:
+    """The model, with the answers of a server."""
+
+    def __init__(self, name: str, model: Any) -> None:
+        self.name, self.model = name, model.eval()
+        self.lock = threading.Lock()
+        self.answers = {"/health": lambda asked: {}, "/reference": lambda asked: self.facts(), "/log_probs": self.score}
+        self._known = functools.lru_cache(_KEPT)(self._scored)
+
+    def facts(self) -> dict[str, Any]:
+        """What the trainer compares with its policy."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return {"model": self.name, "dtype": dtype, "vocabulary": self.model.config.get_text_config().vocab_size}
+
+    def score(self, asked: dict[str, Any]) -> dict[str, str]:
+        """Of each row and token but the first: log p(label | tokens before it), 0 where nothing is to be scored."""
+        with self.lock:
+            return {"log_probs": self._known(json.dumps(asked, sort_keys=True))}
+
+    def _scored(self, text: str) -> str:
+        asked, device = json.loads(text), self.model.device
+        ids, mask, labels = (torch.tensor(asked[key], device=device) for key in ("input_ids", "mask", "labels"))
+        labels = labels[:, 1:]
+        counted = (labels != IGNORED).any(0).nonzero()
+        scores = torch.zeros(labels.shape, device=device)
+        if len(counted):
+            first = int(counted[0])
+            each = max(1, _LOGITS // (labels[:, first:].shape[1] * self.facts()["vocabulary"]))
+            parts = (part.split(each) for part in (ids, mask, labels))
+            with torch.no_grad(), self._autocast(asked["autocast"]):
+                found = [self._rows(*rows, first, asked["temperature"]) for rows in zip(*parts, strict=True)]
+            scores[:, first:] = torch.cat(found)
+        return to_text(scores)
+
+    def _rows(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float) -> Any:
+        wanted: dict[str, Any] = {"use_cache": False}
+        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
+            wanted["logits_to_keep"] = ids.shape[1] - first
+        logits = self.model(input_ids=ids, attention_mask=mask, **wanted).logits[:, -(ids.shape[1] - first) : -1]
+        labels = labels[:, first:]
+        chosen = (logits.float() / temperature).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+        return chosen.masked_fill(labels == IGNORED, 0)
+
+    def _autocast(self, dtype: str | None) -> contextlib.AbstractContextManager:
+        if dtype is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, getattr(torch, dtype))
+
+
+def to_text(scores: torch.Tensor) -> str:
+    """The bytes of fp32 numbers, as JSON can hold them."""
+    return base64.b64encode(scores.float().cpu().contiguous().numpy().tobytes()).decode()
+
+
+def from_text(text: str, shape: tuple[int, int]) -> torch.Tensor:
+    """The numbers."""
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).view(shape)
+
+
+def ask(address: str, route: str, timeout: float | None = None, **told: Any) -> dict[str, Any]:
+    """What a server of this package says.
+
+    Raises:
+        RuntimeError: it is not there, or refuses.
+    """
+    request = urllib.request.Request(
+        f"{address.rstrip('/')}/{route}", json.dumps(told).encode(), {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        reason = error.read().decode(errors="replace")
+    except OSError as error:
+        reason = str(error)
+    raise RuntimeError(f"hf_parallel: {address}/{route}: {reason}")

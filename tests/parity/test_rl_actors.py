@@ -1,0 +1,103 @@
+"""A policy whose reference is served from elsewhere, and one whose completions are drawn a step ahead.
+
+With a served reference the numbers are those of one process that holds it. One step behind they are those of one
+process that is one step behind by hand: it draws with the weights that it had when it drew the last time.
+"""
+
+import copy
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+from tests.parity.test_trl import cases, check
+
+pytest.importorskip("trl")
+pytest.importorskip("datasets")
+pytest.importorskip("requests")
+
+from tests import rollout_servers, trl_scripts
+from tests.distributed import run
+
+GRPO = "--reward_funcs tests.rollouts.reward --num_generations 2 --max_completion_length 8 --beta 0.1"
+SERVER = "--use_vllm true --vllm_mode server"
+#: What is drawn, and how many generations an epoch has: the first of each is drawn with the newest weights.
+BEHIND = {
+    "epochs": ("--dataset_train_split test --max_steps 5", 3),
+    "iterations": ("--num_iterations 2 --max_steps 6 --vllm_importance_sampling_mode token_truncate", 16),
+}
+REFERENCE = {
+    "grpo": ("grpo", "prompt", f"{GRPO} --temperature 0.7 --max_steps 3"),
+    "rloo": ("rloo", "prompt", f"{GRPO} --max_steps 3"),
+    "dpo": ("dpo", "preference", ""),
+}
+
+
+class ByHand:
+    """In the place of TRL's way to a server, in one process."""
+
+    per_epoch = 0
+
+    def __init__(self, model, accelerator, processing_class, max_completion_length, temperature, **settings):
+        from hf_parallel.rollouts.server import Engine
+
+        own = type(model)(model.config)  # not a copy: TRL has put a forward into the model
+        own.generation_config = model.generation_config
+        self.model, self.engine = model, Engine("by hand", own, processing_class)
+        self.asked = {"max_tokens": max_completion_length, "temperature": temperature, "logprobs": 0}
+        self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": self.engine.config()["model_config"]})
+        self.calls, self.newest, self.former = 0, None, None
+
+    def sync_weights(self):
+        self.newest = copy.deepcopy(self.model.state_dict())
+
+    def generate(self, prompts, images, num_generations, profiler):
+        fresh = self.calls % self.per_epoch == 0
+        self.engine.model.load_state_dict(self.newest if fresh else self.former)
+        self.calls, self.former = self.calls + 1, self.newest
+        found = self.engine.complete({**self.asked, "prompt": prompts[::num_generations], "n": num_generations})
+        logprobs = [[[value] for value in choice["logprobs"]["token_logprobs"]] for choice in found["choices"]]
+        return prompts, [choice["token_ids"] for choice in found["choices"]], logprobs, None
+
+
+def script_by_hand(per_epoch: int, *args):
+    import trl.trainer.grpo_trainer as trainer
+
+    ByHand.per_epoch = per_epoch
+    trainer.VLLMGeneration, trainer.is_vllm_available = ByHand, lambda: True
+    return trl_scripts.script(*args)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"), cases("trl grpo", {"epochs": "tp=2 dp_shard=2,pp=2", "iterations": "dp_shard=2,pp=2"})
+)
+def test_one_step_behind(folder, case, spec):
+    more, per_epoch = BEHIND[case]
+    flags = f"{GRPO} {more}"
+    key = "grpo", "prompt", flags
+    if key not in folder.references:
+        words = (*folder.flags(*key), *SERVER.split())
+        call = partial(script_by_hand, per_epoch, "grpo", words, str(folder.root), folder.out())
+        folder.references[key] = run(call, 1, init=False, env=folder.environment, timeout=120)[0]
+    with rollout_servers.running(str(folder.root / "llama"), by_row=True) as port:
+        where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
+        check(folder, *key, f"{spec},rollouts=one_step_behind", also=f"{SERVER} {where}")
+
+
+@pytest.mark.parametrize(
+    ("case", "spec"),
+    [
+        *cases("trl grpo", {"grpo": "tp=2 dp_shard=2,pp=2"}),
+        *cases("trl rloo", {"rloo": "tp=2"}),
+        *cases("trl dpo", {"dpo": "tp=2 dp_shard=2,pp=2"}),
+    ],
+)
+def test_a_served_reference(folder, case, spec):
+    """At DPO's first step policy and reference are equal: which answer is the better one is decided by rounding."""
+    with rollout_servers.running(str(folder.root / "llama"), reference=True) as port:
+        check(folder, *REFERENCE[case], f"{spec},reference=http://127.0.0.1:{port}", metrics=case != "dpo")
