@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.context.attention import Exchanged
 from hf_parallel.axes.context.layout import Shape
+from hf_parallel.groups import connect
 from hf_parallel.mesh import ParallelMesh, axis_ranks
 
 if TYPE_CHECKING:
@@ -30,10 +31,16 @@ def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
     """
     size, inner, gathered = config.cp_size, config.ulysses_size, config.context_parallel == "allgather"
     if inner == 1:
-        return Exchanged(mesh.attention_group, None, gathered)
+        return Exchanged(_ring(mesh, mesh.attention_group), None, gathered)
     if inner == size:
         return Exchanged(None, mesh.attention_group, gathered)
     all_ranks = axis_ranks(config, "cp")
     rings = [ranks[place::inner] for ranks in all_ranks for place in range(inner)]
     groups = [ranks[start : start + inner] for ranks in all_ranks for start in range(0, size, inner)]
-    return Exchanged(mesh.groups.along(rings), mesh.groups.along(groups), gathered)
+    return Exchanged(_ring(mesh, mesh.groups.along(rings)), mesh.groups.along(groups), gathered)
+
+
+def _ring(mesh: ParallelMesh, group: Any) -> Any:
+    """Whose ranks send what others see: under windows, and in packs, not each of them sends."""
+    connect(group, mesh.device)
+    return group
