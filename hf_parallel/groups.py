@@ -81,6 +81,19 @@ def takes_host_memory(group: dist.ProcessGroup) -> bool:
     return torch.device("cpu") in group._device_types
 
 
+def connect(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make a group's communicator before messages that not all of its ranks take part in. Collective over them.
+
+    NCCL makes it at the first call; a batch of messages there waits for every rank, and forever for those without one.
+    """
+    if group.size() > 1 and _connects_late(group):
+        dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
+def _connects_late(group: dist.ProcessGroup) -> bool:
+    return dist.get_backend(group) == "nccl"
+
+
 def time_out() -> timedelta | None:
     """How long collectives of the default group may take. New groups are told, else they have torch's defaults."""
     group = dist.distributed_c10d._get_default_group()

@@ -23,6 +23,11 @@ def remember(model: nn.Module) -> None:
     _models.add(model)
 
 
+def parallel_models() -> list[nn.Module]:
+    """Those of this process."""
+    return list(_models)
+
+
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the `model.state_dict()` of one process, on rank 0's CPU; empty on the other ranks.
 

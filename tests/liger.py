@@ -194,6 +194,6 @@ def stand_ins() -> Iterator[None]:
     modules = {"liger_kernel": package, "liger_kernel.transformers": inside}
     with (
         mock.patch.dict(sys.modules, modules),
-        mock.patch.object(integration, "is_liger_kernel_available", lambda: True),
+        mock.patch.object(integration, "is_liger_kernel_available", return_value=True),
     ):
         yield

@@ -18,6 +18,8 @@ whole operand that holds for whatever operand is cut. Casts, scales and products
 from __future__ import annotations
 
 import dataclasses
+import functools
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -58,6 +60,18 @@ def largest_number(tensor: torch.Tensor, dim: int | None = None) -> torch.Tensor
     return tensor.abs().max() if dim is None else tensor.abs().amax(dim, keepdim=True)
 
 
+@functools.cache
+def _import_torchao() -> None:
+    """Without what it says of files for GPUs and Pythons that are not here: none of these recipes calls them."""
+    log = logging.getLogger("torchao")
+    former = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        import torchao  # noqa: F401
+    finally:
+        log.setLevel(former)
+
+
 class Float8:
     """Products of fp8 numbers: torchao's Float8LinearConfig of the same name.
 
@@ -67,6 +81,7 @@ class Float8:
     """
 
     def __init__(self, scaling: str, emulated: bool) -> None:
+        _import_torchao()
         from torchao.float8 import Float8LinearConfig
         from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
 
@@ -149,6 +164,7 @@ class Int8:
     tensorwise = False
 
     def __init__(self, scaling: str) -> None:
+        _import_torchao()
         self.rounds_grad_weight = scaling != "rowwise_with_gw_hp"
 
     def compiled(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 # torch 2.13 renamed these two; the former names warn.
-_all_gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -36,7 +36,7 @@ def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: 
 def start_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> Started:
     """[…] -> [n, …], every rank's."""
     gathered = tensor.new_empty(group.size(), *tensor.shape)
-    return Started(gathered, _all_gather_op(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
+    return Started(gathered, all_gather_op(gathered.flatten(), tensor.flatten(), group=group, async_op=True))
 
 
 def start_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup, own: torch.Tensor | None = None) -> Started:

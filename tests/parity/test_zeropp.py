@@ -237,3 +237,18 @@ def test_planned_order_on_a_slow_link():
     assert gain["ZeRO++"] > 5
     assert gain["HSDP"] > 2
     assert min(gain.values()) == gain["ZeRO-3"]
+
+
+def under_names_of_torch_2_11() -> float:
+    from hf_parallel import parallelize
+
+    model = parallelize(models.build("llama", **ODD), "dp_shard=4,hierarchical_shard=2,quantize_weights=int8")
+    tokens = torch.arange(32).view(2, 16)
+    vars(dist).pop("all_gather_single", None)  # torch 2.13's name
+    loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    return loss.item()
+
+
+def test_gathers_have_the_names_of_torch_2_11():
+    assert len(set(run(under_names_of_torch_2_11, 4))) == 1

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import groups, parallelize
+from hf_parallel.axes.context.groups import ways
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.fake_world import fake_world
 from hf_parallel.groups import Groups
@@ -87,6 +88,25 @@ def test_tensor_parallelism_has_priority():
     """Its group alone, and one of its own where its ranks are all of them."""
     assert run_alone(urgent, "tp=2,pp=2").count("high") == 2
     assert run_alone(urgent, "tp=4") == [None] * 4 + ["high"]
+
+
+def connected(variant: str) -> list[int]:
+    """Sizes of groups that exchange a message before attention does, where communicators are made at the first one."""
+    seen, config = [], ParallelConfig.parse("cp=4").resolve(4)
+    all_reduce = dist.all_reduce
+    with (
+        fake_world(0, 4),
+        mock.patch.object(groups, "_connects_late", return_value=True),
+        mock.patch.object(dist, "all_reduce", lambda tensor, group: seen.append(group.size()) or all_reduce(tensor)),
+    ):
+        ways(ParallelMesh.create(config, torch.device("cpu")), config, [variant])
+    return seen
+
+
+@pytest.mark.parametrize(("variant", "sizes"), [("ring", [4]), ("hybrid:2", [2]), ("ulysses", [])])
+def test_rings_are_connected_before_some_ranks_send(variant, sizes):
+    """A rank that has nothing to send would never come, and NCCL waits for it: windows, packs of short documents."""
+    assert run_alone(connected, variant) == sizes
 
 
 def sockets() -> int:

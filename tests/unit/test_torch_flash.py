@@ -170,7 +170,8 @@ def test_what_auto_takes_on_a_gpu(name, changes, words, monkeypatch):
 def test_what_auto_takes_here(monkeypatch):
     """Its own kernel, and why; on a GPU whose kernel fails its trial or where weights are wide, too."""
     assert plan("llama", "dp_shard=1").notes[:1] == (
-        "attention=sdpa: no CUDA device here; packs and windows are faster by attention=torch_flash",
+        "attention=sdpa: the model's own, where there is no CUDA device; "
+        "attention=torch_flash reads packs and windows without a mask",
     )
     facts = read_attention(models.build("llama"), ParallelConfig())
     there = replace(facts, device="cuda", capability=(9, 0))

@@ -118,7 +118,7 @@ def why_not_torch_flash(facts: AttentionFacts) -> str | None:
     if facts.own == "eager" and not facts.sinks:
         return "the script's own choice"
     if facts.device != "cuda":
-        return "no CUDA device here; packs and windows are faster by attention=torch_flash"
+        return "the model's own, where there is no CUDA device; attention=torch_flash reads packs and windows without a mask"
     if not facts.text:
         return "it reads more than tokens, and may show some of them later ones"
     return _not_on_cuda(facts)

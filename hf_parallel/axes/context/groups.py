@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.axes.context.attention import Exchanged
 from hf_parallel.axes.context.layout import Shape
+from hf_parallel.groups import connect
 from hf_parallel.mesh import ParallelMesh, axis_ranks
 
 if TYPE_CHECKING:
@@ -34,20 +32,16 @@ def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
     size, inner = config.cp_size, config.ulysses_size
     how = config.context_parallel == "allgather", config.attention
     if inner == 1:
-        return Exchanged(_connected(mesh.attention_group, mesh.device), None, *how)
+        return Exchanged(_ring(mesh, mesh.attention_group), None, *how)
     if inner == size:
         return Exchanged(None, mesh.attention_group, *how)
     all_ranks = axis_ranks(config, "cp")
     rings = [ranks[place::inner] for ranks in all_ranks for place in range(inner)]
     groups = [ranks[start : start + inner] for ranks in all_ranks for start in range(0, size, inner)]
-    return Exchanged(_connected(mesh.groups.along(rings), mesh.device), mesh.groups.along(groups), *how)
+    return Exchanged(_ring(mesh, mesh.groups.along(rings)), mesh.groups.along(groups), *how)
 
 
-def _connected(ring: dist.ProcessGroup | None, device: torch.device) -> dist.ProcessGroup | None:
-    """A group whose first call is not an exchange of some of its ranks: NCCL wants all of them in that one.
-
-    Where a window ends, or a document is short, ranks have nothing to send and nothing to receive.
-    """
-    if ring is not None and device.type != "cpu":
-        dist.all_reduce(torch.zeros(1, device=device), group=ring)
-    return ring
+def _ring(mesh: ParallelMesh, group: Any) -> Any:
+    """Whose ranks send what others see: under windows, and in packs, not each of them sends."""
+    connect(group, mesh.device)
+    return group

@@ -27,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from hf_parallel.collectives.asynchronous import all_gather_op
 from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.collectives.quantized import pack, packed_bytes, reduce_scatter, unpack
 from hf_parallel.mesh import ParallelMesh, axis_ranks
@@ -136,7 +137,7 @@ class GatherWeights(_Allocates, AllGather):
 
         if self.nodes is not None:
             return self._in_two_hops(shards, own, finish, async_op)
-        work = dist.all_gather_single(shards.view(-1), own, group=group, async_op=async_op)
+        work = all_gather_op(shards.view(-1), own, group=group, async_op=async_op)
         return _finished(work, finish)
 
     def _in_two_hops(
@@ -148,7 +149,7 @@ class GatherWeights(_Allocates, AllGather):
 
         def inside() -> None:
             received = own.new_empty(within.size(), part.numel())
-            dist.all_gather_single(received.view(-1), part, group=within)
+            all_gather_op(received.view(-1), part, group=within)
             by_node = received.view(within.size(), across.size(), -1).transpose(0, 1)
             shards.view(by_node.shape).copy_(by_node)
             finish()
@@ -158,7 +159,7 @@ class GatherWeights(_Allocates, AllGather):
             streams.current_stream().wait_event(self._written)
             return _finished(None, inside)
         part = own.new_empty(across.size() * own.numel())
-        work = dist.all_gather_single(part, own, group=across, async_op=async_op)
+        work = all_gather_op(part, own, group=across, async_op=async_op)
 
         def keep() -> None:
             if self.group._reshard_after_forward:

@@ -282,9 +282,11 @@ def compute_loss(original: Callable, self: Any, model: Any, inputs: dict) -> tor
     loss, kind = original(self, model, inputs), getattr(self, "loss_type", "")
     if runtime.mesh().data_size == 1:
         return loss
+    if self.model.training and kind != "bnpo":
+        return loss
     tokens = int(inputs["completion_mask"].sum())
     if self.model.training:
-        return loss * share(tokens) if kind == "bnpo" else loss
+        return loss * share(tokens)
     rows, generated = len(inputs["prompt_ids"]), record_of(self).step.generated
     real = rows if generated is None else generated[runtime.mesh().data_rank]
     held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
