@@ -206,21 +206,6 @@ def test_two_buffers():
     assert set(run(buffers, 5, "ring")) == {(4, 2)}
 
 
-def first_calls(device):
-    """What connects the ranks of a ring before the first exchange, in which some of them may have no part."""
-    from hf_parallel.axes.context.groups import _connected
-
-    with mock.patch.object(dist, "all_reduce") as called, mock.patch.object(torch, "zeros"):
-        assert _connected(dist.group.WORLD, torch.device(device)) is dist.group.WORLD
-    return called.call_count
-
-
-def test_all_ranks_of_a_ring_are_in_its_first_call():
-    """NCCL makes its communicator then; gloo has one."""
-    assert run(first_calls, 2, "cuda") == [1, 1]
-    assert run(first_calls, 2, "cpu") == [0, 0]
-
-
 @pytest.mark.parametrize("square", [1024, 3])
 @pytest.mark.parametrize(
     ("ranks", "variants"), [(2, ("ring", "ulysses")), (3, ("ring",)), (4, ("allgather", "hybrid", "ulysses"))]
