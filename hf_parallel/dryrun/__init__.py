@@ -1,5 +1,19 @@
 """The dry run: `parallelize` and a training step of any rank, run by one process on tensors without memory."""
 
-from hf_parallel.dryrun.run import DryRun, dry_run
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_parallel.dryrun.run import DryRun, dry_run
 
 __all__ = ["DryRun", "dry_run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when asked for: a run that only names its process groups needs none of it."""
+    if name not in __all__:
+        raise AttributeError(f"module 'hf_parallel.dryrun' has no attribute {name!r}")
+    from hf_parallel.dryrun import run
+
+    return getattr(run, name)

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
 from hf_parallel.hooks import auto, hangs, report, runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.monitor import expected
 from hf_parallel.monitor.meter import COMPUTE, DATA
 from hf_parallel.monitor.record import Record
 from hf_parallel.monitor.session import Reading, Session
-from hf_parallel.planner.detect import detect
+
+if TYPE_CHECKING:
+    from hf_parallel.monitor.expected import Batch
 
 #: Readings after which steps are what they will be, and compared with the plan.
 WARM = 2
@@ -46,6 +47,8 @@ class Watched:
         return reading.figures
 
     def _tell(self, reading: Reading, arguments: Any, step: int | None) -> None:
+        from hf_parallel.monitor import expected  # the planner: not needed to start
+
         if self.record is None and arguments is not None:
             self.record = Record(arguments.output_dir)
             self._write("run", **self._run(reading, arguments))
@@ -60,6 +63,9 @@ class Watched:
 
     def _run(self, reading: Reading, arguments: Any) -> dict[str, Any]:
         """The first line of a run's record."""
+        from hf_parallel.monitor import expected
+        from hf_parallel.planner.detect import detect
+
         config, plan, why = self.state.config, None, ""
         batch = self._batch(reading, arguments)
         try:
@@ -81,10 +87,12 @@ class Watched:
             "why_no_plan": why,
         }
 
-    def _batch(self, reading: Reading, arguments: Any) -> expected.Batch:
+    def _batch(self, reading: Reading, arguments: Any) -> Batch:
+        from hf_parallel.monitor.expected import Batch
+
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
         lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
-        return expected.Batch(
+        return Batch(
             rows=arguments.per_device_train_batch_size,
             calls=arguments.gradient_accumulation_steps,
             seq=reading.seq,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +18,9 @@ from hf_parallel.monitor.figures import RankRow, figures, gather, mfu, own_row, 
 from hf_parallel.monitor.meter import Meter
 from hf_parallel.monitor.stragglers import Stragglers
 from hf_parallel.parallelize import ParallelState
-from hf_parallel.planner.hardware import find_gpu
-from hf_parallel.planner.shape import ModelShape, shape_of
+
+if TYPE_CHECKING:
+    from hf_parallel.planner.shape import ModelShape
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Session:
     @functools.cached_property
     def shape(self) -> ModelShape | None:
         """What the planner counts; None of a model that it cannot."""
+        from hf_parallel.planner.shape import shape_of  # not needed to start
+
         try:
             return None if self._config is None else shape_of(self._config)
         except (SpecError, ValueError, KeyError, AttributeError, TypeError):
@@ -104,6 +107,8 @@ def _peak(device: torch.device) -> float | None:
     """FLOP/s of bf16 products, as the planner's mfu has it; None of a device that its catalogue lacks."""
     if device.type == "cpu":
         return None
+    from hf_parallel.planner.hardware import find_gpu
+
     try:
         return find_gpu(torch.get_device_module(device).get_device_name(device)).peak("bf16")
     except SpecError:

@@ -52,7 +52,9 @@ class DataKeys(Keys):
     @property
     def reduces_each_run(self) -> bool:
         """Does a pipeline reduce gradients in every run of its schedule, rather than once per step?"""
-        return cast("ParallelConfig", self).sizes["pp"] > 1 and self.zero_stage >= 2 and self.gradient_reduction == "auto"
+        return (
+            cast("ParallelConfig", self).sizes["pp"] > 1 and self.zero_stage >= 2 and self.gradient_reduction == "auto"
+        )
 
 
 @dataclass(frozen=True)

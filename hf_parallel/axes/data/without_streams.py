@@ -35,7 +35,8 @@ def overlap(root: nn.Module, blocks: list[nn.Module]) -> None:
         group.unshard_async_op = True
         group._reduce_scatter_comm = _ReduceScatter(group._reduce_scatter_comm, group, later)
         if isinstance(group.mesh_info, DDPMeshInfo):
-            info = group.mesh_info = copy.copy(group.mesh_info)
+            info: Any = copy.copy(group.mesh_info)
+            group.mesh_info = info
             info.replicate_process_group = _Replicas(info.replicate_process_group, group, later)
     units: Any = [block for block in blocks if isinstance(block, FSDPModule)]
     for unit, following in pairwise(units):
