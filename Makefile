@@ -7,7 +7,7 @@
 #   make format    let ruff rewrite the files
 #   make matrix    run the parity tests and write the support matrix into README.md
 #   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
-#                  gpu-speed (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
+#                  gpu-speed gpu-context (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
 #   make site      build docs/ into outputs/site, with a search
 #   make clean     remove the virtual environment, caches and outputs
 
@@ -22,7 +22,7 @@ BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
 
 .DEFAULT_GOAL := help
-GPU_PARTS   := links parity checkpoints syncs memory speed
+GPU_PARTS   := links parity checkpoints syncs memory speed context
 WHEELS      ?=
 #: What has torch for CUDA: an environment that is here, else the machine's own Python.
 GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))

@@ -10,7 +10,7 @@ import time
 import traceback
 from pathlib import Path
 
-PARTS = ("links", "parity", "checkpoints", "syncs", "memory", "speed")
+PARTS = ("links", "parity", "checkpoints", "syncs", "memory", "speed", "context")
 ROOT = Path(__file__).parents[2]
 
 

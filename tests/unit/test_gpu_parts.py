@@ -26,6 +26,7 @@ LINES = {
     "syncs": {"plain Trainer": NOTE, "tp=2": NOTE},
     "memory": {"tiny tp=2,dp_shard=2": OK, "  parameters": NOTE},
     "speed": {"tiny plain Trainer, 1 x 33": NOTE, "overlap dp_shard=2": SKIPPED},
+    "context": {"ring, 257": NOTE, "allgather, 257": NOTE, "torch's context_parallel": SKIPPED},
 }
 
 
