@@ -25,12 +25,12 @@ def _listed(parameters: Any) -> list[Any]:
 def _states_of(parameters: list[Any]) -> list[Any]:
     """Of the parallel models that these are of; all stages of a pipeline take part, also one that has none of them."""
     wanted = set(map(id, parameters))
-    states = [(model, model._hf_parallel) for model in parallel_models() if hasattr(model, "_hf_parallel")]
+    states: list[Any] = [(model, model._hf_parallel) for model in parallel_models() if hasattr(model, "_hf_parallel")]
     found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
     return found or [state for _, state in states if not wanted and state.pipeline is not None]
 
 
-@patch("torch.nn.utils.clip_grad:clip_grad_norm_", "norm of one stage, or mixes shards with whole tensors", copies=True)
+@patch("torch.nn.utils.clip_grad:clip_grad_norm_", "norm of one stage, or mixes shards and whole tensors", copies=True)
 def clip_grad_norm_(
     original: Callable,
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -51,7 +51,7 @@ def clip_grad_norm_(
     return norm
 
 
-@patch("torch.nn.utils.clip_grad:clip_grad_value_", "mixes shards with whole tensors", copies=True)
+@patch("torch.nn.utils.clip_grad:clip_grad_value_", "mixes shards and whole tensors", copies=True)
 def clip_grad_value_(
     original: Callable,
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -63,7 +63,7 @@ def clip_grad_value_(
     original([SimpleNamespace(grad=stored(parameter.grad)) for parameter in graded], clip_value, foreach)
 
 
-@patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards with whole tensors", copies=True)
+@patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)
 def average(original: Callable, *args: Any, **kwargs: Any) -> Callable:
     """What `AveragedModel` does to all weights at once, on the parts that this rank stores."""
     own = original(*args, **kwargs)

@@ -1,7 +1,7 @@
 """What CUDA takes by default, forced on the CPU, in a stranger's loop without Trainer and Accelerator, on all layouts.
 
-There foreach is the default of optimizers, norms and clipping; loops ask for fused. Lists of a parallel model's tensors
-hold DTensors of several meshes beside plain ones, and under a pipeline those of one stage.
+There foreach is the default of optimizers, norms and clipping; loops ask for fused. Lists of a parallel model's
+tensors hold DTensors of several meshes beside plain ones, and under a pipeline those of one stage.
 """
 
 import copy
@@ -28,17 +28,14 @@ SPECS = (
     "tp=2,pp=2",
     "dp_shard=2,tp=2",
     "dp_shard=2,pp=2",
-    "cp=2,tp=2",
-    "dp_replicate=2,dp_shard=2",
-    "pp=2,cp=2",
     "dp_shard=2,ep=2,pp=2",
 )
-STEPS = 4
+STEPS = 3
 KINDS = ("foreach", "fused")
 
 
 def trained(spec: str | None) -> dict[str, list[float]]:
-    """Losses and norms of loops that clip, of their averages of weights, and after states have been stored and read."""
+    """Losses and norms of loops that clip, store and read states; the loss of averaged weights."""
     if spec:
         hf_parallel.activate(spec)
     return {kind: _loop(spec, kind) for kind in KINDS}
@@ -109,5 +106,5 @@ def test_a_strangers_loop(expected, spec):
     for rank, found in enumerate(run(trained, axes(spec)["world"], spec, init=False)):
         for kind, seen in found.items():
             for place, (one, other) in enumerate(zip(seen, theirs[kind], strict=True)):
-                # relative; fp32 sums in another order, through four steps that change the loss by 1e-1
+                # relative; fp32 sums in another order, through three steps that change the loss by 1e-1
                 none(close(f"rank {rank}, {kind}: number {place}", one, other, 2e-5))

@@ -53,7 +53,7 @@ def test_all_ranks_skip_a_step_that_overflows(spec):
         assert scale == 2.0**57
 
 
-def overflowing(spec: str | None) -> tuple[list[float], list[float]]:
+def overflowing(spec: str | None, fused: bool = False) -> tuple[list[float], list[float]]:
     """Losses and scales of five steps; in the second, one number of one rank's gradients is infinite."""
     model = models.build("llama").train()
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -65,7 +65,9 @@ def overflowing(spec: str | None) -> tuple[list[float], list[float]]:
         share = slice(mesh.data_rank * 8 // size, (mesh.data_rank + 1) * 8 // size)
         if model._hf_parallel.pipeline is not None:
             model._hf_parallel.pipeline.scale_loss = scaler.scale
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if fused:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2, fused=True)
     tokens = torch.randint(0, models.VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(5))[share]
     losses, scales = [], []
     for step in range(5):
@@ -86,12 +88,16 @@ def overflowing(spec: str | None) -> tuple[list[float], list[float]]:
     return losses, scales
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2"], ids=spec_id)
-def test_one_rank_overflows_and_all_skip(spec):
+OVERFLOWS = [(spec, False) for spec in ("dp_shard=2", "tp=2", "pp=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2")]
+OVERFLOWS += [("tp=2", True), ("pp=2", True)]
+
+
+@pytest.mark.parametrize(("spec", "fused"), OVERFLOWS, ids=lambda value: spec_id(str(value)))
+def test_one_rank_overflows_and_all_skip(spec, fused):
     """The scale is that of one process, in each step: it is halved, and grows again after two good steps."""
-    expected, scales = run_alone(overflowing, None)
+    expected, scales = run_alone(overflowing, None, fused)
     assert scales == [2.0**10, 2.0**9, 2.0**9, 2.0**10, 2.0**10]
-    for losses, ours in run(overflowing, axes(spec)["world"], spec):
+    for losses, ours in run(overflowing, axes(spec)["world"], spec, fused):
         assert ours == scales
         assert losses == pytest.approx(expected, rel=3e-3)  # fp16 keeps 11 bits: 5e-4 per product
 

@@ -1,7 +1,10 @@
 """fp32 weights under mixed precision: what is gathered, what is held, and the numbers of torch's own FSDP2."""
 
+from unittest import mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -194,3 +197,27 @@ def test_checksums_see_every_bit():
     assert sums == [
         checksum(kind, cpu).item() for kind in (*kinds, torch.tensor(3), torch.arange(5, dtype=torch.uint8))
     ]
+
+
+def crossing(spec):
+    """In which dtypes numbers cross between stages, in a step under autocast of a model in fp32."""
+    import hf_parallel
+
+    model, seen = models.build("llama"), set()
+    hf_parallel.parallelize(model, spec)
+    together, rows = dist.batch_isend_irecv, tokens()[:4]
+
+    def noted(operations):
+        seen.update(op.tensor.dtype for op in operations if op.tensor.is_floating_point() and op.tensor.ndim == 3)
+        return together(operations)
+
+    with mock.patch.object(dist, "batch_isend_irecv", noted), torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(input_ids=rows, labels=rows).loss
+    loss.backward()
+    return seen
+
+
+@pytest.mark.parametrize(("spec", "dtype"), [("pp=2,dp_shard=2", torch.bfloat16), ("pp=2", torch.float32)])
+def test_what_crosses_stages(spec, dtype):
+    """16 bits where FSDP2 casts what enters a layer; else the residual stream is in fp32, and other numbers in 16."""
+    assert run(crossing, 4 if "dp_shard" in spec else 2, spec) == [{dtype}] * (4 if "dp_shard" in spec else 2)

@@ -118,7 +118,8 @@ def why_not_torch_flash(facts: AttentionFacts) -> str | None:
     if facts.own == "eager" and not facts.sinks:
         return "the script's own choice"
     if facts.device != "cuda":
-        return "the model's own, where there is no CUDA device; attention=torch_flash reads packs and windows without a mask"
+        why = "the model's own, where there is no CUDA device; "
+        return f"{why}attention=torch_flash reads packs and windows without a mask"
     if not facts.text:
         return "it reads more than tokens, and may show some of them later ones"
     return _not_on_cuda(facts)

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from hf_parallel.collectives.asynchronous import all_gather_op
 from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.collectives.asynchronous import all_gather_op
 from hf_parallel.collectives.quantized import pack, packed_bytes, reduce_scatter, unpack
 from hf_parallel.mesh import ParallelMesh, axis_ranks
 
