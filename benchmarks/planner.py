@@ -69,7 +69,9 @@ def mixture_figures(rows: list[published.Row]) -> None:
     print(f"  {s['rows']} layouts, each once: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}; farthest off:")
     for row, error in sorted(ours, key=lambda one: -abs(one[1]))[:6]:
         layout = " ".join(f"{key}={row[key]}" for key in ("gpus", "tp", "pp", "ep", "zero_stage") if row.get(key))
-        print(f"    {error:+6.0%}  {row['series']}, {row['model']}, {layout}: {row['step_time_s']:.1f} s; {row['note']}")
+        print(
+            f"    {error:+6.0%}  {row['series']}, {row['model']}, {layout}: {row['step_time_s']:.1f} s; {row['note']}"
+        )
 
 
 def ranking_figures(rows: list[published.Row]) -> None:
