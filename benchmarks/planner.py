@@ -40,10 +40,12 @@ def main() -> None:
         transfer(published.of_time(rows, HALF))
     elif args.leave_one_out:
         leave_one_out(published.of_time(rows, HALF), args.seconds)
-        leave_out_of_mixtures(published.of_time(rows, HALF), published.of_mixtures(rows), args.seconds)
+        if mixtures := published.of_mixtures(rows):
+            leave_out_of_mixtures(published.of_time(rows, HALF), mixtures, args.seconds)
     else:
         time_figures(rows)
-        mixture_figures(rows)
+        if published.of_mixtures(rows):
+            mixture_figures(rows)
         ranking_figures(rows)
         memory_figures(rows)
         fitting_figures(rows)
