@@ -40,10 +40,12 @@ def main() -> None:
         transfer(published.of_time(rows, HALF))
     elif args.leave_one_out:
         leave_one_out(published.of_time(rows, HALF), args.seconds)
-        leave_out_of_mixtures(published.of_time(rows, HALF), published.of_mixtures(rows), args.seconds)
+        if mixtures := published.of_mixtures(rows):
+            leave_out_of_mixtures(published.of_time(rows, HALF), mixtures, args.seconds)
     else:
         time_figures(rows)
-        mixture_figures(rows)
+        if published.of_mixtures(rows):
+            mixture_figures(rows)
         ranking_figures(rows)
         memory_figures(rows)
         fitting_figures(rows)
@@ -69,7 +71,9 @@ def mixture_figures(rows: list[published.Row]) -> None:
     print(f"  {s['rows']} layouts, each once: median {s['median']:.1%}, 90th percentile {s['p90']:.1%}; farthest off:")
     for row, error in sorted(ours, key=lambda one: -abs(one[1]))[:6]:
         layout = " ".join(f"{key}={row[key]}" for key in ("gpus", "tp", "pp", "ep", "zero_stage") if row.get(key))
-        print(f"    {error:+6.0%}  {row['series']}, {row['model']}, {layout}: {row['step_time_s']:.1f} s; {row['note']}")
+        print(
+            f"    {error:+6.0%}  {row['series']}, {row['model']}, {layout}: {row['step_time_s']:.1f} s; {row['note']}"
+        )
 
 
 def ranking_figures(rows: list[published.Row]) -> None:

@@ -58,8 +58,8 @@ def call(row: Row, **changes: Any) -> Prediction:
 def completed(row: Row) -> Row:
     """The row with what its table leaves open, for dense models and mixtures by the same rules.
 
-    Recomputed norms and activations repeat no matrix product. Automodel keeps weights gathered from forward to backward
-    in a pipeline (moe/parallelizer.py), as ZeRO-2 does. Megatron-LM refuses tp with experts without sequence
+    Recomputed norms and activations repeat no matrix product. Automodel keeps weights gathered for the backward in a
+    pipeline (moe/parallelizer.py), as ZeRO-2 does. Megatron-LM refuses tp with experts without sequence
     parallelism.
     """
     row = {**row, **_COMPLETED.get((row["series"], row["model"]), {})}

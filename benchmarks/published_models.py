@@ -24,9 +24,7 @@ def _qwen3(hidden: int, layers: int, heads: int, inner: int) -> PretrainedConfig
 def _gpt_oss(layers: int, experts: int) -> PretrainedConfig:
     widths = {"hidden_size": 2880, "intermediate_size": 2880, "vocab_size": 201088}
     groups = {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128}
-    return GptOssConfig(
-        **widths, **groups, num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=4
-    )
+    return GptOssConfig(**widths, **groups, num_hidden_layers=layers, num_local_experts=experts, num_experts_per_tok=4)
 
 
 def _kimi_k2() -> PretrainedConfig:

@@ -36,7 +36,8 @@ def shard_ends(model: Any, blocks: list[nn.Module], keeps: bool, **settings: Any
     embedding, head, backbone = input_embedding(model), _head(model), backbone_of(model)
     if isinstance(embedding, nn.Embedding) and id(embedding) not in inside and _alone(model, embedding):
         unit: Any = fully_shard(embedding, reshard_after_forward=not keeps, **settings)
-        if len(list(embedding.parameters())) == 1:  # a lookup's backward reads no weight; that of a norm behind it does
+        is_lookup = len(list(embedding.parameters())) == 1  # no norm in it, whose backward reads a weight
+        if is_lookup:
             unit.set_unshard_in_backward(False)
     if head is not None and backbone is not None and _alone(model, head) and head not in set(backbone.modules()):
         unit = fully_shard(head, reshard_after_forward=False, **settings)

@@ -125,7 +125,7 @@ def _put_right(model: Any, balance: StageBalance) -> None:
         return with_exact(model, output, balance.exact) if own and balance.exact is not None else output
 
     def of_others(module: Any, args: Any, output: Any) -> Any:
-        """What was put around the model later, as TRL's fused head, has balanced stand-ins. Its kind keeps no logits."""
+        """What was put around the model later has balanced stand-ins, as TRL's fused head, which keeps no logits."""
         foreign = not hasattr(output, "router_logits") and not getattr(output, "is_balanced", False)
         own = torch.is_tensor(getattr(output, "aux_loss", None))
         return with_exact(model, output, balance.exact) if foreign and own and balance.exact is not None else output

@@ -2,8 +2,8 @@
 
 A layer consists of parts, its attention and its MLP. In each part some linears read the residual stream (their input
 is as wide as it) and one writes to it (its output is): readers are cut by columns, the writer by rows. Where both
-sides are as wide, the one that is named after its output writes, or that registered last. A wrong guess cannot pass unseen: the writer would get an input of
-the wrong width and stop the first forward.
+sides are as wide, the one that is named after its output writes, or that registered last. A wrong guess cannot pass
+unseen: the writer would get an input of the wrong width and stop the first forward.
 
 What the structure cannot show is how one weight holds several, [q | k | v] or head by head: `PACKED` says it.
 """
