@@ -80,8 +80,11 @@ class Loss(Axis[str, LossPart]):
         """After it."""
         from hf_parallel.axes.tensor.lean_loss import finish
 
-        if part.why_not is None:
-            finish(model)
+        if part.why_not is not None:
+            return
+        finish(model)
+        if building.pipeline is not None:
+            building.pipeline.loss_in_chunks = why_not_in(building.pipeline.config) is None
 
 
 def why_not_in(config: ParallelConfig) -> str | None:

@@ -73,7 +73,7 @@ def kept_or(compute: Callable[[], Result], kind: str) -> Result:
 
 @contextlib.contextmanager
 def summed_next() -> Iterator[None]:
-    """What is computed in here is read by nothing but the next result that is kept: a second run needs no value of it."""
+    """What is computed in here nothing reads but the next result that is kept: a second run needs no value of it."""
     store = _stores[-1] if keeps(COLLECTIVE) else None
     if store is not None:
         store.summed = len(store.results)

@@ -1,7 +1,7 @@
 """Will anybody but a model's own loss read the logits of the call in progress? Who calls the model may know.
 
-A Trainer takes the loss alone from a model that computes it, a pipeline frees what else a micro-batch gives. Nobody can
-miss logits there; of a loop written by hand nothing is known.
+A Trainer takes the loss alone from a model that computes it, a pipeline frees what else a micro-batch gives. Nobody
+can miss logits there; of a loop written by hand nothing is known.
 """
 
 from __future__ import annotations

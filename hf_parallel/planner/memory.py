@@ -314,7 +314,12 @@ class _Rank:
 
     @property
     def _lean(self) -> bool:
-        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?"""
+        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?
+
+        What quantising the head's gradient needs then is not counted: with that the room of whole logits is left.
+        """
+        if self.layout.quantize_gradients != "none":
+            return False
         waits = self.layout.pp > 1 and self.layout.schedule not in ONE_WAITS
         fewest = fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
         return self.job.lean_loss and not waits and self.tokens >= fewest
@@ -325,7 +330,7 @@ class _Rank:
         return 4 * self.shape.hidden * (self.tokens + head)
 
     def _chunk(self) -> float:
-        """A chunk's logits in fp32 beside those multiplied; or their gradient and the head's, as products give them."""
+        """A chunk's logits in fp32 and as products give them; or their gradient and the head's, as products do."""
         width, hidden, words = self.job.width, self.shape.hidden, self.shape.head_outputs / self.layout.tp
         logits = CHUNK * words * (4 + width * (width < 4))
         return max(logits, width * (CHUNK + hidden) * words * (not self.job.lora))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.axes.axis import Packing
+from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun import DryRun, dry_run
 from hf_parallel.hooks.auto import script_batch
 from hf_parallel.planner.candidates import Goal
@@ -98,9 +99,14 @@ def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
         recipe.accumulation,
     )
     parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
-    choice = predicted(goal, recipe.layout, recipe.rows // parts, measure=True)
+    choice = predicted(goal, _with_logits(recipe), recipe.rows // parts, measure=True)
     assert isinstance(choice, Choice)
     return choice
+
+
+def _with_logits(recipe: Recipe) -> ParallelConfig:
+    """The layout, whose logits are counted: a recipe's script computes its loss by itself."""
+    return dataclasses.replace(recipe.layout, lean_loss="false")
 
 
 def _batch(recipe: Recipe) -> dict[str, Any]:
@@ -135,7 +141,7 @@ def dry_runs(recipe: Recipe) -> list[DryRun]:
     Raises:
         SpecError: the layout cannot hold for this model.
     """
-    layout, batch = recipe.layout, _batch(recipe)
+    layout, batch = _with_logits(recipe), _batch(recipe)
     block = layout.dp_shard_size * layout.cp_size * layout.tp_size
     config = recipe.config()
     return [

@@ -6,9 +6,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_parallel import parallelize
+from hf_parallel.axes.loss import fewest_tokens
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.axes.tensor.log_probs import Scaling
-from tests import models
+from hf_parallel.model.unread_logits import unread_logits
+from tests import loops, models
 from tests.activations import Alive
 from tests.distributed import run, run_alone
 from tests.training import axes, spec_id
@@ -50,6 +52,72 @@ def test_numbers_of_one_process(model, spec):
     assert any(lean for _, lean in found)
     for numbers, _ in found:
         assert numbers == pytest.approx(expected, rel=1e-5)
+
+
+def unread(spec: str | None, reader: str) -> tuple[list[float], list[float], int]:
+    """Losses where nobody reads logits but hooks of the script, what those read, and how many losses were lean."""
+    lean_loss.CHUNK, lean_loss.fewest_tokens, calls, real = 11, lambda *_: 1, [], lean_loss._of_source
+    lean_loss._of_source = lambda *given: (calls.append(given), real(*given))[1]
+    built, seen = models.build("llama").train(), list[float]()
+    if spec:
+        parallelize(built, spec)
+    if reader == "backward":
+        built.lm_head.register_full_backward_hook(lambda _, inner, outer: seen.append(outer[0].norm().item()))
+    elif reader == "forward":
+        built.lm_head.register_forward_hook(lambda _, args, output: seen.append(output.detach().norm().item()))
+    elif reader == "changes":
+        built.lm_head.register_forward_hook(lambda _, args, output: output * 2 + 1)
+    with unread_logits():
+        return loops.losses(built, loops.rows(2, 4, 33)), seen, len(calls)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=1", "dp_shard=2"])
+@pytest.mark.parametrize("reader", ["nobody", "backward", "forward", "changes"])
+def test_hooks_of_the_head(spec, reader):
+    """By default, where a caller takes the loss alone: what hooks see and change is as of whole logits."""
+    losses, seen, _ = run_alone(unread, None, reader)
+    for found, read, lean in run(unread, axes(spec)["world"], spec, reader):
+        assert found == pytest.approx(losses, rel=1e-5)
+        assert read == pytest.approx(seen, rel=1e-4)
+        assert (lean == 2) is (reader == "nobody")
+
+
+def left_to_loops(spec: str) -> int:
+    """How many losses of a loop written by hand are lean, which reads logits after its optimizer's step."""
+    lean_loss.fewest_tokens, calls, real = lambda *_: 1, [], lean_loss._of_source
+    lean_loss._of_source = lambda *given: (calls.append(given), real(*given))[1]
+    model = models.build("llama").train()
+    parallelize(model, spec)
+    batch = loops.rows(4, 33)
+    outputs = model(input_ids=batch, labels=batch)
+    outputs.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert "pp=" in spec or outputs.logits.shape == (4, 33, models.VOCABULARY)
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("spec", "lean"),
+    [
+        ("tp=2", False),
+        ("pp=2", True),
+        ("pp=2,pipeline_schedule=gpipe", False),
+        ("pp=2,pipeline_schedule=gpipe,lean_loss=true", True),
+        ("pp=2,pipeline_schedule=zbv_zero_bubble,lean_loss=true", True),
+    ],
+)
+def test_which_loops_are_lean(spec, lean):
+    """A pipeline keeps no logits of its micro-batches anyway; with several that wait only who asks for it."""
+    assert (sum(run(left_to_loops, 2, spec)) > 0) is lean
+
+
+def test_from_how_many_tokens_it_pays():
+    """Whole logits need less where a head's gradient, kept from the forward on, is larger than they are."""
+    assert [fewest_tokens(4096, *how) for how in ((True, 2, False), (False, 2, False), (True, 2, True))] == [
+        2304,
+        513,
+        6912,
+    ]
 
 
 def of_loss(
@@ -109,7 +177,7 @@ def peak(lean: bool, tokens: int, vocabulary: int) -> int:
 
 
 def test_memory_grows_with_the_chunk(monkeypatch):
-    assert peak(True, 4096, 131072) <= peak(False, 4096, 131072) / 8
+    assert peak(True, 4096, 131072) <= peak(False, 4096, 131072) / 16
     assert peak(True, 8192, 131072) <= 1.05 * peak(True, 4096, 131072)  # not with the tokens
     half = peak(True, 4096, 131072)
     monkeypatch.setattr(lean_loss, "CHUNK", 2 * lean_loss.CHUNK)

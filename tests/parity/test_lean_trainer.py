@@ -1,4 +1,4 @@
-"""Trainer with head and loss in chunks by default: the numbers of one plain process, and whole logits where they are read.
+"""Trainer with head and loss in chunks by default: the numbers of one plain process; whole logits where they are read.
 
 Chunks are of 11 tokens here, and pay for any number of tokens.
 """
@@ -10,8 +10,6 @@ import pytest
 
 from hf_parallel.axes.tensor import lean_loss
 from tests.training import BF16, Script, Tolerance, axes, differences, none, spec_id
-
-
 
 
 @pytest.fixture

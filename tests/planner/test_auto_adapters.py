@@ -37,7 +37,7 @@ def best(**changes):
 def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
     found = best()
     config, lines = found.best.config, list(reasons(found.goal, found.best))
-    assert (config.dp_shard_size, config.zero_stage) == (8, 3), config.to_spec()
+    assert (config.dp_shard_size, config.zero_stage > 0) == (8, True), config.to_spec()  # whole weights do not fit
     assert config.activation_checkpointing in ("selective", "full")
     assert lines[0].startswith("adapters of rank 16")
     assert "whole weights on each rank would need" in lines[1]

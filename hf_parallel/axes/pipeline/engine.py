@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.axis import Building
-from hf_parallel.axes.loss import why_not_in
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
 from hf_parallel.axes.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
@@ -93,6 +92,7 @@ class PipelineEngine:
         self.sequence_parts = mesh.size("tp") if flag is not None and flag.on else 1
         self.local_length = building.local_length
         self.loss_only = False  # evaluation that wants no logits need not send them
+        self.loss_in_chunks = False  # may a micro-batch's loss be computed so?
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
@@ -181,7 +181,7 @@ class PipelineEngine:
 
     def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
         handler = functools.partial(self.run_backbone, hidden)
-        with unread_logits(why_not_in(self.config) is None):
+        with unread_logits(self.loss_in_chunks):
             return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
     def _outputs(self, batch: Batch) -> Any:

@@ -122,7 +122,11 @@ def why_whole(model: Any, held: bool) -> str | None:
         return "a copy of the head is trained"
     if held and not isinstance(vars(head).get("forward"), _HeadForward):
         return "the head has been replaced"
-    return None if not held or _multiplies(head) else "tp leaves a rank without a row of the head, or it does more than multiply"
+    if held and _has_backward_hooks(head):
+        return "hooks of the head read their gradient"
+    if held and not _multiplies(head):
+        return "tp leaves a rank without a row of the head, or it does more than multiply"
+    return None
 
 
 def fewest_tokens_of(head: Any, dtype: torch.dtype) -> int:
@@ -149,11 +153,16 @@ def _forward(wanted: _Wanted, model: PreTrainedModel, head: Any, input: torch.Te
 def _is_lean(wanted: _Wanted, head: Any, input: torch.Tensor, dtype: torch.dtype) -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    if getattr(head, "adapted", False) or not _multiplies(head):
+    if getattr(head, "adapted", False) or not _multiplies(head) or _has_backward_hooks(head):
         return False
     tokens = input.shape[:-1].numel()
     pays = wanted.always or tokens >= fewest_tokens_of(head, dtype)
     return wanted.loss or (logits_are_unread() and pays)
+
+
+def _has_backward_hooks(head: nn.Module) -> bool:
+    """They are called with the gradient of logits, which a loss in chunks never has as a whole."""
+    return bool(head._backward_hooks or head._backward_pre_hooks)
 
 
 def _multiplies(head: nn.Module) -> bool:
