@@ -154,7 +154,7 @@ def update_named_params(original: Callable, self: Any, metadata: list, named_par
         original(self, metadata, named_params)
         return
     names, dtype_names, shapes = (list(column) for column in zip(*metadata, strict=True))
-    info = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "packed": True}
+    info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
     if not self._updating_weights:
         self._start_weight_update()
     with _asking(self, "update_weights", update_info=info):
