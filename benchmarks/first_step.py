@@ -2,8 +2,8 @@
 
     python benchmarks/first_step.py [--recipe qwen3-0.6b-full-1x24gb] [--torch torch==2.13.0] [--keep FOLDER]
 
-The commands are those of docs/recipes.md. What they would download of the Hub is written here before the clock runs, as
-a model of a few layers and 64 conversations; without a GPU the step is computed on the CPU.
+The commands are those of docs/recipes.md. What they would download of the Hub is written here before the clock runs:
+a model of a few layers and 64 conversations. Without a GPU the step is computed on the CPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ def main() -> None:
     """Run each command and say what it took."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", default="qwen3-0.6b-full-1x24gb")
-    parser.add_argument("--torch", default="torch==2.13.0", help="installed first, as its build depends on the machine")
+    parser.add_argument(
+        "--torch", default="torch==2.13.0", help="installed first, as its build depends on the machine"
+    )
     parser.add_argument("--keep", type=Path, help="a folder for the environment, which is used again if it is there")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as place:

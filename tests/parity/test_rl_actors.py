@@ -48,7 +48,9 @@ class ByHand:
         own.generation_config = model.generation_config
         self.model, self.engine = model, Engine("by hand", own, processing_class)
         self.asked = {"max_tokens": max_completion_length, "temperature": temperature, "logprobs": 0}
-        self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": self.engine.config()["model_config"]})
+        self.vllm_client = SimpleNamespace(
+            get_server_info=lambda: {"model_config": self.engine.config()["model_config"]}
+        )
         self.calls, self.newest, self.former = 0, None, None
 
     def sync_weights(self):

@@ -13,7 +13,7 @@ ADDRESS = "http://127.0.0.1:8001"
 
 def trainer(name: str):
     """One of TRL's, as far as it is looked at."""
-    return type(name, (), {"__module__": "trl.trainer.any", "_is_vlm": False})()
+    return type(name, (), {"__module__": "trl.trainer.any", "_is_vlm": False, "router_aux_loss_coef": 0})()
 
 
 def arguments(**changed):
