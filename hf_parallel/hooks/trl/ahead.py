@@ -3,8 +3,8 @@
     step t    send the weights of t - 1 steps | ask for the completions of step t + 1 | train on those asked for before
 
 A batch names the rows of the one after it, so that their prompts are known. TRL asks for its completions as before,
-and finds the answer to the question that was asked a step earlier. Their log-probabilities are those of the weights that
-drew them: TRL's importance sampling, exp(log-probability now - log-probability then), is what makes up for the lag.
+and finds the answer to the question that was asked a step earlier. Their log-probabilities are those of the weights
+that drew them: TRL's importance sampling, exp(log-probability now - log-probability then), makes up for the lag.
 """
 
 from __future__ import annotations
