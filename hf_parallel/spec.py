@@ -164,12 +164,19 @@ def _split_pairs(text: str) -> dict[str, str]:
             parts[-1] += char
     for part in filter(None, (p.strip() for p in parts)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals and (close := _like_a_recipe(part)):
+            refuse(part, "neither key=value nor a recipe", do=f"did you mean {' or '.join(close)}?")
         if not key or not equals or not value:
             refuse(part, "expected key=value, for example tp=2")
         if key in pairs:
             refuse(key, f"given twice ({pairs[key]} and {value})", do="give it once")
         pairs[key] = value
     return pairs
+
+
+def _like_a_recipe(text: str) -> list[str]:
+    """Names of recipes that may have been meant."""
+    return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
 
 
 def convert(name: str, annotation: Any, value: Any) -> Any:

@@ -24,8 +24,8 @@ class RolloutKeys(Keys):
     )
     reference: str | None = key(
         None,
-        "`http://host:port` of `python -m hf_parallel.rollouts --reference MODEL`: TRL's reference model is asked there, "
-        "and held by no rank",
+        "`http://host:port` of `python -m hf_parallel.rollouts --reference MODEL`: TRL's reference model is asked "
+        "there, and held by no rank",
     )
 
 
@@ -42,7 +42,9 @@ class Rollouts(Axis[None, None]):
         if not address.startswith(("http://", "https://")):
             refuse(f"reference={address}", "is no address", "reference=http://127.0.0.1:8001")
         if config.cp_size != 1:
-            refuse(f"reference={address}", f"is asked about whole rows, of which cp={config.cp_size} has parts", "cp=1")
+            refuse(
+                f"reference={address}", f"is asked about whole rows, of which cp={config.cp_size} has parts", "cp=1"
+            )
 
 
 ROLLOUTS = RolloutKeys.axis = Rollouts()

@@ -27,6 +27,7 @@ CONFIG_CLASSES = {
     None: "transformers.TrainingArguments",
 }
 _NEEDED = ("about", "model", "method", "hardware", "parallel", "arguments", "data")
+_TEXTS = ("about", "model", "method", "shape", "script")
 _DATA_KEYS = ("tokens_per_row", "dataset_name", "dataset_config", "note")
 #: Of the arguments those that memory and speed depend on.
 _COUNTS = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -154,13 +155,16 @@ def read_recipe(name: str, path: str) -> Recipe:
     data = _section(name, values, "data", _DATA_KEYS, ("tokens_per_row",))
     expect = _section(name, values, "expect", _EXPECT_KEYS)
     for source in expect:
-        _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source])
+        _to_be_numbers(f"{name}: expect: {source}", _section(f"{name}: expect", expect, source, _EXPECT_KEYS[source]))
+    _to_be_texts(name, values)
     _to_numbers(f"{name}: hardware", hardware, ("gpus", "gpus_per_node"))
     _to_numbers(f"{name}: data", data, ("tokens_per_row",))
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
-    kept: dict[str, Any] = {key: values.get(key) for key in ("about", "model", "method", "shape", "script")}
+    kept: dict[str, Any] = {key: values.get(key) for key in _TEXTS}
     words: dict[str, Any] = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    for key, options in words.items():
+        _to_be_given(f"{name}: {key}", options)
     _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
     recipe = Recipe(name, path, hardware=machines, layout=layout, data=data, expect=expect, **kept, **words)
     _check(recipe)
@@ -187,6 +191,30 @@ def _to_numbers(where: str, values: dict[str, Any], keys: tuple[str, ...]) -> No
             values[key] = convert(f"{where}: {key}", int, values[key])
             if values[key] < 1:
                 refuse(f"{where}: {key}={values[key]}", "is one at least", f"{key}: 1")
+
+
+def _to_be_numbers(where: str, values: dict[str, Any]) -> None:
+    """What is expected, but for the note."""
+    for key, value in values.items():
+        if key != "note" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
+            refuse(f"{where}: {key}={value}", "is no number", f"{key}: 1.5")
+
+
+def _to_be_texts(where: str, values: dict[str, Any]) -> None:
+    """Names, which YAML takes for numbers where they have digits alone."""
+    for key in _TEXTS:
+        value = values.get(key)
+        if value is not None and not isinstance(value, str):
+            refuse(f"{where}: {key}={value}", f"is a {type(value).__name__}, not a text", f'{key}: "{value}"')
+
+
+def _to_be_given(where: str, options: dict[str, Any]) -> None:
+    """An option without a value would be handed over as the word None."""
+    for key, value in options.items():
+        if value is None:
+            refuse(f"{where}: {key}", "has no value", do="leave it out")
+        if not isinstance(key, str):
+            refuse(f"{where}: {key}", "is no name of an option", do="leave it out")
 
 
 def _check_keys(where: str, values: dict[str, Any], known: Any, needed: Any = ()) -> None:

@@ -33,7 +33,11 @@ class Reference:
     def __init__(self, name: str, model: Any) -> None:
         self.name, self.model = name, model.eval()
         self.lock = threading.Lock()
-        self.answers = {"/health": lambda asked: {}, "/reference": lambda asked: self.facts(), "/log_probs": self.score}
+        self.answers = {
+            "/health": lambda asked: {},
+            "/reference": lambda asked: self.facts(),
+            "/log_probs": self.score,
+        }
         self._known = functools.lru_cache(_KEPT)(self._scored)
 
     def facts(self) -> dict[str, Any]:
@@ -57,11 +61,13 @@ class Reference:
             each = max(1, _LOGITS // (labels[:, first:].shape[1] * self.facts()["vocabulary"]))
             parts = (part.split(each) for part in (ids, mask, labels))
             with torch.no_grad(), self._autocast(asked["autocast"]):
-                found = [self._rows(*rows, first, asked["temperature"]) for rows in zip(*parts, strict=True)]
+                found = [self._rows(i, m, t, first, asked["temperature"]) for i, m, t in zip(*parts, strict=True)]
             scores[:, first:] = torch.cat(found)
         return to_text(scores)
 
-    def _rows(self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float) -> Any:
+    def _rows(
+        self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float
+    ) -> Any:
         wanted: dict[str, Any] = {"use_cache": False}
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             wanted["logits_to_keep"] = ids.shape[1] - first

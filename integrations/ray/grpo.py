@@ -1,10 +1,11 @@
 """GRPO on one Ray cluster: policy, rollouts, rewards and, if asked, the reference, as actors on GPUs of their own.
 
-    python integrations/ray/grpo.py --model Qwen/Qwen3-0.6B --reward trl.rewards.accuracy_reward --reference --beta 0.04 \
-        --num_processes 4 --parallel dp_shard=2,pp=2 --dataset_name trl-lib/DeepMath-103K --output_dir /shared/out
+    python integrations/ray/grpo.py --model Qwen/Qwen3-0.6B --reward trl.rewards.accuracy_reward --reference \
+        --beta 0.04 --num_processes 4 --parallel dp_shard=2,pp=2 --dataset_name trl-lib/DeepMath-103K \
+        --output_dir /shared/out
 
-Taking turns, or with `--one_step_behind` drawing the next step's completions while this one trains. What this file does
-not know are flags of `trl grpo`. Started from the repository's root, which all nodes see.
+Taking turns, or with `--one_step_behind` drawing the next step's completions while this one trains. What this file
+does not know are flags of `trl grpo`. Started from the repository's root, which all nodes see.
 
     Rewards  <── texts ──  policy: TorchTrainer, `trl grpo` unchanged  ── prompts, weights ──>  Rollouts
                                                                        ── rows ──>  Reference

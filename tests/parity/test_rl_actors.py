@@ -15,9 +15,12 @@ from tests.parity.test_trl import cases, check
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("requests")
+pytest.importorskip("peft")
+
+from peft import LoraConfig
 
 from tests import rollout_servers, trl_scripts
-from tests.distributed import run
+from tests.distributed import RankFailure, run
 
 GRPO = "--reward_funcs tests.rollouts.reward --num_generations 2 --max_completion_length 8 --beta 0.1"
 SERVER = "--use_vllm true --vllm_mode server"
@@ -45,7 +48,9 @@ class ByHand:
         own.generation_config = model.generation_config
         self.model, self.engine = model, Engine("by hand", own, processing_class)
         self.asked = {"max_tokens": max_completion_length, "temperature": temperature, "logprobs": 0}
-        self.vllm_client = SimpleNamespace(get_server_info=lambda: {"model_config": self.engine.config()["model_config"]})
+        self.vllm_client = SimpleNamespace(
+            get_server_info=lambda: {"model_config": self.engine.config()["model_config"]}
+        )
         self.calls, self.newest, self.former = 0, None, None
 
     def sync_weights(self):
@@ -101,3 +106,16 @@ def test_a_served_reference(folder, case, spec):
     """At DPO's first step policy and reference are equal: which answer is the better one is decided by rounding."""
     with rollout_servers.running(str(folder.root / "llama"), reference=True) as port:
         check(folder, *REFERENCE[case], f"{spec},reference=http://127.0.0.1:{port}", metrics=case != "dpo")
+
+
+def test_a_reference_of_another_kind(folder):
+    """Made as far as the server is asked who it is; no rank holds a weight of a reference by then."""
+    settings = {"beta": 0.1, "num_generations": 2, "per_device_train_batch_size": 2}
+    model = str(folder.root / "llama")
+    with rollout_servers.running(model, reference=True) as port:
+        spec = f"tp=2,reference=http://127.0.0.1:{port}"
+        call = partial(trl_scripts.generating, "GRPO", model, folder.out(), spec)
+        with pytest.raises(RankFailure, match="in float32, the policy is in bfloat16; --dtype bfloat16 there works"):
+            run(call, 2, {**settings, "model_init_kwargs": {"dtype": "bfloat16"}}, init=False, timeout=60)
+        with pytest.raises(RankFailure, match="adapters have their reference in the policy itself"):
+            run(partial(call, settings, peft_config=LoraConfig(r=2)), 2, init=False, timeout=60)

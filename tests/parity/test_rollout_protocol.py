@@ -1,6 +1,8 @@
 """The stand-in for vLLM's server, asked by TRL's own client; and what a rank holds while it sends weights."""
 
+import copy
 from types import SimpleNamespace
+from urllib.parse import urlparse
 
 import pytest
 import torch
@@ -15,6 +17,23 @@ from tests import models, rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
 from tests.training import axes
 
+_SAMPLED = {"model", "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs"}
+_SAMPLED |= {"return_token_ids", "return_tokens_as_token_ids"}
+_INIT = {"master_address", "master_port", "rank_offset", "world_size"}
+#: All that the installed TRL asks for, in its words: `vllm serve` 0.33 has each route, and each field of it.
+ROUTES = {
+    "GET /health": set(),
+    "GET /v1/models": set(),
+    "GET /server_info": {"config_format"},
+    "GET /get_world_size": set(),
+    "POST /v1/completions": {*_SAMPLED, "prompt", "seed"},
+    "POST /v1/chat/completions": {*_SAMPLED, "messages", "top_logprobs"},
+    "POST /init_weight_transfer_engine": {f"init_info.{name}" for name in _INIT},
+    "POST /start_weight_update": set(),
+    "POST /update_weights": {f"update_info.{name}" for name in ("names", "dtype_names", "shapes")},
+    "POST /finish_weight_update": set(),
+    "POST /reset_prefix_cache": set(),
+}
 PROMPTS = [[40, 41, 42], [50, 51, 52, 53, 54, 55, 56]]
 
 
@@ -33,6 +52,23 @@ def folders(tmp_path_factory):
 
     run_alone(write)
     return root
+
+
+def noting() -> dict[str, set[str]]:
+    """From now on: what this process asks servers for, and the fields it tells, of what they hold in one word too."""
+    import requests
+
+    asked: dict[str, set[str]] = {}
+    request = requests.Session.request
+
+    def noted(self, method, url, **kwargs):
+        fields = asked.setdefault(f"{method.upper()} {urlparse(url).path}", set())
+        for key, value in {**(kwargs.get("json") or {}), **(kwargs.get("params") or {})}.items():
+            fields.update([f"{key}.{inner}" for inner in value] if isinstance(value, dict) else [key])
+        return request(self, method, url, **kwargs)
+
+    requests.Session.request = noted
+    return asked
 
 
 def activated(spec: str) -> None:
@@ -70,9 +106,10 @@ def check_answers(client, model) -> None:
 
 
 @torch.no_grad()
-def conversation(root, port: int) -> None:
+def conversation(root, port: int) -> dict[str, set[str]]:
     """All that TRL's client asks for; what stands in for vLLM on its side is in place, and no layout."""
     patching.apply([patch for patch in patching.DECLARED if patch.room == server_mode.__name__])
+    asked = noting()
     one, other = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("one", "other"))
     client = made_client(port)
     assert client.get_world_size() == 1
@@ -88,7 +125,9 @@ def conversation(root, port: int) -> None:
             client.update_named_param(name, parameter.data)
     client.reset_prefix_cache()
     check_answers(client, one)
+    told = copy.deepcopy(asked)
     check_refusals(client)
+    return told
 
 
 def check_draws(client, model) -> None:
@@ -137,7 +176,7 @@ def check_refusals(client) -> None:
 
 def test_what_the_client_asks_for(folders):
     with rollout_servers.running(str(folders / "one")) as port:
-        run_alone(conversation, folders, port, timeout=60)
+        assert run_alone(conversation, folders, port, timeout=60) == ROUTES
 
 
 def held(root, spec: str, limit: int) -> tuple[dict, int]:

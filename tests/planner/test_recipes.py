@@ -107,6 +107,14 @@ def written(tmp_path, old="", new=""):
         ("tokens_per_row: 512", "tokens_per_row: 0", "data: tokens_per_row=0: is one at least"),
         ("batch_size: 2", "batch_size: 2k", "arguments: per_device_train_batch_size=2k: not a value of this key"),
         ("script: trl.scripts.sft", "script_arguments: [lora_r]", "script_arguments: is a list, not a mapping"),
+        ("model: me/mine", "model: 5", 'model=5: is a int, not a text; model: "5" works'),
+        (
+            "batch_size: 2",
+            "batch_size: 2, learning_rate: null",
+            "arguments: learning_rate: has no value; leave it out",
+        ),
+        ("method: full", "method: full\nexpect: {measured: {step_s: fast}}", "measured: step_s=fast: is no number"),
+        ("method: full", "method: full\nexpect: {planner: {within: .nan}}", "planner: within=nan: is no number"),
     ],
 )
 def test_what_is_refused(tmp_path, old, new, message):

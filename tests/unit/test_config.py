@@ -35,6 +35,8 @@ VALUES = {
     "attention": ("eager", "eager"),
     "async_save": ("true", True),
     "monitor": ("full", "full"),
+    "rollouts": ("one_step_behind", "one_step_behind"),
+    "reference": ("http://127.0.0.1:8001", "http://127.0.0.1:8001"),
     "expert_capacity_factor": ("1.25", 1.25),
     "hang_timeout_s": ("2.5", "2.5"),
     "hang_action": ("report", "report"),

@@ -58,6 +58,10 @@ def test_a_layout_by_the_name_of_a_recipe(tmp_path):
     name = "deepseek-r1-distill-qwen-7b-grpo-4x80gb"
     expected = ParallelConfig.parse("tp=2,dp_shard=2,activation_checkpointing=selective")
     assert ParallelConfig.parse(name) == expected
+    with pytest.raises(SpecError, match="neither key=value nor a recipe; did you mean qwen3-0.6b-full-1x24gb"):
+        ParallelConfig.parse("qwen3-0.6b-ful-1x24gb")
+    with pytest.raises(SpecError, match="tp2: expected key=value"):
+        ParallelConfig.parse("tp2")
     (tmp_path / "mine.yaml").write_text("parallel: tp=2,pp=2\n")
     assert ParallelConfig.parse(str(tmp_path / "mine.yaml")) == ParallelConfig.parse("tp=2,pp=2")
     (tmp_path / "mine.yaml").write_text("parallel: tp=2\nmodle: x\n")

@@ -1,10 +1,10 @@
 """`rollouts=one_step_behind`: the completions of the next step are drawn while this one trains.
 
-    step t    send the weights of t - 1 steps | ask for the completions of step t + 1 | train on those asked for in step t - 1
+    step t    send the weights of t - 1 steps | ask for the completions of step t + 1 | train on those asked for before
 
-A batch names the rows of the one after it, so that their prompts are known. TRL asks for its completions as before, and
-finds the answer of the question that was asked a step earlier. Their log-probabilities are those of the weights that
-drew them: TRL's importance sampling, exp(log-probability now - log-probability then), is what makes up for the lag.
+A batch names the rows of the one after it, so that their prompts are known. TRL asks for its completions as before,
+and finds the answer to the question that was asked a step earlier. Their log-probabilities are those of the weights
+that drew them: TRL's importance sampling, exp(log-probability now - log-probability then), makes up for the lag.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_on() -> bool:
     return runtime.mesh().config.rollouts == ONE_STEP_BEHIND
 
 
-# ---- which prompts come next ------------------------------------------------------------------------------------------
+# ---- which prompts come next ---------------------------------------------------------------------------------------
 
 
 class Upcoming:
@@ -91,7 +91,7 @@ def take_upcoming(trainer: Any, inputs: list[dict]) -> None:
     record_of(trainer).upcoming = inputs[0].pop(_NEXT, None)
 
 
-# ---- asking ahead ----------------------------------------------------------------------------------------------------
+# ---- asking ahead --------------------------------------------------------------------------------------------------
 
 
 class Questions:

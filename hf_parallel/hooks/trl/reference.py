@@ -47,7 +47,9 @@ class ServedReference(nn.Module):
         """Log-probabilities of the labels; the first rank of a tp group asks."""
         given = next((name for name, value in others.items() if value is not None), None)
         if given or attention_mask is None or labels is None:
-            refuse(f"reference={self.address}", f"is not asked about {given or 'rows without a mask'}", "reference=none")
+            refuse(
+                f"reference={self.address}", f"is not asked about {given or 'rows without a mask'}", "reference=none"
+            )
         assert labels is not None
         kind = input_ids.device.type
         dtype = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "none"
@@ -80,7 +82,11 @@ class ServedReference(nn.Module):
         facts, what = ask(self.address, "reference", _PATIENCE), f"reference={self.address}"
         dtype = str(policy.dtype).removeprefix("torch.")
         if facts["dtype"] != dtype:
-            refuse(what, f"serves {facts['model']} in {facts['dtype']}, the policy is in {dtype}", f"--dtype {dtype} there")
+            refuse(
+                what,
+                f"serves {facts['model']} in {facts['dtype']}, the policy is in {dtype}",
+                f"--dtype {dtype} there",
+            )
         vocabulary = policy.config.get_text_config().vocab_size
         if facts["vocabulary"] != vocabulary:
             why = f"{facts['model']} has a vocabulary of {facts['vocabulary']}, the policy of {vocabulary}"
@@ -104,7 +110,9 @@ def init(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -
     loads = iter([load] if isinstance(model, str) else [])
 
     def served(*args: Any, **kwargs: Any) -> Any:
-        return next(loads, lambda *_, **__: ServedReference(address, getattr(self, "temperature", 1.0)))(*args, **kwargs)
+        return next(loads, lambda *_, **__: ServedReference(address, getattr(self, "temperature", 1.0)))(
+            *args, **kwargs
+        )
 
     def headed(model: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(model, ServedReference):

@@ -98,7 +98,9 @@ def correct_means(trainer: Any, outputs: dict) -> None:
     gap = (outputs["old_per_token_logps"] - outputs["sampling_per_token_logps"]).abs()
     weights = ratio.flatten() if ratio.shape[1] == 1 else ratio[mask]  # of sequences, or of tokens
     gap, weights = gap[mask & ~gap.isnan()], weights[~weights.isnan()]
-    totals = torch.stack([gap.sum(), weights.sum(), *(torch.tensor(v.numel(), device=v.device) for v in (gap, weights))])
+    totals = torch.stack(
+        [gap.sum(), weights.sum(), *(torch.tensor(v.numel(), device=v.device) for v in (gap, weights))]
+    )
     dist.all_reduce(totals, group=mesh.data_group)
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
     for place, name in enumerate(("sampling_logp_difference", "importance_sampling_ratio")):
@@ -154,7 +156,7 @@ def update_named_params(original: Callable, self: Any, metadata: list, named_par
         original(self, metadata, named_params)
         return
     names, dtype_names, shapes = (list(column) for column in zip(*metadata, strict=True))
-    info = {"names": names, "dtype_names": dtype_names, "shapes": shapes, "packed": True}
+    info = {"names": names, "dtype_names": dtype_names, "shapes": shapes}
     if not self._updating_weights:
         self._start_weight_update()
     with _asking(self, "update_weights", update_info=info):
