@@ -12,6 +12,7 @@ from typing import Any
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
 from hf_parallel.hooks.trainer.record import record_of
@@ -60,6 +61,7 @@ def call_model_init(original: Callable, self: Any, trial: Any = None) -> Any:
 def _make_ready(model: Any, optimizers: Any) -> None:
     if runtime.parallel_state(model) is None:
         make_parallel(model)
+    finish_casts(model)  # on a base in 4 bits TRL casts adapters
     if optimizers and optimizers[0] is not None:
         follow_parameters(optimizers[0])
     normalise_over_data_ranks(model)

@@ -100,12 +100,6 @@ def _has_no_length(dataset: Any) -> bool:
 # ---- which rows, which random numbers -----------------------------------------------------------------------------
 
 
-@patch("trl.trainer.{grpo,rloo}_trainer:set_seed", "a seed per process")
-def set_seed(original: Callable, seed: int, device_specific: bool = False, **kwargs: Any) -> None:
-    """A seed per data rank, so that the ranks of one model draw the same tokens."""
-    original(seed + (runtime.mesh().data_rank if device_specific else 0), **kwargs)
-
-
 @patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
 def pad(
     original: Callable, tensors: list, padding_value: Any = 0, padding_side: str = "right", **kwargs: Any

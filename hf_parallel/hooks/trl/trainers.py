@@ -103,16 +103,6 @@ def reference_log_probs(original: Callable, self: Any, *args: Any) -> object:  #
         return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
 
 
-@patch("trl.trainer.{kto,grpo,rloo}_trainer:get_peft_model", "casts shards")
-@patch("trl.trainer.{sft,reward}_trainer:get_peft_model", "casts shards", since="0.26")
-@patch("trl.trainer.dpo_trainer:get_peft_model", "casts shards", since="0.29")
-def get_peft_model(original: Callable, model: PreTrainedModel, *args: object, **kwargs: object) -> object:
-    """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
-    if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
-        model._hf_parallel_adapter_dtype = torch.bfloat16
-    return original(model, *args, **kwargs)
-
-
 # ---- the head ------------------------------------------------------------------------------------------------------
 
 
