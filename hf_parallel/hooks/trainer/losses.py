@@ -158,11 +158,12 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     if items is not None:
         kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
     try:
-        with runtime.absent(step.real_rows == 0), means.computing(scope):
+        with runtime.absent(step.real_rows == 0), means.computing(scope), trl.metrics_by_rows(self):
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
+    loss = trl.weighted(self, loss, inputs)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None

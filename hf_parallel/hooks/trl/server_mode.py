@@ -29,20 +29,15 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.")
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-@patch(f"{_GENERATION}.sync_weights", "gathers every weight once more to learn its shape", since="1.16")
-def sync_weights(original: Callable, self: Any) -> None:
-    """Shapes are known without the values."""
-    if self._weight_metadata is None and runtime.parallel_state(self.model) is not None:
-        entries = [entry for group in _groups(self) for entry in group.entries]
-        self._weight_metadata = [(e.name, str(e.dtype).removeprefix("torch."), list(e.shape)) for e in entries]
-    original(self)
-
-
 @patch(f"{_GENERATION}._iter_named_params", "yields this rank's part of its own stage", since="1.16")
 def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
     if runtime.parallel_state(self.model) is None:
         yield from original(self)
+        return
+    if self._weight_metadata is None:  # asked for names and shapes, which are known without the values
+        for entry in (entry for group in _groups(self) for entry in group.entries):
+            yield entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return
     adapted = hasattr(self.model, "merge_adapter")
     if adapted:

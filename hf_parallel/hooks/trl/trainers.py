@@ -5,6 +5,7 @@ Its losses run where a script's own loss runs (`losses.py`). Nothing here import
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Callable
@@ -86,6 +87,11 @@ def targets_of_mean(trainer: Trainer, batch: Any) -> torch.Tensor | None:
 def is_known(trainer: Trainer) -> bool:
     """Is it one of TRL's trainers? What their losses are means over is known."""
     return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
+
+
+def weighted(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+    """What a trainer's `compute_loss` returned; of those that generate such that data ranks average to the whole."""
+    return online.weighted(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
 
 
 def needs_whole_batches(trainer: Any) -> bool:
@@ -227,21 +233,17 @@ def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
-@patch("trl.trainer.reward_trainer:RewardTrainer.compute_loss", "mean of means")
-def reward_metrics(
-    original: Callable, self: Trainer, model: nn.Module, inputs: dict, *args: object, **kwargs: object
-) -> object:
-    """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
-    rows, gather = record_of(self).step.real_rows, self.accelerator.gather_for_metrics
-    if not rows:
-        return original(self, model, inputs, *args, **kwargs)
+def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
+    """In here accuracy and margin, averaged over data ranks, count once for each real row of a ragged batch."""
+    rows, gather = record_of(trainer).step.real_rows, trainer.accelerator.gather_for_metrics
+    if not rows or not _is_one_of(trainer, _PAIRS[1:]):
+        return contextlib.nullcontext()
 
     def by_rows(value: torch.Tensor) -> torch.Tensor:
         mean = value.ndim == 0 and value.is_floating_point()
         return gather(value.expand(rows) if mean else value)
 
-    with replacing(self.accelerator, gather_for_metrics=by_rows):
-        return original(self, model, inputs, *args, **kwargs)
+    return replacing(trainer.accelerator, gather_for_metrics=by_rows)
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------
