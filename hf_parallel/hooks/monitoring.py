@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
@@ -224,19 +226,29 @@ def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
         original(self, loss, **kwargs)
 
 
-@patch("accelerate.optimizer:AcceleratedOptimizer.step", "does not say that a loop's step ends")
-def step(original: Callable, self: Any, closure: Any = None) -> Any:
-    """The end of a loop's step, if it is not one of several micro-steps."""
+#: Optimizers whose steps are followed.
+_followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def follow_steps(optimizer: torch.optim.Optimizer) -> None:
+    """A loop has prepared this optimizer: its step, which no other micro-step has, ends that of the loop."""
+    if optimizer not in _followed:
+        _followed.add(optimizer)
+        optimizer.register_step_pre_hook(_loop_steps)
+        optimizer.register_step_post_hook(_loop_has_stepped)
+
+
+def _loop_steps(*args: object) -> None:
     hangs.mark_loop("the optimizer's step")
-    result = original(self, closure)
-    if self.gradient_state.sync_gradients:
-        hangs.mark_loop("what follows a step", may_take_long=True)
-    if _watched is not None and self.gradient_state.sync_gradients and _watched.computes:
+
+
+def _loop_has_stepped(*args: object) -> None:
+    hangs.mark_loop("what follows a step", may_take_long=True)
+    if _watched is not None and _watched.computes:
         if _watched.meter.owner == LOOP:
             _say_what_loops_lack(_watched)
         _watched.meter.end(LOOP)
         _watched.computes = False
-    return result
 
 
 def _say_what_loops_lack(by: Watched) -> None:

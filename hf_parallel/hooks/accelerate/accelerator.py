@@ -27,6 +27,7 @@ from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.accelerate.scaler import scale_together
 from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.before import make_parallel_below
@@ -41,6 +42,7 @@ from hf_parallel.spec import refuse
 def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Make models parallel and point optimizers that were made before at their new parameters."""
     _check_fp16(self.mixed_precision)
+    scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
         if runtime.parallel_state(model) is None:
             make_parallel(model)
@@ -54,6 +56,7 @@ def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         eight_bit.check(optimizer)
         follow_parameters(optimizer)
         host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        monitoring.follow_steps(getattr(optimizer, "optimizer", optimizer))
     return original(self, *args, **kwargs)
 
 
@@ -179,6 +182,7 @@ def prepare_model(
     state = runtime.parallel_state(model)
     if state is None:
         return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+    scale_together(self)
     plugin, precision = self.state.dynamo_plugin, self.mixed_precision if self.native_amp else None
     if plugin.backend.value != "NO":
         check_compiled(state.config, "torch.compile")

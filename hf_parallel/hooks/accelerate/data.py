@@ -35,6 +35,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
 
     check_loop()
     mesh = runtime.mesh()
+    orders.group_for_all(dataloader, mesh.data_size)
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
@@ -142,13 +143,7 @@ def refuse_cut_examples(dataloader: DataLoader) -> None:
         )
 
 
-@patch("transformers.trainer:LengthGroupedSampler", "groups by process")
-def length_grouped_sampler(original: Callable, batch_size: int, *args: object, **kwargs: object) -> object:
-    """Rows of like length for each batch of all data ranks together."""
-    return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
-
-
-@patch("accelerate.utils.operations:_gpu_gather", "gathers over all processes")
+@patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)
 def gather(original: Callable, tensor: object) -> object:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
     from accelerate.utils.operations import recursively_apply
@@ -190,7 +185,7 @@ def gather_for_metrics(
     return original(self, input_data, use_gather_object)
 
 
-@patch("accelerate.utils.operations:_gpu_gather_object", "gathers over all processes")
+@patch("accelerate.utils.operations:gather_object", "gathers over all processes", copies=True)
 def gather_object(original: Callable, object: Any) -> list:
     """The lists of all data ranks, joined in their order."""
     mesh = runtime.mesh()

@@ -14,6 +14,9 @@ import torch
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+#: On samplers that group rows of like length: for batches of all data ranks already.
+_GROUPED = "_hf_parallel_grouped"
+
 
 def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> Any:
     """`prepare` the loader and leave the drawing of its order to its sampler."""
@@ -34,6 +37,16 @@ def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, 
 def is_seeded(kwargs: dict[str, object]) -> bool:
     """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
     return bool(kwargs.get("use_seedable_sampler", False))
+
+
+def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:
+    """Rows of like length for each batch of all data ranks together, not of one."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    sampler = _innermost(dataloader)
+    if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
+        sampler.batch_size *= data_ranks
+        setattr(sampler, _GROUPED, True)
 
 
 def _innermost(dataloader: Any) -> Any:

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,32 +23,39 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.hooks import hangs, runtime
+from hf_parallel.hooks import hangs, runtime, sentence_transformers
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 
+if TYPE_CHECKING:
+    from transformers import Trainer
 
-@patch("transformers.trainer:Trainer.save_model", "before 5.23 saves adapters on rank 0 alone")
+
+@patch("transformers.trainer:Trainer.save_model", "a plain module's shards are not a checkpoint")
 def save_model(original: Callable, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
     assert_all_ranks("trainer.save_model")
     wait_for_save(self)
     with hangs.taking_long("a save"):
-        self._save(self.args.output_dir if output_dir is None else output_dir)
+        _save_weights(self, self.args.output_dir if output_dir is None else output_dir)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-@patch("transformers.trainer:Trainer._save", "a plain module's shards are not a checkpoint")
-def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+def _save_weights(trainer: Trainer, folder: str) -> None:
     """A transformers model saves itself, streamed; another module's weights are gathered first."""
-    if state_dict is None and not hasattr(self.model, "base_model_prefix"):
-        state_dict = folders.full_state_dict(self.model, runtime.mesh())
-    with folders.current(runtime.mesh()) as saving, saving.noting():
-        original(self, output_dir, state_dict)
+    alone, mesh = sentence_transformers.saves_on_one_rank(trainer), runtime.mesh()
+    state_dict = None
+    if not alone and not hasattr(trainer.model, "base_model_prefix"):
+        state_dict = folders.full_state_dict(trainer.model, mesh)
+    with folders.current(mesh) as saving, saving.noting():
+        if trainer.args.should_save or not alone:
+            trainer._save(folder, state_dict=state_dict)
+        else:
+            trainer.model.save_pretrained(folder)
 
 
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
@@ -121,12 +128,10 @@ def wait_for_save(trainer: Any) -> None:
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
 
 
-@patch("transformers.trainer:Trainer._finalize_training", "counts saves that go on")
-def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def end_begins(trainer: Trainer) -> None:
     """The best model is loaded, and checkpoints are counted, when all of them are there."""
-    with hangs.taking_long("the end of the training"):
-        wait_for_save(self)
-        return original(self, *args, **kwargs)
+    hangs.mark("the end of the training", may_take_long=True)
+    wait_for_save(trainer)
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:

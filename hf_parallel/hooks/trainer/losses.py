@@ -16,7 +16,7 @@ from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, tak
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, means
+from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl import trainers as trl
@@ -233,6 +233,8 @@ def _undone(trainer: Any) -> Iterator[None]:
 
 #: What Trainer logs of its steps, on all ranks.
 _OF_TRAINING = {"loss", "learning_rate"}
+#: What it logs when all steps are done, before it loads the best model.
+_OF_THE_END = {"train_loss", "total_flos"}
 
 
 @patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
@@ -250,5 +252,7 @@ def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) ->
         logs.update({key: round(value, 4) for key, value in load.read().items()})
     if logs.keys() >= _OF_TRAINING:
         logs.update(monitoring.of_trainer(self))
+    if logs.keys() >= _OF_THE_END:
+        checkpoints.end_begins(self)
     bad_numbers.logged(logs)
     original(self, logs, *args, **kwargs)

@@ -34,6 +34,7 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
+    _check_trial(args[0] if args else kwargs.get("trial"))
     with entries.trains(self), restarts.own_folder(self) as run:
         chosen = _chosen(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:
@@ -44,6 +45,13 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
             for one in (hangs.watched, bad_numbers.looking, stopping.steps_together, unfinished_save_is_awaited):
                 beside.enter_context(one(self))
             return original(self, chosen, *args, **kwargs)
+
+
+def _check_trial(trial: object) -> None:
+    """Refuse trials that process 0 draws for all, where several ranks are process 0."""
+    mesh = runtime.mesh()
+    if trial is not None and mesh.config.world_size > mesh.data_size:
+        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
 
 
 def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
