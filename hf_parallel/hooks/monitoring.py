@@ -35,7 +35,6 @@ class Watched:
         self.record: Record | None = None
         self.prediction: Any = None
         self.readings = 0
-        self.told_of_profiles = False
 
     def read(self, arguments: Any = None, step: int | None = None) -> dict[str, float]:
         """What is to be logged of the steps since the last time. Collective over all ranks."""
@@ -102,6 +101,8 @@ class Watched:
 
 
 _watched: Watched | None = None
+_in_trainer = False  # is the open step one of a Trainer?
+_told_of_profiles = False
 
 
 def watched(model: Any) -> Watched | None:
@@ -118,10 +119,10 @@ def watched(model: Any) -> Watched | None:
 
 def stop() -> None:
     """Nobody is watched any more."""
-    global _watched
+    global _watched, _in_trainer, _told_of_profiles
     if _watched is not None:
         _watched.session.stop()
-    _watched = None
+    _watched, _in_trainer, _told_of_profiles = None, False, False
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
@@ -145,7 +146,8 @@ TRAINER = "trainer"
 @contextlib.contextmanager
 def reading(trainer: Any) -> Iterator[None]:
     """A step of a Trainer begins with what is read for it in here."""
-    by = watched(trainer.model)
+    global _in_trainer
+    _in_trainer, by = True, watched(trainer.model)
     if by is not None:
         by.meter.begin(TRAINER)
     with phase(DATA):
@@ -161,6 +163,8 @@ def count(samples: list) -> None:
 
 def step_ended() -> None:
     """Of the Trainer that has begun it."""
+    global _in_trainer
+    _in_trainer = False
     if _watched is not None:
         _watched.meter.end(TRAINER)
 
@@ -244,16 +248,17 @@ def _loop_steps(*args: object) -> None:
 
 def _loop_has_stepped(*args: object) -> None:
     hangs.mark_loop("what follows a step", may_take_long=True)
+    _say_what_loops_lack()
     if _watched is not None and _watched.computes:
-        if _watched.meter.owner == LOOP:
-            _say_what_loops_lack(_watched)
         _watched.meter.end(LOOP)
         _watched.computes = False
 
 
-def _say_what_loops_lack(by: Watched) -> None:
-    if by.state.config.profile_steps and not by.told_of_profiles:
-        by.told_of_profiles = True
+def _say_what_loops_lack() -> None:
+    """Also where nobody is watched (monitor=off)."""
+    global _told_of_profiles
+    if runtime.mesh().config.profile_steps and not (_in_trainer or _told_of_profiles):
+        _told_of_profiles = True
         report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
 
 

@@ -50,9 +50,18 @@ def at_first_batch(trainer: Trainer, batches: list) -> None:
     for line in layout_lines(facts):
         print(line, file=sys.stderr)
     sys.stderr.flush()
-    os.makedirs(trainer.args.output_dir, exist_ok=True)
-    with open(os.path.join(trainer.args.output_dir, "hf_parallel.json"), "w", encoding="utf-8") as file:
-        json.dump(facts, file, indent=2)
+    _write(facts, trainer.args.output_dir)
+
+
+def _write(facts: dict[str, Any], folder: str) -> None:
+    """A disk that is full costs the file, not the training."""
+    path = os.path.join(folder, "hf_parallel.json")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=2)
+    except OSError as error:
+        say(f"cannot write {path}, the facts of this run: {error.strerror or error}; training goes on without it")
 
 
 def describe(trainer: Trainer, batches: list) -> dict[str, Any]:

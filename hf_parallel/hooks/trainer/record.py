@@ -46,6 +46,7 @@ class TrainerRecord:
         loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
+        told_unreached: has it been said that steps of `profile_steps` come after the end?
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         profile: of the step in progress, if it is one of them.
         run: the name of the run that the output folder belongs to.
@@ -57,6 +58,7 @@ class TrainerRecord:
     loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
     weighs: bool | None = None
     told_unknown: bool = False
+    told_unreached: bool = False
     drawn_steps: set[int] = field(default_factory=set)
     profile: Profile | None = None
     run: str | None = None

@@ -186,11 +186,27 @@ def _lengths(rows: Any, args: Any) -> list[int]:
     """Of each row of the script's data set, with all of its columns: that of lengths, else its tokens."""
     name = getattr(args, "length_column_name", "length")
     if name in (getattr(rows, "column_names", None) or ()):
-        return [int(length) for length in rows[name]]
+        lengths = [int(length) for length in rows[name]]
+        _check_lengths(rows, lengths, name)
+        return lengths
     first = rows[0]
     if not hasattr(first, "keys") or "input_ids" not in first:
         _refuse("rows of the data set have no input_ids to count", "a data set of tokens")
+    if hasattr(rows, "select_columns") and rows.format["type"] != "custom":  # a script's transform takes whole rows
+        rows = rows.select_columns(["input_ids"])
     return [len(rows[index]["input_ids"]) for index in range(len(rows))]
+
+
+def _check_lengths(rows: Any, lengths: list[int], name: str) -> None:
+    """Some rows all over the data set: a column of another meaning, such as characters, would fill no budget."""
+    for index in range(0, len(rows), max(1, len(rows) // _SAMPLE)):
+        row = rows[index]
+        tokens = len(row["input_ids"]) if "input_ids" in row else lengths[index]
+        if tokens != lengths[index]:
+            _refuse(
+                f"the column {name} says {lengths[index]} of example {index}, which has {tokens} tokens",
+                "a data set without that column, or length_column_name",
+            )
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

@@ -54,7 +54,8 @@ def call_model_init(original: Callable, self: Any, trial: Any = None) -> Any:
     model = original(self, trial)
     _make_ready(model, None)
     self.model = model
-    losses.prepare(self)
+    if hasattr(self, "compute_loss_func"):  # else Trainer is being made, and prepared when it is
+        losses.prepare(self)
     return model
 
 
