@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,14 @@ from hf_parallel.monitor.record import Record
 from hf_parallel.monitor.session import Reading, Session
 from hf_parallel.planner.detect import detect
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from torch import nn
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+    from hf_parallel.parallelize import ParallelState
+
 #: Readings after which steps are what they will be, and compared with the plan.
 WARM = 2
 LOOP = "loop"
@@ -27,7 +35,7 @@ LOOP = "loop"
 class Watched:
     """The session of a model, and what has been said and written of it."""
 
-    def __init__(self, model: Any, state: Any) -> None:
+    def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
         self.model, self.state = model, state
         self.session = Session(state, getattr(model, "config", None), state.config.monitor == "full")
         self.meter = self.session.meter
@@ -36,7 +44,7 @@ class Watched:
         self.prediction: Any = None
         self.readings = 0
 
-    def read(self, arguments: Any = None, step: int | None = None) -> dict[str, float]:
+    def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
         """What is to be logged of the steps since the last time. Collective over all ranks."""
         reading = self.session.read()
         if reading is None:
@@ -46,7 +54,7 @@ class Watched:
             self._tell(reading, arguments, step)
         return reading.figures
 
-    def _tell(self, reading: Reading, arguments: Any, step: int | None) -> None:
+    def _tell(self, reading: Reading, arguments: TrainingArguments, step: int | None) -> None:
         if self.record is None and arguments is not None:
             self.record = Record(arguments.output_dir)
             self._write("run", **self._run(reading, arguments))
@@ -59,7 +67,7 @@ class Watched:
             report.say(line)
             self._write("note", step=step, about=about, text=line)
 
-    def _run(self, reading: Reading, arguments: Any) -> dict[str, Any]:
+    def _run(self, reading: Reading, arguments: TrainingArguments) -> dict[str, Any]:
         """The first line of a run's record."""
         config, plan, why = self.state.config, None, ""
         batch = self._batch(reading, arguments)
@@ -82,7 +90,7 @@ class Watched:
             "why_no_plan": why,
         }
 
-    def _batch(self, reading: Reading, arguments: Any) -> expected.Batch:
+    def _batch(self, reading: Reading, arguments: TrainingArguments) -> expected.Batch:
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
         lowered = next((name for name in ("bf16", "fp16") if getattr(arguments, name)), "no")
         return expected.Batch(
@@ -94,7 +102,7 @@ class Watched:
             lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
         )
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def _write(self, kind: str, **values: object) -> None:
         failure = None if self.record is None else self.record.write(kind, **values)
         if failure is not None:
             report.say(failure)
@@ -105,7 +113,7 @@ _in_trainer = False  # is the open step one of a Trainer?
 _told_of_profiles = False
 
 
-def watched(model: Any) -> Watched | None:
+def watched(model: PreTrainedModel) -> Watched | None:
     """Who watches this model, from now on if nobody did; None where that is switched off. Collective at first."""
     global _watched
     state = runtime.parallel_state(model)
@@ -144,7 +152,7 @@ TRAINER = "trainer"
 
 
 @contextlib.contextmanager
-def reading(trainer: Any) -> Iterator[None]:
+def reading(trainer: Trainer) -> Iterator[None]:
     """A step of a Trainer begins with what is read for it in here."""
     global _in_trainer
     _in_trainer, by = True, watched(trainer.model)
@@ -169,7 +177,7 @@ def step_ended() -> None:
         _watched.meter.end(TRAINER)
 
 
-def of_trainer(trainer: Any) -> dict[str, float]:
+def of_trainer(trainer: Trainer) -> dict[str, float]:
     """What a Trainer logs of its last steps. Collective over all ranks."""
     by = watched(trainer.model)
     return {} if by is None else by.read(trainer.args, trainer.state.global_step)
@@ -178,16 +186,16 @@ def of_trainer(trainer: Any) -> dict[str, float]:
 # ---- loops --------------------------------------------------------------------------------------------------------
 
 
-def follow(model: Any) -> None:
+def follow(model: PreTrainedModel) -> None:
     """A loop has prepared this model: the first one is watched. Collective."""
     if _watched is None and (by := watched(model)) is not None:
-        calls: list[Any] = []
+        calls: list[contextlib.AbstractContextManager] = []
 
-        def enter(module: Any, args: tuple) -> None:
+        def enter(module: nn.Module, args: tuple) -> None:
             calls.append(by.meter.phase(COMPUTE))
             calls[-1].__enter__()
 
-        def leave(module: Any, args: tuple, output: Any) -> None:
+        def leave(module: nn.Module, args: tuple, output: object) -> None:
             calls.pop().__exit__(None, None, None)
 
         model.register_forward_pre_hook(enter)
@@ -195,7 +203,7 @@ def follow(model: Any) -> None:
 
 
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
-def batches(original: Callable, self: Any) -> Iterator:
+def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
     iterator = original(self)
     return hangs.marked(iterator if _watched is None else _timed(_watched, iterator))
@@ -221,7 +229,7 @@ def _begin_in_loop(by: Watched) -> None:
 
 
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains")
-def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
+def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs: object) -> None:
     """What was read since the last step is trained on."""
     hangs.backward_begins(self)
     if _watched is not None:

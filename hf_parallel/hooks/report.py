@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
+    from hf_parallel.mesh import ParallelMesh
+
 _GIB = 2**30
 
 
@@ -32,7 +34,7 @@ def say(message: str) -> None:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
-def say_here(mesh: Any, message: str) -> None:
+def say_here(mesh: ParallelMesh, message: str) -> None:
     """One line from the only stage that knows, by its first rank."""
     if mesh.data_rank == 0 and mesh.index("tp") == 0:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)

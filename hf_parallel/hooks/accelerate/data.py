@@ -24,6 +24,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from accelerate.state import GradientState
     from torch.utils.data import DataLoader
 
@@ -43,7 +44,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
 
-def _by_data_rank(prepared: Any, shared: bool) -> object:
+def _by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
     from accelerate.data_loader import DataLoaderDispatcher
 
     if isinstance(prepared, DataLoaderDispatcher):
@@ -96,7 +97,7 @@ def _describe(sampler: Any) -> None:
     sampler.set_epoch = set_epoch
 
 
-def _dispatch_by_data_rank(dataloader: Any) -> None:
+def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
     """Rank 0 reads for everybody; each rank then takes the slice of its data rank."""
     mesh = runtime.mesh()
     reads = mesh.rank == 0
@@ -108,7 +109,9 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     )
     inner = dataloader.slice_fn
 
-    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> object:
+    def slice_fn(
+        data: object, wanted: slice, process_index: int | None = None, num_processes: int | None = None
+    ) -> object:
         if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
             wanted = slice(0, -wanted.start)
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)

@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from accelerate.data_loader import DataLoaderShard
     from torch.utils.data import DataLoader
 
 #: On samplers that group rows of like length: for batches of all data ranks already.
 _GROUPED = "_hf_parallel_grouped"
 
 
-def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> Any:
+def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> DataLoaderShard:
     """`prepare` the loader and leave the drawing of its order to its sampler."""
     sampler = _innermost(dataloader)
     if is_seeded(kwargs) or getattr(sampler, "generator", 0) is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ import torch
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain
 
 if TYPE_CHECKING:
+    from accelerate.data_loader import DataLoaderShard
     from torch import nn
 
 #: In the folder of a state.
@@ -28,7 +29,7 @@ FILE = "data_order.pt"
 class Place:
     """Of one loader, and of what `skip_first_batches` makes of it."""
 
-    def __init__(self, loader: Any, stream: RandomStream | None) -> None:
+    def __init__(self, loader: DataLoaderShard, stream: RandomStream | None) -> None:
         self.loader, self.stream = loader, stream
         self.started: dict[str, object] | None = None  # what the epoch that is going on has started from
         self.ended: int | None = None  # the epoch after the one that was read to its end
@@ -63,7 +64,7 @@ class Place:
 
     # ---- one epoch -----------------------------------------------------------------------------------------------
 
-    def batches(self, loader: Any, iterate: Any, empty: bool) -> Iterator[Any]:
+    def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
         before, epoch = self._now(), loader.iteration
         again, self.again = self.again, None
@@ -102,7 +103,7 @@ class Place:
         return self.stream.aside(self.stream.state if state["stream"] is None else state["stream"])
 
 
-def follow(loader: Any, place: Place, empty: bool = False) -> None:
+def follow(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
     base = loader.base_dataloader
     iterate = base.__iter__
@@ -110,7 +111,7 @@ def follow(loader: Any, place: Place, empty: bool = False) -> None:
     loader._place = place
 
 
-def _parts(loader: Any) -> list[Any]:
+def _parts(loader: DataLoaderShard) -> list[Any]:
     """The loader's samplers, from the outside in, and its data set."""
     found: list[object] = []
     waiting = [loader.base_dataloader]
@@ -126,7 +127,7 @@ def _held(part: nn.Module, name: str) -> Any:
     return getattr(part, "__dict__", {}).get(name)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def _generators(loader: DataLoaderShard) -> list[torch.Generator]:
     """Those that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
     held = [_held(part, "generator") for part in _parts(loader) if not hasattr(part, "initial_seed")]
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())

@@ -57,7 +57,7 @@ def _order_of_experts(wrapper: BaseTunerLayer) -> StoredOrder | None:
 
 
 @patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
-def merge_layer(original: Callable, self: LoraLayer, *args: Any, **kwargs: Any) -> None:
+def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: object) -> None:
     """DoRA in and out of one layer: with its whole weight, of which each rank keeps its part."""
     base = self.get_base_layer()
     weight = base.weight

@@ -31,11 +31,11 @@ from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 
 if TYPE_CHECKING:
-    from transformers import Trainer
+    from transformers import PreTrainedModel, Trainer
 
 
 @patch("transformers.trainer:Trainer.save_model", "a plain module's shards are not a checkpoint")
-def save_model(original: Callable, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+def save_model(original: Callable, self: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
     assert_all_ranks("trainer.save_model")
     wait_for_save(self)
@@ -59,13 +59,13 @@ def _save_weights(trainer: Trainer, folder: str) -> None:
 
 
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
-def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
+def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, trial: object) -> None:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
     with hangs.taking_long("a save"):
         _save_checkpoint(self, trial)
 
 
-def _save_checkpoint(self: Any, trial: Any) -> None:
+def _save_checkpoint(self: Trainer, trial: object) -> None:
     wait_for_save(self)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
@@ -83,7 +83,7 @@ def _save_checkpoint(self: Any, trial: Any) -> None:
 class UnfinishedSave:
     """What is left to do of a save: in a thread if it may go on beside the training."""
 
-    def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
+    def __init__(self, trainer: Trainer, saving: folders.Checkpoint, run: str):
         self.saving, self.run, self.step = saving, run, trainer.state.global_step
         self.epoch, self.announce = trainer.state.epoch, False
         self.error: BaseException | None = None
@@ -110,7 +110,7 @@ class UnfinishedSave:
             raise self.error
 
 
-def wait_for_save(trainer: Any) -> None:
+def wait_for_save(trainer: Trainer) -> None:
     """Until the last checkpoint is whole, if one is being written; what went wrong with it is raised here. Collective.
 
     Raises:
@@ -147,7 +147,7 @@ def _rotate(run: str, limit: int | None, best: str | None) -> None:
         folders.remove(path)
 
 
-def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
+def _write(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
     trainer.save_model(saving.folder, _internal_call=True)
     _note_best(trainer, run)
     if not trainer.args.save_only_model:
@@ -161,7 +161,7 @@ def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
             trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
 
 
-def _note_best(trainer: Any, run: str) -> None:
+def _note_best(trainer: Trainer, run: str) -> None:
     """The folder of the best step, which may be the one that is being written."""
     best = trainer.state.best_global_step
     if not best or str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
@@ -171,7 +171,7 @@ def _note_best(trainer: Any, run: str) -> None:
         trainer.state.best_model_checkpoint = path
 
 
-def _export_callbacks(trainer: Any) -> None:
+def _export_callbacks(trainer: Trainer) -> None:
     """As Trainer does just before it writes its state."""
     from transformers.trainer_callback import ExportableState
 
@@ -185,7 +185,7 @@ def _export_callbacks(trainer: Any) -> None:
                 kept[name] = callback.state()
 
 
-def _write_layout(trainer: Any, folder: str) -> None:
+def _write_layout(trainer: Trainer, folder: str) -> None:
     facts = {
         "spec": runtime.mesh().config.to_spec(),
         "axes": axis_sizes(),
@@ -214,7 +214,7 @@ def axis_sizes() -> dict[str, int]:
     return runtime.mesh().config.sizes
 
 
-def save_optimizer(trainer: Any, output_dir: str) -> None:
+def save_optimizer(trainer: Trainer, output_dir: str) -> None:
     """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
     mesh = runtime.mesh()
     with folders.current(mesh) as saving:
@@ -226,7 +226,7 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer itself, without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

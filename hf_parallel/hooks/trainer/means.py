@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ from torch.utils._pytree import tree_map
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    pass
 
 _signature = functools.cache(inspect.signature)
 
@@ -198,7 +203,7 @@ def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
 _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
-def knows_processes(trainer: Any) -> bool:
+def knows_processes(trainer: Trainer) -> bool:
     """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
 
     By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.

@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,12 +25,21 @@ from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, w
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
 
 
 @patch("transformers.trainer:Trainer.train", "waits for ranks that will not come; resumes from what is damaged")
-def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+def train(
+    original: Callable,
+    self: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
@@ -54,7 +63,7 @@ def _check_trial(trial: object) -> None:
         refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
 
 
-def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
+def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
     """The checkpoint to go on from, whole on all ranks. Collective.
 
     Raises:
@@ -137,7 +146,7 @@ def refuse_damages(folder: str, found: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
+def unfinished_save_is_awaited(trainer: Trainer) -> Iterator[None]:
     """After an error too: a checkpoint that can still become whole does, and the error is the one to read."""
     try:
         yield
@@ -150,7 +159,7 @@ def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
     wait_for_save(trainer)
 
 
-def _compare(trainer: Any, folder: str) -> None:
+def _compare(trainer: Trainer, folder: str) -> None:
     """Say what cannot continue as it was."""
     if not folders.has_optimizer(folder):
         report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
@@ -171,12 +180,12 @@ def layout_of(folder: str) -> dict[str, Any]:
 @patch("transformers.trainer:Trainer._init_training_state", "repeats rows of a stream that ended")
 def init_training_state(
     original: Callable,
-    self: Any,
+    self: Trainer,
     max_steps: int,
     num_update_steps_per_epoch: int,
     num_train_epochs: int,
-    resume_from_checkpoint: Any,
-    trial: Any,
+    resume_from_checkpoint: str | None,
+    trial: object,
 ) -> tuple[int, int]:
     """Where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
 
@@ -200,18 +209,20 @@ def init_training_state(
 
 
 @patch("transformers.trainer:Trainer._load_from_checkpoint", "reads whole weights")
-def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+def load_from_checkpoint(
+    original: Callable, self: Trainer, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+) -> None:
     """Each rank reads its slices of the weights."""
     _load(self.model if model is None else model, resume_from_checkpoint)
 
 
 @patch("transformers.trainer:Trainer._load_best_model", "reads whole weights")
-def load_best_model(original: Callable, self: Any) -> None:
+def load_best_model(original: Callable, self: Trainer) -> None:
     """Each rank reads its slices of the best checkpoint."""
     _load(self.model, self.state.best_model_checkpoint)
 
 
-def _load(model: Any, folder: str) -> None:
+def _load(model: PreTrainedModel, folder: str) -> None:
     if hasattr(model, "peft_config"):
         load_adapter_weights(model, folder)
     else:
@@ -219,7 +230,7 @@ def _load(model: Any, folder: str) -> None:
 
 
 @patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "optimizer state is sharded")
-def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> None:
+def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
     if checkpoint is None or not folders.has_optimizer(checkpoint):
         return
@@ -227,7 +238,7 @@ def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> Non
     load_schedule(self, checkpoint)
 
 
-def load_schedule(trainer: Any, checkpoint: str) -> None:
+def load_schedule(trainer: Trainer, checkpoint: str) -> None:
     """Its numbers per group come from the optimizer's groups, which a layout may cut in another way."""
     state = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
     own, groups = trainer.lr_scheduler.state_dict(), inner_optimizer(trainer.optimizer).param_groups
@@ -242,7 +253,7 @@ def load_schedule(trainer: Any, checkpoint: str) -> None:
         trainer.lr_scheduler.load_state_dict(state)
 
 
-def _plain_groups(trainer: Any) -> list[list[list[str]]]:
+def _plain_groups(trainer: Trainer) -> list[list[list[str]]]:
     """How a plain Trainer groups parameters: those that decay and the others, or a script's optimizer, all in one."""
     mesh, model = runtime.mesh(), trainer.model
     order = folders.names_in_order(model, mesh)
@@ -257,7 +268,7 @@ def _plain_groups(trainer: Any) -> list[list[list[str]]]:
 
 
 @patch("transformers.trainer:Trainer._load_rng_state", "looks for a file per data rank")
-def load_rng_state(original: Callable, self: Any, checkpoint: str | None) -> None:
+def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
     path = None if checkpoint is None else _rng_file(checkpoint)
     if path is None:

@@ -44,7 +44,7 @@ class StepsTogether(TrainerCallback):
         self.pending: Any = None
         self.stops = False
 
-    def ask(self, number: int, frame: Any) -> None:
+    def ask(self, number: int, frame: object) -> None:
         """The signal's handler; a second signal ends the process as if there were none."""
         print(f"hf_parallel: rank {dist.get_rank()}: SIGTERM, saving after this step", file=sys.stderr, flush=True)
         self.asked[0] = 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,10 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 _MUCH = 0.1  # of the tokens: so much padding is worth a line
 _SAMPLE = 256  # rows whose lengths are looked at for it
@@ -46,7 +50,14 @@ def stop() -> None:
     _alone, _known = 0, False
 
 
-def _checked(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+def _checked(
+    original: Callable,
+    self: Trainer,
+    model: PreTrainedModel | None = None,
+    args: TrainingArguments | None = None,
+    *rest: object,
+    **kwargs: object,
+) -> None:
     original(self, model, args, *rest, **kwargs)
     check(self)
 
@@ -54,7 +65,7 @@ def _checked(original: Callable, self: Any, model: Any = None, args: Any = None,
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
 
 
-def check(trainer: Any) -> None:
+def check(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
     global _known
     _known, tokens = True, budget()
@@ -94,7 +105,7 @@ def _refuse(why: str, works: str) -> None:
 
 
 @patch("transformers.trainer:Trainer.get_train_dataloader", "counts batches in rows")
-def get_train_dataloader(original: Callable, self: Any) -> Any:
+def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, where that is asked for."""
     if not budget():
         _advise(self)
@@ -126,7 +137,7 @@ def _line(batches: TokenBatches) -> str:
     )
 
 
-def _advise(trainer: Any) -> None:
+def _advise(trainer: Trainer) -> None:
     """Where the layout was left to the planner: what packing would save, which changes the batches of a script."""
     current, rows = runtime.current(), trainer.train_dataset
     if current is None or not current.source.endswith("(auto)") or current.config.pp_size > 1:
@@ -145,7 +156,7 @@ def _advise(trainer: Any) -> None:
         )
 
 
-def _sampled(rows: Any) -> list[int]:
+def _sampled(rows: Dataset) -> list[int]:
     """Lengths of the first rows of a data set whose rows are tokens."""
     if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
         return []
@@ -156,7 +167,7 @@ def _sampled(rows: Any) -> list[int]:
 class Examples(torch.utils.data.Dataset):
     """Each example as the script's collator makes it alone; `~index` is example `index` without targets."""
 
-    def __init__(self, rows: Any, collate: Callable[[list], Any]) -> None:
+    def __init__(self, rows: Dataset, collate: Callable[[list], Any]) -> None:
         self.rows, self.collate = rows, collate
 
     def __len__(self) -> int:
@@ -169,7 +180,7 @@ class Examples(torch.utils.data.Dataset):
         return row
 
 
-def _examples(trainer: Any) -> Examples:
+def _examples(trainer: Trainer) -> Examples:
     from transformers.trainer_utils import has_length
 
     rows, collate = trainer.train_dataset, trainer.data_collator
@@ -182,7 +193,7 @@ def _examples(trainer: Any) -> Examples:
     return Examples(rows, collate)
 
 
-def _lengths(rows: Any, args: Any) -> list[int]:
+def _lengths(rows: Dataset, args: TrainingArguments) -> list[int]:
     """Of each row of the script's data set, with all of its columns: that of lengths, else its tokens."""
     name = getattr(args, "length_column_name", "length")
     if name in (getattr(rows, "column_names", None) or ()):
@@ -197,8 +208,8 @@ def _lengths(rows: Any, args: Any) -> list[int]:
     return [len(rows[index]["input_ids"]) for index in range(len(rows))]
 
 
-def _check_lengths(rows: Any, lengths: list[int], name: str) -> None:
-    """Some rows all over the data set: with too small lengths batches overflow, with too large ones they stay empty."""
+def _check_lengths(rows: Dataset, lengths: list[int], name: str) -> None:
+    """Some rows all over the data set: too small lengths let batches overflow, too large ones leave them empty."""
     told = counted = 0
     for index in range(0, len(rows), max(1, len(rows) // _SAMPLE)):
         row = rows[index]

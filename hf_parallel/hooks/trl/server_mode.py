@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,6 +19,11 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.rollouts import transfer
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
 
 _GENERATION = "trl.generation.vllm_generation:VLLMGeneration"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
@@ -30,7 +35,7 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.")
 
 
 @patch(f"{_GENERATION}._iter_named_params", "yields this rank's part of its own stage", since="1.16")
-def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(original: Callable, self: VLLMGeneration) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
     if runtime.parallel_state(self.model) is None:
         yield from original(self)
@@ -52,7 +57,7 @@ def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch
             self.model.unmerge_adapter()
 
 
-def _groups(generation: Any) -> list:
+def _groups(generation: VLLMGeneration) -> list:
     """What is sent, in its order; collective the first time."""
     if not hasattr(generation, "_hf_parallel_groups"):
         base, own = _base(generation.model), _own_names(generation.model)
@@ -60,11 +65,11 @@ def _groups(generation: Any) -> list:
     return generation._hf_parallel_groups
 
 
-def _base(model: Any) -> Any:
+def _base(model: PreTrainedModel) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _own_names(model: Any) -> Callable[[str], str | None]:
+def _own_names(model: PreTrainedModel) -> Callable[[str], str | None]:
     """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains in its place."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
 
@@ -86,13 +91,13 @@ def _own_names(model: Any) -> Callable[[str], str | None]:
     "asks for vLLM where only its server is talked to",
     since="1.16",
 )
-def available(original: Any) -> Callable[..., bool]:
+def available(original: Callable) -> Callable[..., bool]:
     """Whether it is needed the server tells, in `init_communicator`."""
     return lambda *args, **kwargs: True
 
 
 @patch(f"{_CLIENT}.init_communicator", "knows vLLM's NCCL engine alone", since="1.16")
-def init_communicator(original: Callable, self: Any, device: Any = 0) -> None:
+def init_communicator(original: Callable, self: VLLMClient, device: int | torch.device = 0) -> None:
     """To the stand-in, which names another way, over that."""
     found = self.get_server_info()["weight_transfer_config"]
     if found is None or found["backend"] != transfer.BACKEND:
@@ -112,7 +117,7 @@ def init_communicator(original: Callable, self: Any, device: Any = 0) -> None:
 
 
 @contextlib.contextmanager
-def _asking(client: Any, what: str, **told: dict) -> Iterator[None]:
+def _asking(client: VLLMClient, what: str, **told: dict) -> Iterator[None]:
     """A request beside what is done: inside of it the server waits for this side."""
     with ThreadPoolExecutor(1) as executor:
         answer = executor.submit(client._post, f"{client.base_url}/{what}", json=told)
@@ -121,7 +126,7 @@ def _asking(client: Any, what: str, **told: dict) -> Iterator[None]:
 
 
 @patch(f"{_CLIENT}.update_named_params", "sends over vLLM's NCCL engine alone", since="1.16")
-def update_named_params(original: Callable, self: Any, metadata: list, named_params: Iterator) -> None:
+def update_named_params(original: Callable, self: VLLMClient, metadata: list, named_params: Iterator) -> None:
     """Announced over HTTP, then sent."""
     if not isinstance(self.communicator, transfer.Channel):
         original(self, metadata, named_params)

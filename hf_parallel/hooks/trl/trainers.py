@@ -32,6 +32,7 @@ from hf_parallel.spec import refuse
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
@@ -43,7 +44,9 @@ def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Trainer, args: Any, eval_dataset: Any, model: PreTrainedModel | None = None) -> None:
+def check(
+    trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
+) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is not None:
@@ -77,7 +80,7 @@ def rows_per_example(trainer: Trainer) -> int | None:
     return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
-def targets_of_mean(trainer: Trainer, batch: Any) -> torch.Tensor | None:
+def targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
     if not _is_one_of(trainer, _TOKENS) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return None
@@ -94,13 +97,13 @@ def weighted(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor
     return online.weighted(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
 
 
-def needs_whole_batches(trainer: Any) -> bool:
+def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
     return _is_one_of(trainer, tuple(online.TRAINERS)) and online.couples_rows(trainer)
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
-def reference_log_probs(original: Callable, self: Any, *args: Any) -> object:  # before TRL 1.9 without the model
+def reference_log_probs(original: Callable, self: Trainer, *args: Any) -> object:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
     state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
     if state is None or state.pipeline is None:
@@ -131,10 +134,10 @@ def chunked_log_probs(original: Any) -> type:
 
         @staticmethod
         def apply(
-            hidden: Any,
-            weight: Any,
-            bias: Any,
-            targets: Any,
+            hidden: torch.Tensor,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
+            targets: torch.Tensor,
             temperature: float,
             chunk_size: int,
             softcap: float | None = None,
@@ -169,7 +172,7 @@ def _all_have_rows(weight: DTensor) -> bool:
     "trl.trainer.sft_trainer:DataCollatorForLanguageModeling.torch_call",
     "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
 )
-def torch_call(original: Callable, self: Any, examples: list[dict]) -> dict:
+def torch_call(original: Callable, self: DataCollatorForLanguageModeling, examples: list[dict]) -> dict:
     """Examples joined to one row cannot be told apart: say whose a token is, or, for a pipeline, keep them in rows."""
     batch = original(self, examples)
     if not self.padding_free:
@@ -206,7 +209,7 @@ def prepare_dataset(
     original: Callable,
     self: Trainer,
     dataset: object,
-    processing_class: Any,
+    processing_class: object,
     args: TrainingArguments,
     dataset_name: str,
 ) -> object:
