@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.hooks.after_import import AfterImport
 
@@ -91,18 +91,18 @@ def _family(cls: type) -> Iterator[type]:
         waiting.extend(new)
 
 
-def _has_its_own(cls: type) -> bool:
+def _has_its_own(cls: Any) -> bool:
     return cls.__dataclass_fields__.get(NAME, FIELD) is not FIELD or hasattr(cls, NAME)
 
 
-def _add_field(cls: type) -> None:
+def _add_field(cls: Any) -> None:
     if "__dataclass_fields__" in cls.__dict__:  # a plain subclass reads its parent's
         cls.__dataclass_fields__[NAME] = FIELD
     if "__init__" in cls.__dict__:
         _set(cls, "__init__", _accepting(cls.__init__))
 
 
-def _set(cls: Any, name: str, value: object) -> None:
+def _set(cls: type, name: str, value: object) -> None:
     missing = object()
     before = cls.__dict__.get(name, missing)
     _undo.append(lambda: delattr(cls, name) if before is missing else setattr(cls, name, before))
