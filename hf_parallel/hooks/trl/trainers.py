@@ -135,8 +135,8 @@ def chunked_log_probs(original: Any) -> type:
         @staticmethod
         def apply(
             hidden: torch.Tensor,
-            weight: torch.Tensor,
-            bias: torch.Tensor | None,
+            weight: Any,
+            bias: Any,
             targets: torch.Tensor,
             temperature: float,
             chunk_size: int,
