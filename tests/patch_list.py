@@ -32,12 +32,11 @@ On objects, not on classes: a Trainer's `compute_loss` and `prediction_step`, `o
 callbacks, `save_pretrained` and the like of a parallel model; in a ragged batch of an evaluation, while it is
 computed, `gather_for_metrics` of an Accelerator and what TRL's generating trainers ask for lengths and scores.
 
-Every target was looked at for a public place that does the same: 153 by 116 replacements, 33 of them private, became
-{targets} by {replacements}, {private} of them private. The losses of TRL are weighed where all losses are, its casts are
+Of 153 targets by 116 replacements, 33 of them private, {targets} by {replacements} are left, {private} of them private. The losses of TRL are weighed where all losses are, its casts are
 finished when its Trainer is made, its seeds follow from `process_index`; optimizers' steps are told by torch's hooks, the
-fp16 scaler is exchanged in `prepare`, rows are grouped in the sampler that it is given. Without the others tests fail:
-`is_fsdp_managed_module` (torch marks what it shards), `_load_from_checkpoint` of sentence-transformers (it makes
-another model of FSDP2's class without calling it).
+fp16 scaler is exchanged in `prepare`, rows are grouped in the sampler that it is given. Two that looked needless are needed, as tests say:
+`is_fsdp_managed_module` (torch marks what it shards, and Trainer then asks a config that is not there) and
+`_load_from_checkpoint` of sentence-transformers (it makes an object of the model's class, which FSDP2's class is not for).
 
 What was looked at to need fewer, and why it is not done:
 
@@ -45,7 +44,6 @@ What was looked at to need fewer, and why it is not done:
   anew, and what is set in them would have to be taken back when a layout ends; a property of the class answers.
 - *`_cast_adapter_dtype` of PEFT.* Adapters are split after PEFT's last change; in `inject_adapter` it is not known yet
   which dtype they will have, and FSDP2 would hold those from before.
-
 - *One subclass of `Accelerator` bound in its place.* It serves no `Accelerator` that exists already: scripts make
   theirs before `TrainingArguments(parallel=…)`, and `--parallel auto` chooses inside the `prepare` of one. Those would
   wrap a model in DDP without a word. After it `isinstance(accelerator, Accelerator)` is false for them, and a class

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -114,7 +114,7 @@ def _shuffle_alike() -> None:
 
     Those of one model would then train on different rows, and those of data ranks would not share them out.
     """
-    state: list[Any] = [random.getstate(), numpy.random.get_state()]
+    state: list = [random.getstate(), numpy.random.get_state()]
     dist.broadcast_object_list(state, src=0)
     random.setstate(state[0])
     numpy.random.set_state(state[1])
@@ -182,13 +182,13 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     set_random_state(state, of)
 
 
-def random_state(of: ParallelMesh | None = None) -> list[Any]:
+def random_state(of: ParallelMesh | None = None) -> list:
     """Of torch's generators, that of the host and that of the device."""
     kind = (of or mesh()).device
     return [torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None]
 
 
-def set_random_state(state: list[Any], of: ParallelMesh | None = None) -> None:
+def set_random_state(state: list, of: ParallelMesh | None = None) -> None:
     """Go on from there."""
     torch.set_rng_state(state[0])
     if state[1] is not None:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -268,7 +268,11 @@ def check_trigger(original: Callable, self: Accelerator) -> bool:
 
 @patch("accelerate.accelerator:Accelerator.clip_grad_norm_", "norm of one stage or shard only")
 def clip_grad_norm_(
-    original: Callable, self: Accelerator, parameters: Any, max_norm: float, norm_type: float = 2
+    original: Callable,
+    self: Accelerator,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2,
 ) -> torch.Tensor:
     """The norm over all stages and shards of the model."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from accelerate.data_loader import DataLoaderShard
     from torch import nn
 
+#: Of a loader, as numbers and tensors.
+State: TypeAlias = dict[str, Any]
 #: In the folder of a state.
 FILE = "data_order.pt"
 
@@ -35,7 +37,7 @@ class Place:
         self.ended: int | None = None  # the epoch after the one that was read to its end
         self.again: dict[str, object] | None = None  # what the next epoch starts from: a former process has begun it
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """As numbers and tensors."""
         now = self._now()
         epoch = self.loader.iteration if self.ended is None else self.ended
@@ -46,7 +48,7 @@ class Place:
         generators = [generator.get_state() for generator in _generators(self.loader)]
         return {"generators": generators, "stream": None if self.stream is None else plain(self.stream.state)}
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: State) -> None:
         """Go on from there at the next epoch."""
         self.loader.iteration, self.again, self.ended = saved["epoch"], saved["started"], None
         samplers = [sampler for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
@@ -56,7 +58,7 @@ class Place:
         if self.stream is not None and saved["now"]["stream"] is not None:
             self.stream.state = saved["now"]["stream"]
 
-    def _set_generators(self, state: dict[str, Any]) -> None:
+    def _set_generators(self, state: State) -> None:
         own = _generators(self.loader)
         if len(own) == len(state["generators"]):  # another layout may draw in another way
             for generator, values in zip(own, state["generators"], strict=True):
@@ -94,7 +96,7 @@ class Place:
     def _drawing(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.stream is None else self.stream.active()
 
-    def _aside(self, state: dict[str, Any] | None) -> contextlib.AbstractContextManager:
+    def _aside(self, state: State | None) -> contextlib.AbstractContextManager:
         """In here an epoch starts once more: what goes on has drawn for it already."""
         if state is None:
             return contextlib.nullcontext()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[Any], Any]) -> None:
+def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module], object]) -> None:
     """Make the base of a PeftModel parallel by `parallelize`. Collective; rank 0's adapters win.
 
     Raises:

@@ -39,7 +39,7 @@ class Looking(TrainerCallback):
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.action = trainer, runtime.mesh().config.nan_action
-        self.batches: list[tuple[Any, Any, tuple, dict]] = []
+        self.batches: list[tuple[PreTrainedModel, dict, tuple, dict]] = []
         self.random_state: list[Any] = []
         self.norm: torch.Tensor | None = None
         self.search: Search | None = None  # in the step in progress
@@ -50,7 +50,7 @@ class Looking(TrainerCallback):
 
     # ---- of every step ---------------------------------------------------------------------------------------------
 
-    def note(self, model: PreTrainedModel, inputs: Any, args: tuple, kwargs: dict) -> None:
+    def note(self, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> None:
         """A micro-batch of the step in progress, before anything is taken out of it."""
         if not self.batches:
             self.random_state = runtime.random_state()
@@ -78,7 +78,7 @@ class Looking(TrainerCallback):
         """fp16's scaler tries what is too large, by plan."""
         return self.trainer.accelerator.scaler is not None
 
-    def logged(self, logs: dict[str, Any]) -> None:
+    def logged(self, logs: dict[str, float]) -> None:
         """What Trainer has read anyway."""
         known = (logs.get(name) for name in ("loss", "grad_norm"))
         bad = any(isinstance(value, int | float) and not math.isfinite(value) for value in known)
@@ -201,7 +201,7 @@ def not_noting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def step(model: PreTrainedModel, inputs: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+def step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around the computation of one micro-batch."""
     if _current is None:
         yield
@@ -220,7 +220,7 @@ def norm_is(norm: torch.Tensor) -> None:
         _current.norm = norm
 
 
-def logged(logs: dict[str, Any]) -> None:
+def logged(logs: dict[str, float]) -> None:
     """Numbers that Trainer shows."""
     if _current is not None:
         _current.logged(logs)

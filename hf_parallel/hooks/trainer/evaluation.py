@@ -71,7 +71,7 @@ def _rows_to_gather(trainer: Trainer, outputs: Any, real: int, count: int, joine
     return rows.fill(outputs, count)
 
 
-def _inputs_to_gather(trainer: Trainer, inputs: dict, kept: dict, real: int | None) -> None:
+def _inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: int | None) -> None:
     """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
     if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
         return

@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,8 @@ from hf_parallel.spec import refuse
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
+#: The facts of who wrote a checkpoint.
+Layout: TypeAlias = dict[str, Any]
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
 
@@ -108,7 +110,7 @@ def run_of(folder: str) -> str | None:
     return None
 
 
-def facts_of(folder: str) -> dict[str, Any]:
+def facts_of(folder: str) -> Layout:
     """Which run wrote a checkpoint, and its rows per step, as far as that is known."""
     path = os.path.join(folder, "trainer_state.json")
     layout = layout_of(folder)
@@ -168,7 +170,7 @@ def _compare(trainer: Trainer, folder: str) -> None:
         report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
 
 
-def layout_of(folder: str) -> dict[str, Any]:
+def layout_of(folder: str) -> Layout:
     """The layout that wrote a checkpoint; empty if it was plain Trainer."""
     path = os.path.join(folder, folders.LAYOUT)
     if not os.path.isfile(path):
@@ -291,7 +293,7 @@ def _rng_file(checkpoint: str) -> str | None:
     return next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
 
 
-def rng_rank(layout: dict[str, Any]) -> int:
+def rng_rank(layout: Layout) -> int:
     """Whose random states this rank goes on with; `layout` is empty for those of plain Trainer or accelerate."""
     mesh = runtime.mesh()
     if not layout:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -167,7 +167,7 @@ def _sampled(rows: Dataset) -> list[int]:
 class Examples(torch.utils.data.Dataset):
     """Each example as the script's collator makes it alone; `~index` is example `index` without targets."""
 
-    def __init__(self, rows: Dataset, collate: Callable[[list], Any]) -> None:
+    def __init__(self, rows: Dataset, collate: Callable[[list], Mapping]) -> None:
         self.rows, self.collate = rows, collate
 
     def __len__(self) -> int:
