@@ -32,11 +32,12 @@ On objects, not on classes: a Trainer's `compute_loss` and `prediction_step`, `o
 callbacks, `save_pretrained` and the like of a parallel model; in a ragged batch of an evaluation, while it is
 computed, `gather_for_metrics` of an Accelerator and what TRL's generating trainers ask for lengths and scores.
 
-Of 153 targets by 116 replacements, 33 of them private, {targets} by {replacements} are left, {private} of them private. The losses of TRL are weighed where all losses are, its casts are
-finished when its Trainer is made, its seeds follow from `process_index`; optimizers' steps are told by torch's hooks, the
-fp16 scaler is exchanged in `prepare`, rows are grouped in the sampler that it is given. Two that looked needless are needed, as tests say:
+Of 153 targets by 116 replacements, 33 of them private, {targets} by {replacements} are left, {private} of them
+private. The losses of TRL are weighed where all losses are, its casts are finished when its Trainer is made, its seeds
+follow from `process_index`; optimizers' steps are told by torch's hooks, the fp16 scaler is exchanged in `prepare`,
+rows are grouped in the sampler that it is given. Two that looked needless are needed, as tests say:
 `is_fsdp_managed_module` (torch marks what it shards, and Trainer then asks a config that is not there) and
-`_load_from_checkpoint` of sentence-transformers (it makes an object of the model's class, which FSDP2's class is not for).
+`_load_from_checkpoint` of sentence-transformers (it makes an object of the model's class, which FSDP2's is not for).
 
 What was looked at to need fewer, and why it is not done:
 
