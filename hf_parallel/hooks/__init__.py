@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any
 
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
-from hf_parallel.hooks.patching import Patch, apply, check_torch, newer_libraries, undo
+from hf_parallel.hooks.patching import Patch, Undo, apply, check_torch, newer_libraries, undo
 from hf_parallel.spec import refuse
 
 # torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
 
 #: What is in place now; empty when not active.
 PATCHES: list[Patch] = []
-_undo_list: list[tuple[Any, str, Any]] = []
+_undo_list: list[Undo] = []
 
 
 def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,11 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.monitor.collective_record import CollectiveRecord
 from hf_parallel.monitor.last_words import before_abort
 from hf_parallel.monitor.watchdog import Settings, Watchdog
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch import nn
+    from transformers import PreTrainedModel, Trainer
 
 #: Of the process group's time-out: a rank must have said where it is before that ends it.
 SHARE, TORCH_TIME_OUT_S = 0.8, 1800.0
@@ -39,7 +44,7 @@ class Watched:
         is_loop: a script's own, with an Accelerator.
     """
 
-    def __init__(self, model: Callable[[], Any], folder: str, is_loop: bool = False) -> None:
+    def __init__(self, model: Callable[[], PreTrainedModel], folder: str, is_loop: bool = False) -> None:
         self.model, self.folder, self.is_loop = model, folder, is_loop
         self.stack = contextlib.ExitStack()
         self.watchdog: Watchdog | None = None
@@ -66,7 +71,7 @@ class Watched:
 
 
 @contextlib.contextmanager
-def watched(trainer: Any) -> Iterator[None]:
+def watched(trainer: Trainer) -> Iterator[None]:
     """Inside, ranks say why nothing goes on."""
     global _current
     end_loop()
@@ -136,7 +141,7 @@ def mark_loop(phase: str, may_take_long: bool = False) -> None:
         mark(phase, may_take_long)
 
 
-def backward_begins(accelerator: Any) -> None:
+def backward_begins(accelerator: Accelerator) -> None:
     """The first one of a loop starts its watchdog, on all ranks."""
     global _current
     if _current is None and runtime.mesh().config.hang_timeout_s != OFF:
@@ -147,12 +152,12 @@ def backward_begins(accelerator: Any) -> None:
     mark_loop("a backward pass")
 
 
-def follow(model: Any) -> None:
+def follow(model: PreTrainedModel) -> None:
     """Its forward passes in training are marked."""
     model.register_forward_pre_hook(_forward_begins)
 
 
-def _forward_begins(module: Any, args: tuple) -> None:
+def _forward_begins(module: nn.Module, args: tuple) -> None:
     if module.training and torch.is_grad_enabled():
         mark_loop("a forward pass")
 
@@ -170,7 +175,7 @@ def marked(batches: Iterator) -> Iterator:
 
 
 @patch("accelerate.accelerator:Accelerator.end_training", "does not say that a loop is over")
-def end_training(original: Callable, self: Any) -> None:
+def end_training(original: Callable, self: Accelerator) -> None:
     """Nobody watches what follows."""
     end_loop()
     original(self)

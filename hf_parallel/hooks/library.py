@@ -35,6 +35,8 @@ def parallelize(
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
 ) -> Any:
+    if not hooks.active():
+        _check(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
     if not hooks.active() and not _undo_list:
         _install()
     make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
@@ -44,12 +46,16 @@ def parallelize(
         make(model)
     state = state_of(model)
     assert state is not None
-    if (state.config.pack_tokens or state.config.padding_free) and not hooks.active():
-        free = state.config.padding_free
-        what = "padding_free=true" if free else f"pack_tokens={state.config.pack_tokens}"
-        refuse(what, "a loop written by hand makes its own batches", "padding_free=false" if free else "pack_tokens=0")
     runtime.equalise_within_model(of=state.mesh)  # dropout: ranks that hold the same drop the same
     return model
+
+
+def _check(config: ParallelConfig) -> None:
+    """Before the model is changed."""
+    asked = "padding_free=true" if config.padding_free else f"pack_tokens={config.pack_tokens}"
+    if config.padding_free or config.pack_tokens:
+        works = "padding_free=false" if config.padding_free else "pack_tokens=0"
+        refuse(asked, "a loop written by hand makes its own batches", works)
 
 
 def withdraw() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from hf_parallel.config import SpecError
@@ -16,7 +18,13 @@ from hf_parallel.monitor.record import Record
 from hf_parallel.monitor.session import Reading, Session
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderShard
+    from torch import nn
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
     from hf_parallel.monitor.expected import Batch
+    from hf_parallel.parallelize import ParallelState
 
 #: Readings after which steps are what they will be, and compared with the plan.
 WARM = 2
@@ -26,7 +34,7 @@ LOOP = "loop"
 class Watched:
     """The session of a model, and what has been said and written of it."""
 
-    def __init__(self, model: Any, state: Any) -> None:
+    def __init__(self, model: PreTrainedModel, state: ParallelState) -> None:
         self.model, self.state = model, state
         self.session = Session(state, getattr(model, "config", None), state.config.monitor == "full")
         self.meter = self.session.meter
@@ -34,9 +42,8 @@ class Watched:
         self.record: Record | None = None
         self.prediction: Any = None
         self.readings = 0
-        self.told_of_profiles = False
 
-    def read(self, arguments: Any = None, step: int | None = None) -> dict[str, float]:
+    def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
         """What is to be logged of the steps since the last time. Collective over all ranks."""
         reading = self.session.read()
         if reading is None:
@@ -46,7 +53,7 @@ class Watched:
             self._tell(reading, arguments, step)
         return reading.figures
 
-    def _tell(self, reading: Reading, arguments: Any, step: int | None) -> None:
+    def _tell(self, reading: Reading, arguments: TrainingArguments, step: int | None) -> None:
         from hf_parallel.monitor import expected  # the planner: not needed to start
 
         if self.record is None and arguments is not None:
@@ -61,7 +68,7 @@ class Watched:
             report.say(line)
             self._write("note", step=step, about=about, text=line)
 
-    def _run(self, reading: Reading, arguments: Any) -> dict[str, Any]:
+    def _run(self, reading: Reading, arguments: TrainingArguments) -> dict[str, Any]:
         """The first line of a run's record."""
         from hf_parallel.monitor import expected
         from hf_parallel.planner.detect import detect
@@ -87,7 +94,7 @@ class Watched:
             "why_no_plan": why,
         }
 
-    def _batch(self, reading: Reading, arguments: Any) -> Batch:
+    def _batch(self, reading: Reading, arguments: TrainingArguments) -> Batch:
         from hf_parallel.monitor.expected import Batch
 
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), None)
@@ -101,16 +108,18 @@ class Watched:
             lora=max((c.r for c in getattr(self.model, "peft_config", {}).values() if hasattr(c, "r")), default=0),
         )
 
-    def _write(self, kind: str, **values: Any) -> None:
+    def _write(self, kind: str, **values: object) -> None:
         failure = None if self.record is None else self.record.write(kind, **values)
         if failure is not None:
             report.say(failure)
 
 
 _watched: Watched | None = None
+_in_trainer = False  # is the open step one of a Trainer?
+_told_of_profiles = False
 
 
-def watched(model: Any) -> Watched | None:
+def watched(model: PreTrainedModel) -> Watched | None:
     """Who watches this model, from now on if nobody did; None where that is switched off. Collective at first."""
     global _watched
     state = runtime.parallel_state(model)
@@ -124,10 +133,10 @@ def watched(model: Any) -> Watched | None:
 
 def stop() -> None:
     """Nobody is watched any more."""
-    global _watched
+    global _watched, _in_trainer, _told_of_profiles
     if _watched is not None:
         _watched.session.stop()
-    _watched = None
+    _watched, _in_trainer, _told_of_profiles = None, False, False
 
 
 def phase(name: str) -> contextlib.AbstractContextManager:
@@ -149,9 +158,10 @@ TRAINER = "trainer"
 
 
 @contextlib.contextmanager
-def reading(trainer: Any) -> Iterator[None]:
+def reading(trainer: Trainer) -> Iterator[None]:
     """A step of a Trainer begins with what is read for it in here."""
-    by = watched(trainer.model)
+    global _in_trainer
+    _in_trainer, by = True, watched(trainer.model)
     if by is not None:
         by.meter.begin(TRAINER)
     with phase(DATA):
@@ -167,11 +177,13 @@ def count(samples: list) -> None:
 
 def step_ended() -> None:
     """Of the Trainer that has begun it."""
+    global _in_trainer
+    _in_trainer = False
     if _watched is not None:
         _watched.meter.end(TRAINER)
 
 
-def of_trainer(trainer: Any) -> dict[str, float]:
+def of_trainer(trainer: Trainer) -> dict[str, float]:
     """What a Trainer logs of its last steps. Collective over all ranks."""
     by = watched(trainer.model)
     return {} if by is None else by.read(trainer.args, trainer.state.global_step)
@@ -180,16 +192,16 @@ def of_trainer(trainer: Any) -> dict[str, float]:
 # ---- loops --------------------------------------------------------------------------------------------------------
 
 
-def follow(model: Any) -> None:
+def follow(model: PreTrainedModel) -> None:
     """A loop has prepared this model: the first one is watched. Collective."""
     if _watched is None and (by := watched(model)) is not None:
-        calls: list[Any] = []
+        calls: list[contextlib.AbstractContextManager] = []
 
-        def enter(module: Any, args: tuple) -> None:
+        def enter(module: nn.Module, args: tuple) -> None:
             calls.append(by.meter.phase(COMPUTE))
             calls[-1].__enter__()
 
-        def leave(module: Any, args: tuple, output: Any) -> None:
+        def leave(module: nn.Module, args: tuple, output: object) -> None:
             calls.pop().__exit__(None, None, None)
 
         model.register_forward_pre_hook(enter)
@@ -197,7 +209,7 @@ def follow(model: Any) -> None:
 
 
 @patch("accelerate.data_loader:{DataLoaderShard,DataLoaderDispatcher}.__iter__", "does not say how long it waits")
-def batches(original: Callable, self: Any) -> Iterator:
+def batches(original: Callable, self: DataLoaderShard) -> Iterator:
     """Time a loop's reading; a step begins with the first batch after the last one's end."""
     iterator = original(self)
     return hangs.marked(iterator if _watched is None else _timed(_watched, iterator))
@@ -223,7 +235,7 @@ def _begin_in_loop(by: Watched) -> None:
 
 
 @patch("accelerate.accelerator:Accelerator.backward", "does not say that a loop trains")
-def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
+def backward(original: Callable, self: Accelerator, loss: torch.Tensor, **kwargs: object) -> None:
     """What was read since the last step is trained on."""
     hangs.backward_begins(self)
     if _watched is not None:
@@ -232,24 +244,35 @@ def backward(original: Callable, self: Any, loss: Any, **kwargs: Any) -> None:
         original(self, loss, **kwargs)
 
 
-@patch("accelerate.optimizer:AcceleratedOptimizer.step", "does not say that a loop's step ends")
-def step(original: Callable, self: Any, closure: Any = None) -> Any:
-    """The end of a loop's step, if it is not one of several micro-steps."""
+#: Optimizers whose steps are followed.
+_followed: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def follow_steps(optimizer: torch.optim.Optimizer) -> None:
+    """A loop has prepared this optimizer: its step, which no other micro-step has, ends that of the loop."""
+    if optimizer not in _followed:
+        _followed.add(optimizer)
+        optimizer.register_step_pre_hook(_loop_steps)
+        optimizer.register_step_post_hook(_loop_has_stepped)
+
+
+def _loop_steps(*args: object) -> None:
     hangs.mark_loop("the optimizer's step")
-    result = original(self, closure)
-    if self.gradient_state.sync_gradients:
-        hangs.mark_loop("what follows a step", may_take_long=True)
-    if _watched is not None and self.gradient_state.sync_gradients and _watched.computes:
-        if _watched.meter.owner == LOOP:
-            _say_what_loops_lack(_watched)
+
+
+def _loop_has_stepped(*args: object) -> None:
+    hangs.mark_loop("what follows a step", may_take_long=True)
+    _say_what_loops_lack()
+    if _watched is not None and _watched.computes:
         _watched.meter.end(LOOP)
         _watched.computes = False
-    return result
 
 
-def _say_what_loops_lack(by: Watched) -> None:
-    if by.state.config.profile_steps and not by.told_of_profiles:
-        by.told_of_profiles = True
+def _say_what_loops_lack() -> None:
+    """Also where nobody is watched (monitor=off)."""
+    global _told_of_profiles
+    if runtime.mesh().config.profile_steps and not (_in_trainer or _told_of_profiles):
+        _told_of_profiles = True
         report.say("profile_steps: steps of a Trainer are profiled, those of a loop are not")
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import cast
 
 from hf_parallel import hooks
 from hf_parallel.check.ranks import free_port
@@ -24,12 +24,12 @@ _SOURCE = "notebook_launcher(parallel=…)"
 
 
 def notebook_launcher(
-    function: Callable[..., Any],
-    args: Sequence[Any] = (),
+    function: Callable[..., object],
+    args: Sequence[object] = (),
     num_processes: int | None = None,
-    *accelerate_args: Any,
+    *accelerate_args: object,
     parallel: str | ParallelConfig | None = None,
-    **accelerate_options: Any,
+    **accelerate_options: object,
 ) -> None:
     """Run `function(*args)` on `num_processes` processes under a spec.
 
@@ -50,7 +50,7 @@ def notebook_launcher(
     if chosen is None:
         return launch(function, args, num_processes, *accelerate_args, **accelerate_options)
     spec = chosen[0]
-    nodes = accelerate_options.get("num_nodes", 1)
+    nodes = cast(int, accelerate_options.get("num_nodes", 1))
     number = num_processes or _one_per_gpu() or _product(spec)
     if spec != AUTO:
         ParallelConfig.parse(spec).resolve(number * nodes)
@@ -62,11 +62,11 @@ def notebook_launcher(
 class _Rank:
     """What runs in each process: part of the layout from before the function to its end."""
 
-    def __init__(self, function: Callable[..., Any], spec: str) -> None:
+    def __init__(self, function: Callable[..., object], spec: str) -> None:
         self.function, self.spec = function, spec
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "train")  # elastic's records say it
 
-    def __call__(self, *args: Any) -> None:
+    def __call__(self, *args: object) -> None:
         import torch
 
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1

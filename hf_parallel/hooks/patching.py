@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from packaging.version import Version
 
@@ -35,6 +35,8 @@ OPTIONAL = {"peft", "trl", "bitsandbytes", "sentence_transformers"}
 ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
 _MISSING = object()
+#: What was changed: the owner, the attribute, what it held itself.
+Undo: TypeAlias = tuple[Any, str, Any]
 
 
 @dataclass(frozen=True)
@@ -139,13 +141,13 @@ def around(function: Callable) -> Callable[[Any], Callable]:
 _unusable: dict[str, str] = {}
 
 
-def apply(patches: list[Patch]) -> list[tuple[Any, str, Any]]:
+def apply(patches: list[Patch]) -> list[Undo]:
     """Put all patches in place, those of optional libraries when they are imported; returns what `undo` needs.
 
     Raises:
         SpecError: a target of a library that every script uses is gone or has changed.
     """
-    done: list[tuple[Any, str, Any]] = []
+    done: list[Undo] = []
     waiting: dict[str, list[Patch]] = {}
     for patch in patches:
         if patch.late and patch.module not in sys.modules:
@@ -156,7 +158,7 @@ def apply(patches: list[Patch]) -> list[tuple[Any, str, Any]]:
     return done
 
 
-def apply_when_imported(module: str, patches: Iterable[Patch]) -> tuple[Any, str, Any]:
+def apply_when_imported(module: str, patches: Iterable[Patch]) -> Undo:
     """Put patches in place now if `module` is imported, else right after its import; returns what `undo` needs."""
     finder = _WhenImported(module, patches)
     if module in sys.modules:
@@ -177,7 +179,7 @@ def refuse_unpatched(*modules: str) -> None:
             refuse_with(_unusable[module])
 
 
-def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
+def _apply(patch: Patch, done: list[Undo]) -> None:
     try:
         owner, name = patch.owner_and_name()
         # The descriptor itself, also if it is inherited.
@@ -203,7 +205,7 @@ def _apply(patch: Patch, done: list[tuple[Any, str, Any]]) -> None:
         _set(place, name, replacement, done)
 
 
-def _importers(original: Callable, name: str, home: Any) -> list[Any]:
+def _importers(original: Callable, name: str, home: object) -> list[Any]:
     """Modules that have imported a function before it is replaced; those that follow import the replacement."""
     return [
         m for m in list(sys.modules.values()) if m is not home and getattr(m, "__dict__", {}).get(name) is original
@@ -235,7 +237,7 @@ def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, Any
     return [(p.name, p.kind, p.default is not inspect.Parameter.empty) for p in found]
 
 
-def _cannot(patch: Patch, why: str, done: list[tuple[Any, str, Any]]) -> None:
+def _cannot(patch: Patch, why: str, done: list[Undo]) -> None:
     """Of a core library: refuse. Of others: what would run unpatched refuses when it is used."""
     text = f"{patch.library} {library_version(patch.library)}: {patch.target} {why}; {_ranges(patch.library)} works"
     if patch.library not in OPTIONAL:
@@ -253,7 +255,7 @@ def _cannot(patch: Patch, why: str, done: list[tuple[Any, str, Any]]) -> None:
     _unusable[patch.module] = text
 
 
-def _set(owner: Any, name: str, value: Any, done: list[tuple[Any, str, Any]]) -> None:
+def _set(owner: object, name: str, value: object, done: list[Undo]) -> None:
     done.append((owner, name, vars(owner).get(name, _MISSING)))
     setattr(owner, name, value)
 
@@ -264,7 +266,7 @@ class _WhenImported(AfterImport):
     def __init__(self, module: str, patches: Iterable[Patch]) -> None:
         super().__init__(module, self.apply)
         self.patches = patches
-        self.done: list[tuple[Any, str, Any]] = []
+        self.done: list[Undo] = []
 
     def apply(self) -> None:
         """The module is there."""
@@ -277,7 +279,7 @@ class _WhenImported(AfterImport):
         undo(self.done)
 
 
-def undo(done: list[tuple[Any, str, Any]]) -> None:
+def undo(done: list[Undo]) -> None:
     """Put the originals back, newest first."""
     for owner, name, own in reversed(done):
         if isinstance(owner, _WhenImported):

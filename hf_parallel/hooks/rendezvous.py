@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from typing import Any
 
 import torch.distributed as dist
 
@@ -32,7 +31,7 @@ def own_store() -> dict[str, object]:
     return {"store": dist.PrefixStore(f"{_ROOM}/{name}", store), "rank": rank, "world_size": world_size}
 
 
-def agreed_name(store: Any, rank: int, world_size: int) -> str:
+def agreed_name(store: dist.Store, rank: int, world_size: int) -> str:
     """One name for the ranks that call this now, whatever others have left in the store.
 
     Raises:
@@ -54,7 +53,7 @@ def agreed_name(store: Any, rank: int, world_size: int) -> str:
     raise TimeoutError(f"hf_parallel: rank {rank} waited {_LIMIT_S:.0f} s for the other ranks")
 
 
-def _welcome(store: Any, name: str, world_size: int) -> bool:
+def _welcome(store: dist.Store, name: str, world_size: int) -> bool:
     """Write down whom rank 0 has seen; have all of them answered?"""
     greetings = [f"hello/{rank}" for rank in range(world_size)]
     if not store.check(greetings):

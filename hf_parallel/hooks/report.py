@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import Trainer
 
+    from hf_parallel.mesh import ParallelMesh
+
 _GIB = 2**30
 
 
@@ -34,7 +36,7 @@ def say(message: str) -> None:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
-def say_here(mesh: Any, message: str) -> None:
+def say_here(mesh: ParallelMesh, message: str) -> None:
     """One line from the only stage that knows, by its first rank."""
     if mesh.data_rank == 0 and mesh.index("tp") == 0:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
@@ -56,9 +58,18 @@ def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer],
     for line in layout_lines(facts):
         print(line, file=sys.stderr)
     sys.stderr.flush()
-    os.makedirs(trainer.args.output_dir, exist_ok=True)
-    with open(os.path.join(trainer.args.output_dir, "hf_parallel.json"), "w", encoding="utf-8") as file:
-        json.dump(facts, file, indent=2)
+    _write(facts, trainer.args.output_dir)
+
+
+def _write(facts: dict[str, Any], folder: str) -> None:
+    """A disk that is full costs the file, not the training."""
+    path = os.path.join(folder, "hf_parallel.json")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(facts, file, indent=2)
+    except OSError as error:
+        say(f"cannot write {path}, the facts of this run: {error.strerror or error}; training goes on without it")
 
 
 def describe(trainer: Trainer, batches: list) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 
 if TYPE_CHECKING:
-    from transformers import Trainer, TrainingArguments
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
 
 #: Seconds after which a network file system takes the locks of a lost node away (90 by default in NFS 4).
 LEASE_S = 120.0
@@ -109,7 +109,9 @@ class Signature(TrainerCallback):
     def __init__(self, run: Run, trainer: Trainer):
         self.facts = {"run": run.identity, "global_batch": trainer.get_total_train_batch_size(trainer.args)}
 
-    def on_train_begin(self, args: TrainingArguments, state: Any, control: Any, **kwargs: object) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         state.stateful_callbacks[self.PLACE] = self.facts
 
 

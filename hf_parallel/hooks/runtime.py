@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy
 import torch
@@ -24,6 +24,9 @@ from hf_parallel.groups import time_out
 from hf_parallel.hooks import rendezvous
 from hf_parallel.mesh import ParallelMesh, set_time_out
 from hf_parallel.parallelize import ParallelState, default_device, state_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainingArguments
 
 #: Seconds that a collective may take, where the script's arguments do not say.
 TIME_OUT = "HF_PARALLEL_TIMEOUT"
@@ -96,7 +99,7 @@ def _time_out_asked_for() -> float:
     return float(os.environ.get(TIME_OUT) or 1800)
 
 
-def follow_time_out(args: Any) -> None:
+def follow_time_out(args: TrainingArguments) -> None:
     """`ddp_timeout` of TrainingArguments, made after the groups are; its default leaves the environment's."""
     default = type(args).__dataclass_fields__["ddp_timeout"].default
     if not _connected or args.ddp_timeout == default and os.environ.get(TIME_OUT):
@@ -111,7 +114,7 @@ def _shuffle_alike() -> None:
 
     Those of one model would then train on different rows, and those of data ranks would not share them out.
     """
-    state: list[Any] = [random.getstate(), numpy.random.get_state()]
+    state: list = [random.getstate(), numpy.random.get_state()]
     dist.broadcast_object_list(state, src=0)
     random.setstate(state[0])
     numpy.random.set_state(state[1])
@@ -153,12 +156,12 @@ def pretended(mesh: ParallelMesh) -> Iterator[None]:
         _current = former
 
 
-def parallel_state(model: Any) -> ParallelState | None:
+def parallel_state(model: PreTrainedModel) -> ParallelState | None:
     """The state of a model as Trainer or Accelerator hold it, wrapped by torch.compile or not."""
     return state_of(getattr(model, "_orig_mod", model))
 
 
-def compare_batches(model: Any, inputs: Any, kind: str) -> None:
+def compare_batches(model: PreTrainedModel, inputs: object, kind: str) -> None:
     """Do the ranks of this model read the same rows? A script's own loss may call less than the model."""
     state = parallel_state(model)
     if state is not None:
@@ -179,13 +182,13 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     set_random_state(state, of)
 
 
-def random_state(of: ParallelMesh | None = None) -> list[Any]:
+def random_state(of: ParallelMesh | None = None) -> list:
     """Of torch's generators, that of the host and that of the device."""
     kind = (of or mesh()).device
     return [torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None]
 
 
-def set_random_state(state: list[Any], of: ParallelMesh | None = None) -> None:
+def set_random_state(state: list, of: ParallelMesh | None = None) -> None:
     """Go on from there."""
     torch.set_rng_state(state[0])
     if state[1] is not None:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import gather_sequence
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
@@ -59,14 +58,9 @@ def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.M
     return prepared
 
 
-@patch("sentence_transformers.base.trainer:BaseTrainer._save", "expects to run on one rank")
-def save(original: Callable, self: Trainer, output_dir: str | None = None, state_dict: Any = None) -> None:
-    """All ranks give their weights, one writes."""
-    with folders.current(runtime.mesh()) as saving, saving.noting():
-        if self.args.should_save:
-            original(self, output_dir, state_dict)
-        else:
-            self.model.save_pretrained(self.args.output_dir if output_dir is None else output_dir)
+def saves_on_one_rank(trainer: Trainer) -> bool:
+    """Does its `_save` expect to be called on one rank? The others give their weights."""
+    return any(cls.__module__ == "sentence_transformers.base.trainer" for cls in type(trainer).__mro__)
 
 
 @patch(

@@ -73,6 +73,9 @@ class Watchdog:
         """The training is over on this rank."""
         self.closed.set()
         self._watcher.join(2 * LOOK_S)
+        if not self._watcher.is_alive():
+            with contextlib.suppress(RuntimeError):  # the store may be gone by now
+                self.store.set(f"ended/{self.rank}", self.place)
 
     def explain(self, why: str) -> bool:
         """Ask now, for another thread that has found out that nothing goes on; has it been told?"""
@@ -106,7 +109,7 @@ class Watchdog:
     # ---- the thread ------------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        gone_since = None
+        gone_since, failed = None, False
         while not self.closed.wait(min(LOOK_S, self.settings.limit_s / 4)):
             try:
                 self._look()
@@ -115,6 +118,10 @@ class Watchdog:
                 gone_since = gone_since or time.monotonic()
                 if time.monotonic() - gone_since > ANSWER_S:
                     return self._store_is_gone(error)
+            except Exception as error:  # a thread that ends without a word watches nothing
+                if not failed:
+                    self._say(f"rank {self.rank} could not look for hangs, and tries again: {error!r}")
+                failed = True
 
     def _look(self) -> None:
         now = time.monotonic()
@@ -233,6 +240,9 @@ class Watchdog:
             return json.loads(self.store.get(f"answer/{number}/{rank}"))
         if not self.store.check([f"beat/{rank}"]):
             return {"absent": "has never come to the training"}
+        if self.store.check([f"ended/{rank}"]):
+            place = self.store.get(f"ended/{rank}").decode()
+            return {"absent": f"has left: it has ended by itself, and does not come any more (last seen {place})"}
         pid, *there, place = json.loads(self.store.get(f"beat/{rank}"))
         state = standing.state_of_process(pid) if there == _here() else "away"
         said = {

@@ -123,3 +123,25 @@ def test_fused_optimizers_skip_together():
 
     first, second = run(step, 2)
     assert torch.equal(first, second)
+
+
+def prepared_scaler(fold: bool) -> dict:
+    """What `prepare` makes of the scaler of an Accelerator that was made before the layout."""
+    from accelerate import Accelerator
+
+    from hf_parallel import hooks
+
+    accelerator = Accelerator(cpu=True)
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=16.0, growth_interval=7, enabled=fold)
+    hooks.activate("dp_shard=2", source="test")
+    model = accelerator.prepare(models.build("llama"))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    same = optimizer.scaler is accelerator.scaler
+    return {**accelerator.scaler.state_dict(), "kind": type(accelerator.scaler).__name__, "same": same}
+
+
+def test_prepare_shares_the_scale():
+    for found in run(prepared_scaler, 2, True, init=False):
+        assert (found["kind"], found["scale"], found["growth_interval"]) == ("MeshGradScaler", 16.0, 7)
+        assert found["same"]
+    assert {found["kind"] for found in run(prepared_scaler, 2, False, init=False)} == {"GradScaler"}

@@ -124,3 +124,13 @@ def test_a_spec_string_will_do_and_twice_is_refused():
             hf_parallel.parallelize(packed, "dp_shard=2")
 
     run(twice, 2)
+
+
+def test_pack_tokens_is_refused_before_the_model_changes():
+    from hf_parallel import SpecError, parallelize
+
+    model = models.build("llama")
+    before = set(map(id, model.parameters()))
+    with pytest.raises(SpecError, match="pack_tokens=64"):
+        parallelize(model, "dp_shard=2,pack_tokens=64")
+    assert set(map(id, model.parameters())) == before

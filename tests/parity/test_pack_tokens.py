@@ -240,3 +240,14 @@ def test_a_pipeline_is_refused():
 
     with pytest.raises(SpecError, match="cuts batches by rows"):
         ParallelConfig.parse("pp=2,pack_tokens=64").resolve(2)
+
+
+def test_a_column_of_too_small_lengths_is_refused():
+    from hf_parallel.hooks.trainer import token_budget
+
+    rows = pytest.importorskip("datasets").Dataset.from_list(
+        [{"input_ids": [3] * 9, "length": 9 - (index == 4)} for index in range(7)]
+    )
+    with pytest.raises(SpecError, match="length says 8 of example 4, which has 9 tokens"):
+        token_budget._lengths(rows, None)
+    assert token_budget._lengths(rows.remove_columns("length"), None) == [9] * 7

@@ -259,6 +259,9 @@ def loop(spec, initial, held_up, places):
             if held_up == "after a step" and dist.get_rank() == 1 and not os.path.exists(f"{places}/slept"):
                 Path(places, "slept").touch()
                 time.sleep(3)  # an upload
+            if held_up == "exits" and dist.get_rank() == 1:
+                hangs.end_loop()  # as at the exit of its process
+                time.sleep(60)
     accelerator.end_training()
     return hangs._current is None
 
@@ -288,6 +291,15 @@ def test_a_loop_that_hangs(runs, capfd, tmp_path):
     assert f"rank 1 is in the data loader ({here('time.sleep(60)  # of a loop')})" in told[0]
     assert "The run ends" in told[0]
     assert {"report.json", "rank_0.json"} <= {path.name for path in (tmp_path / "hangs").iterdir()}
+
+
+def test_a_loop_that_one_rank_leaves(runs, capfd, tmp_path):
+    """`sys.exit(0)` is no kill."""
+    with pytest.raises(RankFailure):
+        run(loop, 2, ONE, runs.initial("llama"), "exits", str(tmp_path), init=False, timeout=LIMIT_S)
+    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
+    assert len(told) == 1, told
+    assert "rank 1 has left: it has ended by itself" in told[0]
 
 
 def test_a_loop_that_takes_its_time_between_steps(runs, capfd, tmp_path):

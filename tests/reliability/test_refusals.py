@@ -253,3 +253,28 @@ def test_torch_is_not_initialised_in_the_parent():
     """The fork harness depends on it; a test module that trains at import would break every later test."""
     assert not torch.distributed.is_initialized()
     assert "RANK" not in os.environ
+
+
+def search(folder: str, out: str) -> None:
+    """A search whose trials each rank would draw for itself."""
+    from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend
+
+    from hf_parallel import hooks
+
+    class Backend:
+        name = "optuna"
+        default_hp_space = staticmethod(lambda trial: {})
+        ensure_available = run = lambda self, trainer=None, *args, **kwargs: trainer and trainer.train(trial=object())
+
+    ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Backend
+    hooks.activate("tp=2", source="test")
+    arguments = TrainingArguments(out, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
+    rows = data("llama", 16, seed=1)
+    make = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained
+    trainer = Trainer(model_init=lambda: make(folder), args=arguments, train_dataset=rows, callbacks=[NotReached()])
+    trainer.hyperparameter_search(backend="optuna", hp_name=lambda trial: "one")
+
+
+def test_trials_that_ranks_would_draw_apart(runs, tmp_path):
+    message = refusal(2, search, runs.initial("llama"), str(tmp_path))
+    assert "hyperparameter_search" in message

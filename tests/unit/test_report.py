@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
 import sys
@@ -284,3 +285,11 @@ def test_in_a_browser(tmp_path):
                 else (look["ink"] < 0.3 < 0.7 < look["page"])
             )
         browser.close()
+
+
+def test_hangs_of_an_older_run_are_not_shown(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "run")
+    assert read_facts(str(tmp_path / "run")).hangs
+    for name in HANGS:
+        os.utime(tmp_path / "run" / name, (1.0, 1.0))
+    assert read_facts(str(tmp_path / "run")).hangs == []

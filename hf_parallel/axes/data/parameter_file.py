@@ -29,7 +29,8 @@ def rest_in_file(root: nn.Module, offload: str) -> None:
     """
     groups = list(parameter_groups(root))
     file = StateFile(offload, "parameters")
-    file.reserve(sum(held._sharded_param_data.nbytes for group in groups for held in group.fsdp_params))
+    stored = ([held._sharded_param_data for held in group.fsdp_params] for group in groups)
+    file.reserve(sum(file.room_of(StatePart.size_of(tensors)) for tensors in stored))
     units = [Unit(group, file) for group in groups]
     for unit, before, after in zip(units, [None, *units], [*units[1:], None], strict=False):
         unit.before, unit.after = before, after

@@ -55,10 +55,15 @@ class StateFile:
             refuse(f"offload={self.offload}", why, "a folder with more room, or offload=optimizer,")
         self._reserved += size
 
+    @staticmethod
+    def room_of(size: int) -> int:
+        """What a part of so many bytes takes, in whole pages."""
+        return math.ceil(size / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+
     def part(self, size: int) -> StatePart:
         """The next part of the file, which starts at a page."""
         start = self._used
-        self._used += math.ceil(size / mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        self._used += self.room_of(size)
         if self._used > self._reserved:
             self.reserve(self._used - self._reserved)
         return StatePart(mmap.mmap(self._file.fileno(), size, offset=start), start)

@@ -6,8 +6,8 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.collectives.when_read import WholeWhenRead, whole_when_read
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.accelerate.scaler import scale_together
 from hf_parallel.hooks.bitsandbytes import eight_bit
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.before import make_parallel_below
@@ -36,11 +37,17 @@ from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.parallelize import parallelize
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+    from hf_parallel.parallelize import ParallelState
+
 
 @patch("accelerate.accelerator:Accelerator.prepare", "models and optimizers made before become parallel")
-def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: object) -> object:
     """Make models parallel and point optimizers that were made before at their new parameters."""
     _check_fp16(self.mixed_precision)
+    scale_together(self)
     for model in (arg for arg in args if isinstance(arg, nn.Module)):
         if runtime.parallel_state(model) is None:
             make_parallel(model)
@@ -54,6 +61,7 @@ def prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
         eight_bit.check(optimizer)
         follow_parameters(optimizer)
         host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
+        monitoring.follow_steps(getattr(optimizer, "optimizer", optimizer))
     return original(self, *args, **kwargs)
 
 
@@ -76,7 +84,7 @@ def make_parallel(model: nn.Module) -> None:
             _former[parameter] = (reference, name)
 
 
-def follow_parameters(optimizer: Any) -> None:
+def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
     """Replace parameters of a model that has become parallel by its new ones; those of other stages are left out."""
     inner = getattr(optimizer, "optimizer", optimizer)
     replaced = False
@@ -99,7 +107,7 @@ def _check_fp16(mixed_precision: str | None) -> None:
         refuse("fp16", "accelerate scales losses on accelerators only, not on CPUs", "bf16")
 
 
-def _scale_in_pipeline(model: nn.Module, scaler: Any) -> None:
+def _scale_in_pipeline(model: nn.Module, scaler: torch.amp.GradScaler | None) -> None:
     """A schedule runs its backward passes before the script scales the loss."""
     state = runtime.parallel_state(model)
     if scaler is not None and state is not None and state.pipeline is not None:
@@ -157,7 +165,7 @@ _IN_LOOPS = (
 )
 
 
-def _say_once(state: Any, message: str) -> None:
+def _say_once(state: ParallelState, message: str) -> None:
     if message not in state.said:
         state.said.add(message)
         report.say_here(state.mesh, message)
@@ -173,12 +181,17 @@ def _share(module: nn.Module, passed_on: bool) -> float | None:
 
 @patch("accelerate.accelerator:Accelerator.prepare_model", "would wrap in DDP")
 def prepare_model(
-    original: Callable, self: Any, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False
-) -> Any:
+    original: Callable,
+    self: Accelerator,
+    model: nn.Module,
+    device_placement: bool | None = None,
+    evaluation_mode: bool = False,
+) -> object:
     """Autocast only: placement and reduction belong to the parallel model, of which layers are compiled, not all."""
     state = runtime.parallel_state(model)
     if state is None:
         return original(self, model, device_placement=device_placement, evaluation_mode=evaluation_mode)
+    scale_together(self)
     plugin, precision = self.state.dynamo_plugin, self.mixed_precision if self.native_amp else None
     if plugin.backend.value != "NO":
         check_compiled(state.config, "torch.compile")
@@ -192,7 +205,7 @@ def prepare_model(
 
 
 @patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads")
-def convert_to_fp32(original: Callable, tensor: Any) -> Any:
+def convert_to_fp32(original: Callable, tensor: Any) -> object:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
     parts = _parts_of(tensor) if isinstance(tensor, ModelOutput) else set()
     if not parts:
@@ -221,7 +234,7 @@ def _compute_in(model: nn.Module, dtype: torch.dtype | None) -> None:
 
 @patch("accelerate.accelerator:Accelerator.no_sync", "knows DDP's and its own FSDP2")
 @contextlib.contextmanager
-def no_sync(original: Callable, self: Any, model: nn.Module) -> Iterator[None]:
+def no_sync(original: Callable, self: Accelerator, model: nn.Module) -> Iterator[None]:
     """Know that this is not the last micro-step."""
     with defer_reduction(model):
         yield
@@ -245,7 +258,7 @@ def _offer_no_sync(model: nn.Module) -> None:
 
 
 @patch("accelerate.accelerator:Accelerator.check_trigger", "asks data ranks, not those of one model")
-def check_trigger(original: Callable, self: Any) -> bool:
+def check_trigger(original: Callable, self: Accelerator) -> bool:
     """Any rank may have set it, those that share a model with another one too: all of them stop, or none."""
     if self.flag_tensor is None:
         self.flag_tensor = torch.tensor(0, device=self.device)
@@ -255,7 +268,11 @@ def check_trigger(original: Callable, self: Any) -> bool:
 
 @patch("accelerate.accelerator:Accelerator.clip_grad_norm_", "norm of one stage or shard only")
 def clip_grad_norm_(
-    original: Callable, self: Any, parameters: Any, max_norm: float, norm_type: float = 2
+    original: Callable,
+    self: Accelerator,
+    parameters: torch.Tensor | Iterable[torch.Tensor],
+    max_norm: float,
+    norm_type: float = 2,
 ) -> torch.Tensor:
     """The norm over all stages and shards of the model."""
     parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
@@ -270,7 +287,9 @@ def clip_grad_norm_(
 
 
 @patch("accelerate.accelerator:Accelerator.get_state_dict", "returns shards")
-def get_state_dict(original: Callable, self: Any, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+def get_state_dict(
+    original: Callable, self: Accelerator, model: nn.Module, unwrap: bool = True
+) -> dict[str, torch.Tensor]:
     """Whole tensors on rank 0, nothing elsewhere."""
     if runtime.parallel_state(model) is None:
         return original(self, model, unwrap)

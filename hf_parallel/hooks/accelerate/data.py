@@ -24,6 +24,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
     from accelerate.state import GradientState
     from torch.utils.data import DataLoader
 
@@ -35,6 +36,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
 
     check_loop()
     mesh = runtime.mesh()
+    orders.group_for_all(dataloader, mesh.data_size)
     if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
@@ -42,7 +44,7 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
 
 
-def _by_data_rank(prepared: Any, shared: bool) -> object:
+def _by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:
     from accelerate.data_loader import DataLoaderDispatcher
 
     if isinstance(prepared, DataLoaderDispatcher):
@@ -95,7 +97,7 @@ def _describe(sampler: Any) -> None:
     sampler.set_epoch = set_epoch
 
 
-def _dispatch_by_data_rank(dataloader: Any) -> None:
+def _dispatch_by_data_rank(dataloader: DataLoaderDispatcher) -> None:
     """Rank 0 reads for everybody; each rank then takes the slice of its data rank."""
     mesh = runtime.mesh()
     reads = mesh.rank == 0
@@ -107,7 +109,9 @@ def _dispatch_by_data_rank(dataloader: Any) -> None:
     )
     inner = dataloader.slice_fn
 
-    def slice_fn(data: Any, wanted: slice, process_index: Any = None, num_processes: Any = None) -> object:
+    def slice_fn(
+        data: object, wanted: slice, process_index: int | None = None, num_processes: int | None = None
+    ) -> object:
         if wanted.start is not None and wanted.start < 0:  # data rank 0 where the reader is another rank
             wanted = slice(0, -wanted.start)
         return inner(data, wanted, process_index=mesh.data_rank, num_processes=mesh.data_size)
@@ -142,13 +146,7 @@ def refuse_cut_examples(dataloader: DataLoader) -> None:
         )
 
 
-@patch("transformers.trainer:LengthGroupedSampler", "groups by process")
-def length_grouped_sampler(original: Callable, batch_size: int, *args: object, **kwargs: object) -> object:
-    """Rows of like length for each batch of all data ranks together."""
-    return original(batch_size * runtime.mesh().data_size, *args, **kwargs)
-
-
-@patch("accelerate.utils.operations:_gpu_gather", "gathers over all processes")
+@patch("accelerate.utils.operations:gather", "gathers over all processes", copies=True)
 def gather(original: Callable, tensor: object) -> object:
     """One entry per data rank, in their order; in a ragged last batch data ranks may have other numbers of rows."""
     from accelerate.utils.operations import recursively_apply
@@ -190,7 +188,7 @@ def gather_for_metrics(
     return original(self, input_data, use_gather_object)
 
 
-@patch("accelerate.utils.operations:_gpu_gather_object", "gathers over all processes")
+@patch("accelerate.utils.operations:gather_object", "gathers over all processes", copies=True)
 def gather_object(original: Callable, object: Any) -> list:
     """The lists of all data ranks, joined in their order."""
     mesh = runtime.mesh()

@@ -12,10 +12,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
+    from accelerate.data_loader import DataLoaderShard
     from torch.utils.data import DataLoader
 
+#: On samplers that group rows of like length: for batches of all data ranks already.
+_GROUPED = "_hf_parallel_grouped"
 
-def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> Any:
+
+def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> DataLoaderShard:
     """`prepare` the loader and leave the drawing of its order to its sampler."""
     sampler = _innermost(dataloader)
     if is_seeded(kwargs) or getattr(sampler, "generator", 0) is not None:
@@ -34,6 +38,16 @@ def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, 
 def is_seeded(kwargs: dict[str, object]) -> bool:
     """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
     return bool(kwargs.get("use_seedable_sampler", False))
+
+
+def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:
+    """Rows of like length for each batch of all data ranks together, not of one."""
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    sampler = _innermost(dataloader)
+    if isinstance(sampler, LengthGroupedSampler) and not hasattr(sampler, _GROUPED):
+        sampler.batch_size *= data_ranks
+        setattr(sampler, _GROUPED, True)
 
 
 def _innermost(dataloader: Any) -> Any:

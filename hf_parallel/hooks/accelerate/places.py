@@ -11,16 +11,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plain
 
 if TYPE_CHECKING:
+    from accelerate.data_loader import DataLoaderShard
     from torch import nn
 
+#: Of a loader, as numbers and tensors.
+State: TypeAlias = dict[str, Any]
 #: In the folder of a state.
 FILE = "data_order.pt"
 
@@ -28,13 +31,13 @@ FILE = "data_order.pt"
 class Place:
     """Of one loader, and of what `skip_first_batches` makes of it."""
 
-    def __init__(self, loader: Any, stream: RandomStream | None) -> None:
+    def __init__(self, loader: DataLoaderShard, stream: RandomStream | None) -> None:
         self.loader, self.stream = loader, stream
         self.started: dict[str, object] | None = None  # what the epoch that is going on has started from
         self.ended: int | None = None  # the epoch after the one that was read to its end
         self.again: dict[str, object] | None = None  # what the next epoch starts from: a former process has begun it
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> State:
         """As numbers and tensors."""
         now = self._now()
         epoch = self.loader.iteration if self.ended is None else self.ended
@@ -45,7 +48,7 @@ class Place:
         generators = [generator.get_state() for generator in _generators(self.loader)]
         return {"generators": generators, "stream": None if self.stream is None else plain(self.stream.state)}
 
-    def load(self, saved: dict[str, Any]) -> None:
+    def load(self, saved: State) -> None:
         """Go on from there at the next epoch."""
         self.loader.iteration, self.again, self.ended = saved["epoch"], saved["started"], None
         samplers = [sampler for sampler in _parts(self.loader) if hasattr(sampler, "initial_seed")]
@@ -55,7 +58,7 @@ class Place:
         if self.stream is not None and saved["now"]["stream"] is not None:
             self.stream.state = saved["now"]["stream"]
 
-    def _set_generators(self, state: dict[str, Any]) -> None:
+    def _set_generators(self, state: State) -> None:
         own = _generators(self.loader)
         if len(own) == len(state["generators"]):  # another layout may draw in another way
             for generator, values in zip(own, state["generators"], strict=True):
@@ -63,7 +66,7 @@ class Place:
 
     # ---- one epoch -----------------------------------------------------------------------------------------------
 
-    def batches(self, loader: Any, iterate: Any, empty: bool) -> Iterator[Any]:
+    def batches(self, loader: DataLoaderShard, iterate: Callable[[], Iterator], empty: bool) -> Iterator:
         """An epoch of `loader`, which is this place's own or skips batches of it; all of them if `empty`."""
         before, epoch = self._now(), loader.iteration
         again, self.again = self.again, None
@@ -93,7 +96,7 @@ class Place:
     def _drawing(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.stream is None else self.stream.active()
 
-    def _aside(self, state: dict[str, Any] | None) -> contextlib.AbstractContextManager:
+    def _aside(self, state: State | None) -> contextlib.AbstractContextManager:
         """In here an epoch starts once more: what goes on has drawn for it already."""
         if state is None:
             return contextlib.nullcontext()
@@ -102,7 +105,7 @@ class Place:
         return self.stream.aside(self.stream.state if state["stream"] is None else state["stream"])
 
 
-def follow(loader: Any, place: Place, empty: bool = False) -> None:
+def follow(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     """Read `loader` from `place` on."""
     base = loader.base_dataloader
     iterate = base.__iter__
@@ -110,7 +113,7 @@ def follow(loader: Any, place: Place, empty: bool = False) -> None:
     loader._place = place
 
 
-def _parts(loader: Any) -> list[Any]:
+def _parts(loader: DataLoaderShard) -> list[Any]:
     """The loader's samplers, from the outside in, and its data set."""
     found: list[object] = []
     waiting = [loader.base_dataloader]
@@ -126,7 +129,7 @@ def _held(part: nn.Module, name: str) -> Any:
     return getattr(part, "__dict__", {}).get(name)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
+def _generators(loader: DataLoaderShard) -> list[torch.Generator]:
     """Those that orders are drawn from; a sampler that seeds its own in each epoch needs none."""
     held = [_held(part, "generator") for part in _parts(loader) if not hasattr(part, "initial_seed")]
     return list({id(one): one for one in held if isinstance(one, torch.Generator)}.values())

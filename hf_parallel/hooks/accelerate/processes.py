@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -113,12 +112,3 @@ def main_process_first(
 def name_by_rank(original: str) -> str:
     """A file for each rank: `{suffix}` is filled in by the index."""
     return original.replace("{suffix}", str(dist.get_rank() if dist.is_initialized() else 0))
-
-
-@patch("transformers.trainer:Trainer.hyperparameter_search", "draws trials on process 0")
-def search(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
-    """Refuse trials that process 0 draws for all, where several ranks are process 0."""
-    mesh = runtime.mesh()
-    if mesh.config.world_size > mesh.data_size:
-        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
-    return original(self, *args, **kwargs)

@@ -27,6 +27,7 @@ from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_da
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -120,7 +121,7 @@ def _numbered_name(folder: str, stem: str, number: int) -> str:
     return os.path.join(folder, f"{stem}_{number}" if number else stem)
 
 
-def _model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Any:
+def _model_of(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> nn.Module:
     """The model whose parameters an optimizer has."""
     own = {id(p) for group in inner_optimizer(optimizer).param_groups for p in group["params"]}
     models = accelerator._models
@@ -227,7 +228,7 @@ def _load(accelerator: Accelerator, folder: str, load_kwargs: object, rng: int) 
         load_custom_state(thing, folder, number)
 
 
-def _recount(scheduler: Any, total: int | None, then: int, now: int) -> None:
+def _recount(scheduler: AcceleratedScheduler, total: int | None, then: int, now: int) -> None:
     """accelerate steps a schedule once per data rank: as many of this run as there were of the other."""
     if scheduler.split_batches or then == now:
         return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +9,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import patch
 from hf_parallel.local import local
 
 if TYPE_CHECKING:
     import torch
+    from accelerate import Accelerator
 
 
 class MeshGradScaler(ShardedGradScaler):
@@ -38,7 +37,15 @@ class MeshGradScaler(ShardedGradScaler):
         return found
 
 
-@patch("accelerate.accelerator:get_grad_scaler", "ranks would skip steps apart")
-def get_grad_scaler(original: Callable, distributed_type: Any = None, **kwargs: Any) -> MeshGradScaler:
-    """The scaler of the whole mesh, with the settings the script gave."""
-    return MeshGradScaler(runtime.mesh().device.type, **kwargs)
+def scale_together(accelerator: Accelerator) -> None:
+    """Before a model or an optimizer is prepared: a scaler of the whole mesh, with the settings the script gave."""
+    given = accelerator.scaler
+    if given is None or isinstance(given, MeshGradScaler) or not given.is_enabled():
+        return
+    accelerator.scaler = MeshGradScaler(
+        runtime.mesh().device.type,
+        init_scale=given.get_scale(),
+        growth_factor=given.get_growth_factor(),
+        backoff_factor=given.get_backoff_factor(),
+        growth_interval=given.get_growth_interval(),
+    )

@@ -7,7 +7,7 @@ arXiv 2110.02861). Where cuts do not fall between blocks, rounding differs from 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,9 +15,12 @@ from hf_parallel.axes.data.local_step import on_local_parts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from bitsandbytes.optim.optimizer import Optimizer8bit
+
 
 @patch("bitsandbytes.optim.optimizer:Optimizer8bit.step", "kernels take no DTensor")
-def step(original: Callable, self: Any, closure: Callable | None = None) -> object:
+def step(original: Callable, self: Optimizer8bit, closure: Callable | None = None) -> object:
     """A step on the local parts of all parameters."""
     loss = None
     if closure is not None:
@@ -32,7 +35,7 @@ def step(original: Callable, self: Any, closure: Callable | None = None) -> obje
     return loss
 
 
-def check(optimizer: Any) -> None:
+def check(optimizer: torch.optim.Optimizer) -> None:
     """Refuse what compares norms of whole tensors, such as LAMB and LARS; of other libraries nothing is known here."""
     own = getattr(optimizer, "optimizer", optimizer)
     if getattr(getattr(own, "args", None), "max_unorm", 0) > 0:
@@ -43,7 +46,7 @@ def check(optimizer: Any) -> None:
         )
 
 
-def _step_without_values(optimizer: Any, former: list[list[object]]) -> None:
+def _step_without_values(optimizer: Optimizer8bit, former: list[list[object]]) -> None:
     """A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take."""
     for number, group in enumerate(optimizer.param_groups):
         for index, (parameter, part) in enumerate(zip(former[number], group["params"], strict=True)):

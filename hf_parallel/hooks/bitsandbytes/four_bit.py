@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
-def check(config: Any) -> None:
+def check(config: BitsAndBytesConfig) -> None:
     """Refuse what is not 4 bits by bitsandbytes, and versions of it that were not looked at."""
     if not getattr(config, "load_in_4bit", False):
         kind = getattr(config, "quant_method", type(config).__name__)

@@ -38,7 +38,9 @@ from hf_parallel.spec import refuse
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.lora.dora import DoraLinearLayer
     from peft.tuners.tuners_utils import BaseTuner
+    from peft.utils.other import ModulesToSaveWrapper
     from transformers import PreTrainedModel
 
 _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
@@ -89,7 +91,7 @@ def in_out_features(original: Callable, self: LoraLayer, module: nn.Module) -> o
 
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
-def first_magnitudes(original: Callable, self: Any, *, base_layer: nn.Module, **kwargs: object) -> None:
+def first_magnitudes(original: Callable, self: DoraLinearLayer, *, base_layer: nn.Module, **kwargs: object) -> None:
     """DoRA starts from the norms of the base's rows: of whole ones."""
     weight = base_layer.weight
     if not isinstance(weight, DTensor):
@@ -103,7 +105,7 @@ def first_magnitudes(original: Callable, self: Any, *, base_layer: nn.Module, **
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.{pissa,olora}_init", "factorises shards")
-def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *args: Any) -> None:
+def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *args: object) -> None:
     """PiSSA and OLoRA split a weight of the base into adapters and a rest, of which each rank keeps its part."""
     base, adapter = self.get_base_layer(), adapter_name
     weight = base.weight
@@ -160,7 +162,13 @@ def count(original: Callable, self: PeftModel) -> tuple[int, int]:
 
 
 @patch("peft.utils.other:ModulesToSaveWrapper.update", "copies process groups and shards")
-def copy_module(original: Callable, self: Any, adapter_name: str, tied_module: Any = None, **kwargs: object) -> None:
+def copy_module(
+    original: Callable,
+    self: ModulesToSaveWrapper,
+    adapter_name: str,
+    tied_module: nn.Module | None = None,
+    **kwargs: object,
+) -> None:
     """`modules_to_save` trains a copy: of a split module too, whose links to groups and meshes are shared."""
     if adapter_name not in self.modules_to_save and tied_module is None:
         self.modules_to_save[adapter_name] = lora.copied(self.original_module)
@@ -178,7 +186,7 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 
 
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
-def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: Any, **kwargs: Any) -> None:
+def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: object, **kwargs: Any) -> None:
     """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
     state = runtime.parallel_state(self)
     if state is None:
@@ -198,7 +206,7 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
                 original(self, save_directory, *args, **kwargs)
 
 
-def _is_saved(model: PreTrainedModel, base: Any, state: ParallelState) -> Callable[[str], bool]:
+def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelState) -> Callable[[str], bool]:
     """Adapters; and embedding and head where they have adapters, since peft saves those of the base too."""
     with whole(base, state):
         ends = [base.get_input_embeddings(), base.get_output_embeddings()]

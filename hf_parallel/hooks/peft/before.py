@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[Any], Any]) -> None:
+def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module], object]) -> None:
     """Make the base of a PeftModel parallel by `parallelize`. Collective; rank 0's adapters win.
 
     Raises:
@@ -45,7 +45,7 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[Any], Any
     }
     kept = {name: {key: tensor.detach().clone() for key, tensor in found.items()} for name, found in values.items()}
     active, trains = list(tuner.active_adapters), any(p.requires_grad for p in model.parameters())
-    tuner._unload_and_optionally_merge(merge=False)
+    tuner.unload()
     parallelize(tuner.model)
     for name in configs:
         tuner.inject_adapter(tuner.model, name)

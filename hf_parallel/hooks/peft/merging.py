@@ -7,6 +7,7 @@ whole rows: there the weight of one layer at a time is made whole too.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,7 @@ def _order_of_experts(wrapper: BaseTunerLayer) -> StoredOrder | None:
 
 
 @patch("peft.tuners.lora.layer:Linear.{merge,unmerge}", "takes norms of a shard's rows for DoRA")
-def merge_layer(original: Callable, self: LoraLayer, *args: Any, **kwargs: Any) -> None:
+def merge_layer(original: Callable, self: LoraLayer, *args: object, **kwargs: object) -> None:
     """DoRA in and out of one layer: with its whole weight, of which each rank keeps its part."""
     base = self.get_base_layer()
     weight = base.weight
@@ -104,24 +105,38 @@ def merge(original: Callable, self: BaseTuner, *args: object, safe_merge: bool =
     original(self, *args, **kwargs)
 
 
-@patch("peft.tuners.tuners_utils:BaseTuner._unload_and_optionally_merge", "leaves split layers without a way out")
-def unload(
+@patch("peft.tuners.tuners_utils:BaseTuner.merge_and_unload", "leaves split layers without a way out")
+def merge_and_unload(
     original: Callable,
     self: BaseTuner,
-    merge: bool = True,
     progressbar: bool = False,
     safe_merge: bool = False,
-    **kw: object,
+    adapter_names: list[str] | None = None,
 ) -> object:
-    """`merge_and_unload` and `unload`: layers communicate by themselves again, and FSDP2 forgets the adapters."""
+    """Adapters are added to what is stored of the weights, and taken out."""
+    if runtime.parallel_state(self.model) is None:
+        return original(self, progressbar, safe_merge, adapter_names)
+    _check(self.model, True, safe_merge)
+    return _taken_out(self, functools.partial(original, self, progressbar, safe_merge, adapter_names))
+
+
+@patch("peft.tuners.tuners_utils:BaseTuner.unload", "leaves split layers without a way out")
+def unload(original: Callable, self: BaseTuner) -> object:
+    """Adapters are taken out."""
+    if runtime.parallel_state(self.model) is None:
+        return original(self)
+    _check(self.model, False, False)
+    return _taken_out(self, functools.partial(original, self))
+
+
+def _taken_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
+    """Layers communicate by themselves again, and FSDP2 forgets the adapters."""
     state = runtime.parallel_state(self.model)
-    if state is None:
-        return original(self, merge=merge, progressbar=progressbar, safe_merge=safe_merge, **kw)
-    _check(self.model, merge, safe_merge)
+    assert state is not None
     _reshard(state)
     wrappers = [module for module in self.model.modules() if _wrapped(module) is not None]
     names = {id(module): name for name, module in self.model.named_modules()}
-    result = original(self, merge=merge, progressbar=progressbar, **kw)
+    result = take_out()
     for wrapper in wrappers:
         if isinstance(_wrapped(wrapper), TensorParallelLayer):
             _wrapped(wrapper).adapted = False

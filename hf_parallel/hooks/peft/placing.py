@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 def place(model: PreTrainedModel, state: ParallelState) -> None:
     """Split new adapters over tp, show them to the stages, and shard them over the data ranks."""
     place_copies(model, state)
-    if hasattr(model, "_hf_parallel_adapter_dtype"):
-        _cast_trainable(model, model._hf_parallel_adapter_dtype)
     if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:
         for name, module in list(model.named_modules()):
             if isinstance(_innermost(module), TensorParallelLayer | SharedOut):
@@ -58,13 +55,6 @@ def place_copies(model: nn.Module, state: ParallelState) -> None:
             parts = cast(Any, stage).parts
             for i, part in enumerate(parts):
                 parts[i] = around.get(id(part), part)
-
-
-def _cast_trainable(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.requires_grad and parameter.dtype != dtype:
-                module._parameters[name] = nn.Parameter(parameter.detach().to(dtype))
 
 
 def _unshard(module: nn.Module, state: ParallelState) -> None:

@@ -19,7 +19,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftConfig
+    from peft import LoraConfig, PeftConfig
     from peft.tuners.tuners_utils import BaseTuner
     from torch import nn
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ _WORKS = {
 }
 
 
-def check(tuner: BaseTuner, model: PreTrainedModel, config: Any, low_cpu_mem_usage: bool) -> None:
+def check(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
     """Before anything is changed."""
     from peft import LoraModel, PeftType
 

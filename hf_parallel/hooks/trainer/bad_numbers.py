@@ -12,7 +12,7 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from transformers import Trainer, TrainerCallback
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.metrics import remembered
 from hf_parallel.monitor.first_bad import Finding, Search, sentence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
 
 #: How many times a training is searched: each takes as long as a step.
 SEARCHES = 3
@@ -34,9 +37,9 @@ class BadNumberError(RuntimeError):
 class Looking(TrainerCallback):
     """Of one training: the batches of the step in progress, and what its norm is."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.action = trainer, runtime.mesh().config.nan_action
-        self.batches: list[tuple[Any, Any, tuple, dict]] = []
+        self.batches: list[tuple[PreTrainedModel, dict, tuple, dict]] = []
         self.random_state: list[Any] = []
         self.norm: torch.Tensor | None = None
         self.search: Search | None = None  # in the step in progress
@@ -47,7 +50,7 @@ class Looking(TrainerCallback):
 
     # ---- of every step ---------------------------------------------------------------------------------------------
 
-    def note(self, model: Any, inputs: Any, args: tuple, kwargs: dict) -> None:
+    def note(self, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> None:
         """A micro-batch of the step in progress, before anything is taken out of it."""
         if not self.batches:
             self.random_state = runtime.random_state()
@@ -57,7 +60,9 @@ class Looking(TrainerCallback):
                 self.search.look_at_weights()
         self.batches.append((model, copy.copy(inputs), args, kwargs))
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
         """All gradients are there, and their norm."""
         if self._is_read_now() and self.norm is not None and not math.isfinite(float(self.norm)):
             self._norm_is_bad()
@@ -73,7 +78,7 @@ class Looking(TrainerCallback):
         """fp16's scaler tries what is too large, by plan."""
         return self.trainer.accelerator.scaler is not None
 
-    def logged(self, logs: dict[str, Any]) -> None:
+    def logged(self, logs: dict[str, float]) -> None:
         """What Trainer has read anyway."""
         known = (logs.get(name) for name in ("loss", "grad_norm"))
         bad = any(isinstance(value, int | float) and not math.isfinite(value) for value in known)
@@ -172,7 +177,7 @@ def _of_all(finding: Finding | None) -> dict[int, Finding | None]:
 
 
 @contextlib.contextmanager
-def looking(trainer: Any) -> Iterator[None]:
+def looking(trainer: Trainer) -> Iterator[None]:
     """Inside, numbers that are not finite are told about."""
     global _current
     former, _current = _current, Looking(trainer)
@@ -196,7 +201,7 @@ def not_noting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def step(model: Any, inputs: Any, args: tuple, kwargs: dict) -> Iterator[None]:
+def step(model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> Iterator[None]:
     """Around the computation of one micro-batch."""
     if _current is None:
         yield
@@ -215,7 +220,7 @@ def norm_is(norm: torch.Tensor) -> None:
         _current.norm = norm
 
 
-def logged(logs: dict[str, Any]) -> None:
+def logged(logs: dict[str, float]) -> None:
     """Numbers that Trainer shows."""
     if _current is not None:
         _current.logged(logs)

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,42 +23,49 @@ import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.collectives import assert_all_ranks
-from hf_parallel.hooks import hangs, runtime
+from hf_parallel.hooks import hangs, runtime, sentence_transformers
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import save_callbacks
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.mesh import data_rank
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
-@patch("transformers.trainer:Trainer.save_model", "before 5.23 saves adapters on rank 0 alone")
-def save_model(original: Callable, self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+
+@patch("transformers.trainer:Trainer.save_model", "a plain module's shards are not a checkpoint")
+def save_model(original: Callable, self: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
     assert_all_ranks("trainer.save_model")
     wait_for_save(self)
     with hangs.taking_long("a save"):
-        self._save(self.args.output_dir if output_dir is None else output_dir)
+        _save_weights(self, self.args.output_dir if output_dir is None else output_dir)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
 
-@patch("transformers.trainer:Trainer._save", "a plain module's shards are not a checkpoint")
-def save(original: Callable, self: Any, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+def _save_weights(trainer: Trainer, folder: str) -> None:
     """A transformers model saves itself, streamed; another module's weights are gathered first."""
-    if state_dict is None and not hasattr(self.model, "base_model_prefix"):
-        state_dict = folders.full_state_dict(self.model, runtime.mesh())
-    with folders.current(runtime.mesh()) as saving, saving.noting():
-        original(self, output_dir, state_dict)
+    alone, mesh = sentence_transformers.saves_on_one_rank(trainer), runtime.mesh()
+    state_dict = None
+    if not alone and not hasattr(trainer.model, "base_model_prefix"):
+        state_dict = folders.full_state_dict(trainer.model, mesh)
+    with folders.current(mesh) as saving, saving.noting():
+        if trainer.args.should_save or not alone:
+            trainer._save(folder, state_dict=state_dict)
+        else:
+            trainer.model.save_pretrained(folder)
 
 
 @patch("transformers.trainer:Trainer._save_checkpoint", "writes where a crash leaves half of it")
-def save_checkpoint(original: Callable, self: Any, model: Any, trial: Any) -> None:
+def save_checkpoint(original: Callable, self: Trainer, model: PreTrainedModel, trial: object) -> None:
     """Trainer's steps in Trainer's order, in a folder that gets its name when it is whole."""
     with hangs.taking_long("a save"):
         _save_checkpoint(self, trial)
 
 
-def _save_checkpoint(self: Any, trial: Any) -> None:
+def _save_checkpoint(self: Trainer, trial: object) -> None:
     wait_for_save(self)
     if self.hp_search_backend is None and trial is None:
         self.store_flos()
@@ -76,7 +83,7 @@ def _save_checkpoint(self: Any, trial: Any) -> None:
 class UnfinishedSave:
     """What is left to do of a save: in a thread if it may go on beside the training."""
 
-    def __init__(self, trainer: Any, saving: folders.Checkpoint, run: str):
+    def __init__(self, trainer: Trainer, saving: folders.Checkpoint, run: str):
         self.saving, self.run, self.step = saving, run, trainer.state.global_step
         self.epoch, self.announce = trainer.state.epoch, False
         self.error: BaseException | None = None
@@ -103,7 +110,7 @@ class UnfinishedSave:
             raise self.error
 
 
-def wait_for_save(trainer: Any) -> None:
+def wait_for_save(trainer: Trainer) -> None:
     """Until the last checkpoint is whole, if one is being written; what went wrong with it is raised here. Collective.
 
     Raises:
@@ -121,12 +128,10 @@ def wait_for_save(trainer: Any) -> None:
             trainer.control = call("on_save", trainer.args, trainer.state, trainer.control)
 
 
-@patch("transformers.trainer:Trainer._finalize_training", "counts saves that go on")
-def finalize_training(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def end_begins(trainer: Trainer) -> None:
     """The best model is loaded, and checkpoints are counted, when all of them are there."""
-    with hangs.taking_long("the end of the training"):
-        wait_for_save(self)
-        return original(self, *args, **kwargs)
+    hangs.mark("the end of the training", may_take_long=True)
+    wait_for_save(trainer)
 
 
 def _rotate(run: str, limit: int | None, best: str | None) -> None:
@@ -142,7 +147,7 @@ def _rotate(run: str, limit: int | None, best: str | None) -> None:
         folders.remove(path)
 
 
-def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
+def _write(trainer: Trainer, saving: folders.Checkpoint, run: str) -> None:
     trainer.save_model(saving.folder, _internal_call=True)
     _note_best(trainer, run)
     if not trainer.args.save_only_model:
@@ -156,7 +161,7 @@ def _write(trainer: Any, saving: folders.Checkpoint, run: str) -> None:
             trainer.state.save_to_json(os.path.join(saving.folder, "trainer_state.json"))
 
 
-def _note_best(trainer: Any, run: str) -> None:
+def _note_best(trainer: Trainer, run: str) -> None:
     """The folder of the best step, which may be the one that is being written."""
     best = trainer.state.best_global_step
     if not best or str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) == "no":
@@ -166,7 +171,7 @@ def _note_best(trainer: Any, run: str) -> None:
         trainer.state.best_model_checkpoint = path
 
 
-def _export_callbacks(trainer: Any) -> None:
+def _export_callbacks(trainer: Trainer) -> None:
     """As Trainer does just before it writes its state."""
     from transformers.trainer_callback import ExportableState
 
@@ -180,7 +185,7 @@ def _export_callbacks(trainer: Any) -> None:
                 kept[name] = callback.state()
 
 
-def _write_layout(trainer: Any, folder: str) -> None:
+def _write_layout(trainer: Trainer, folder: str) -> None:
     facts = {
         "spec": runtime.mesh().config.to_spec(),
         "axes": axis_sizes(),
@@ -209,7 +214,7 @@ def axis_sizes() -> dict[str, int]:
     return runtime.mesh().config.sizes
 
 
-def save_optimizer(trainer: Any, output_dir: str) -> None:
+def save_optimizer(trainer: Trainer, output_dir: str) -> None:
     """The optimizer's state by name, written by all ranks, and the learning-rate schedule."""
     mesh = runtime.mesh()
     with folders.current(mesh) as saving:
@@ -221,7 +226,7 @@ def save_optimizer(trainer: Any, output_dir: str) -> None:
                 torch.save(trainer.lr_scheduler.state_dict(), os.path.join(output_dir, "scheduler.pt"))
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """The optimizer itself, without accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

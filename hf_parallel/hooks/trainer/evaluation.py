@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,19 @@ from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, replacing, s
 from hf_parallel.hooks.trainer import means, ragged, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
 
 def prediction_step(
-    self: Any, original: Callable, model: Any, inputs: dict, prediction_loss_only: bool, *args: Any, **kwargs: Any
-) -> Any:
+    self: Trainer,
+    original: Callable,
+    model: PreTrainedModel,
+    inputs: dict,
+    prediction_loss_only: bool,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """Evaluate only real rows of a ragged last batch, whatever it is that the script does with them."""
     hangs.mark("evaluation")
     runtime.compare_batches(model, inputs, "evaluation")
@@ -38,7 +47,7 @@ def prediction_step(
     return loss, logits, labels
 
 
-def _step(trainer: Any, count: int) -> StepRecord:
+def _step(trainer: Trainer, count: int) -> StepRecord:
     """Of a batch of so many examples; 0 where they cannot be counted."""
     state = trainer.accelerator.gradient_state
     ragged_here = count > 0 and is_ragged(state)
@@ -46,7 +55,7 @@ def _step(trainer: Any, count: int) -> StepRecord:
 
 
 @contextlib.contextmanager
-def _computing(model: Any, step: StepRecord, loss_only: bool) -> Iterator[None]:
+def _computing(model: PreTrainedModel, step: StepRecord, loss_only: bool) -> Iterator[None]:
     """A rank without a row of its own is absent, and a pipeline need not send logits that nobody wants."""
     state = runtime.parallel_state(model)
     engine = None if state is None else state.pipeline
@@ -55,14 +64,14 @@ def _computing(model: Any, step: StepRecord, loss_only: bool) -> Iterator[None]:
         yield
 
 
-def _rows_to_gather(trainer: Any, outputs: Any, real: int, count: int, joined: bool) -> Any:
+def _rows_to_gather(trainer: Trainer, outputs: Any, real: int, count: int, joined: bool) -> Any:
     """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
     if joined or trainer.gather_function == trainer.accelerator.gather:
         return rows.without_stand_in(outputs, real)
     return rows.fill(outputs, count)
 
 
-def _inputs_to_gather(trainer: Any, inputs: dict, kept: dict, real: int | None) -> None:
+def _inputs_to_gather(trainer: Trainer, inputs: dict, kept: rows.Batch, real: int | None) -> None:
     """`evaluation_loop` goes on with the batch that it gave: metrics see the real rows, those of all ranks."""
     if "inputs" not in trainer.args.include_for_metrics or runtime.mesh().data_size == 1:
         return

@@ -13,9 +13,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.hooks.after_import import AfterImport
+
+if TYPE_CHECKING:
+    from transformers import TrainingArguments
 
 NAME = "parallel"
 SOURCE = "TrainingArguments(parallel=…)"
@@ -99,7 +102,7 @@ def _add_field(cls: Any) -> None:
         _set(cls, "__init__", _accepting(cls.__init__))
 
 
-def _set(cls: type, name: str, value: Any) -> None:
+def _set(cls: type, name: str, value: object) -> None:
     missing = object()
     before = cls.__dict__.get(name, missing)
     _undo.append(lambda: delattr(cls, name) if before is missing else setattr(cls, name, before))
@@ -114,7 +117,7 @@ def _accepting(init: Callable[..., None]) -> Callable[..., None]:
         return init  # made after an earlier install, or handing its keywords on
 
     @functools.wraps(init)
-    def __init__(self: Any, *args: object, parallel: Any = None, **kwargs: object) -> None:
+    def __init__(self: TrainingArguments, *args: object, parallel: object = None, **kwargs: object) -> None:
         if parallel is not None or NAME not in self.__dict__:  # an outer __init__ may have set it already
             self.parallel = parallel
         init(self, *args, **kwargs)
@@ -124,11 +127,11 @@ def _accepting(init: Callable[..., None]) -> Callable[..., None]:
     return __init__
 
 
-def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
+def _activating(post_init: Callable[[TrainingArguments], None]) -> Callable[[TrainingArguments], None]:
     """`post_init` with the plugin activated first: the original picks the devices and starts the process group."""
 
     @functools.wraps(post_init)
-    def __post_init__(self: Any) -> None:
+    def __post_init__(self: TrainingArguments) -> None:
         from hf_parallel import hooks
         from hf_parallel.hooks import auto
 
@@ -147,7 +150,7 @@ def _activating(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     return __post_init__
 
 
-def _activate(args: Any) -> None:
+def _activate(args: TrainingArguments) -> None:
     from hf_parallel import hooks
 
     from_environment = os.environ.get("HF_PARALLEL")

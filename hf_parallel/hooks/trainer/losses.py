@@ -18,7 +18,7 @@ from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, means
+from hf_parallel.hooks.trainer import bad_numbers, checkpoints, means
 from hf_parallel.hooks.trainer.metrics import Joined, remembered
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl import trainers as trl
@@ -192,11 +192,12 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
         kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
     try:
         unread = unread_logits(why_read(self, state) is None and not _asks_for_outputs(args, kwargs))
-        with runtime.absent(step.real_rows == 0), means.computing(scope), unread:
+        with runtime.absent(step.real_rows == 0), means.computing(scope), unread, trl.metrics_by_rows(self):
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former
     loss, *outputs = result if isinstance(result, tuple) else (result,)
+    loss = trl.weighted(self, loss, inputs)
     if outputs and state is not None and state.pipeline is not None and state.pipeline.loss_only:
         outputs = [{}]
     targets = scope.taken[1] if scope.taken is not None and loss is scope.taken[0] else None
@@ -266,6 +267,8 @@ def _undone(trainer: Any) -> Iterator[None]:
 
 #: What Trainer logs of its steps, on all ranks.
 _OF_TRAINING = {"loss", "learning_rate"}
+#: What it logs when all steps are done, before it loads the best model.
+_OF_THE_END = {"train_loss", "total_flos"}
 
 
 @patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
@@ -283,5 +286,7 @@ def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) ->
         logs.update({key: round(value, 4) for key, value in load.read().items()})
     if logs.keys() >= _OF_TRAINING:
         logs.update(monitoring.of_trainer(self))
+    if logs.keys() >= _OF_THE_END:
+        checkpoints.end_begins(self)
     bad_numbers.logged(logs)
     original(self, logs, *args, **kwargs)

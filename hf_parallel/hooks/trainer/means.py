@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,12 @@ from torch.utils._pytree import tree_map
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    pass
+
+Given: TypeAlias = dict[str, Any]  # arguments by name
 _signature = functools.cache(inspect.signature)
 
 
@@ -133,11 +139,11 @@ def _number(number: float, value: torch.Tensor) -> torch.Tensor:
     return torch.full((), number, dtype=torch.float32, device=value.device)
 
 
-def _elements(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
+def _elements(given: Given, value: torch.Tensor) -> torch.Tensor:
     return _number(given["input"].numel(), value)
 
 
-def _targets(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
+def _targets(given: Given, value: torch.Tensor) -> torch.Tensor:
     """What torch divides by: targets that are not ignored, each with the weight of its class."""
     target, weight = given["target"], given.get("weight")
     if target.is_floating_point():  # probabilities of classes
@@ -148,7 +154,7 @@ def _targets(given: dict[str, Any], value: torch.Tensor) -> torch.Tensor:
 
 
 #: Function of torch.nn.functional -> over how many numbers its mean runs.
-COUNTS: dict[str, Callable[[dict[str, Any], torch.Tensor], torch.Tensor]] = {
+COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
     "cross_entropy": _targets,
     "nll_loss": _targets,
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _elements),
@@ -198,7 +204,7 @@ def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:
 _PROCESSES = {"num_processes", "world_size", "get_world_size"}
 
 
-def knows_processes(trainer: Any) -> bool:
+def knows_processes(trainer: Trainer) -> bool:
     """Does the script's `compute_loss` ask for the number of processes, which Trainer multiplies its loss by?
 
     By the names in its code: the count that it is given depends on the answer, so no run of it can tell before.

@@ -11,17 +11,20 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hf_parallel.hooks.accelerate.data import replacing
 
+if TYPE_CHECKING:
+    from transformers import Trainer
+
 
 class Joined:
     """The parts of one batch."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.gathered: list[torch.Tensor] = []  # by the order of the calls in a part
         self.reduced: list[torch.Tensor] = []
@@ -45,7 +48,7 @@ class Joined:
                 self.gathered[place] = torch.cat([self.gathered[place], found])
             return self.gathered[place]
 
-        def added(value: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        def added(value: torch.Tensor, **kwargs: object) -> torch.Tensor:
             found, place = reduce(value, **kwargs), next(reductions)
             if place == len(self.reduced):
                 self.reduced.append(found)
@@ -58,7 +61,7 @@ class Joined:
             yield
 
 
-def remembered(trainer: Any) -> Callable[[], None]:
+def remembered(trainer: Trainer) -> Callable[[], None]:
     """A function after which the trainer has counted and collected no more than now."""
     counters = {name: value for name, value in vars(trainer).items() if _collects(value)}
     before = copy.deepcopy(counters)

@@ -22,7 +22,13 @@ if TYPE_CHECKING:
 
 
 @patch("transformers.trainer:Trainer.train", "reads what is damaged", without_layout=True)
-def train(original: Callable, self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> object:
+def train(
+    original: Callable,
+    self: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """In one process or under DDP: a checkpoint of a layout is checked, and one that is not whole not taken."""
     chosen = resume_from_checkpoint
     if chosen is True:
@@ -36,7 +42,7 @@ def train(original: Callable, self: Trainer, resume_from_checkpoint: Any = None,
 
 
 @contextlib.contextmanager
-def _last_one(trainer: Trainer, run: restarts.Run, chosen: Any) -> Iterator[object]:
+def _last_one(trainer: Trainer, run: restarts.Run, chosen: Any) -> Iterator[Any]:
     """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
     own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
     newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None

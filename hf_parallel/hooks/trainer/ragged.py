@@ -47,7 +47,7 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
             yield rows.opened(batch)
 
 
-def _last(trainer: Trainer, batch: Any, count: int, blocks: int) -> LastBatch:
+def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> LastBatch:
     state = trainer.accelerator.gradient_state
     real = real_rows(state, count)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
@@ -64,7 +64,7 @@ def _runs_scheduled(trainer: Trainer) -> bool:
     return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def told_apart(trainer: Trainer, batch: object, full: int) -> Any:
+def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> Any:
     """Whose a token is, in a ragged last batch whose examples a collator has joined to one row."""
     if not is_ragged(trainer.accelerator.gradient_state):
         return batch
@@ -77,7 +77,7 @@ def told_apart(trainer: Trainer, batch: object, full: int) -> Any:
     return told
 
 
-def rows_per_example(trainer: Trainer, batch: object, full: int) -> int:
+def rows_per_example(trainer: Trainer, batch: rows.Batch, full: int) -> int:
     """How many rows an example has, such as two in a batch of [chosen; rejected]; batches of `full` examples tell.
 
     Also of a data set that is less than one batch: it is repeated until the batch is full, where rows are shared out.

@@ -46,6 +46,7 @@ class TrainerRecord:
         loss_plans: the entries of a batch -> how the script's loss is scheduled; None if it needs whole batches.
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
+        told_unreached: has it been said that steps of `profile_steps` come after the end?
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         profile: of the step in progress, if it is one of them.
         upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
@@ -58,6 +59,7 @@ class TrainerRecord:
     loss_plans: dict[tuple[str, ...], Plan | None] = field(default_factory=dict)
     weighs: bool | None = None
     told_unknown: bool = False
+    told_unreached: bool = False
     drawn_steps: set[int] = field(default_factory=set)
     profile: Profile | None = None
     upcoming: list[dict[str, object]] | None = None

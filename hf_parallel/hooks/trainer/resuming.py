@@ -9,7 +9,7 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,15 +25,27 @@ from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, w
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
+
+#: The facts of who wrote a checkpoint.
+Layout: TypeAlias = dict[str, Any]
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
 
 
 @patch("transformers.trainer:Trainer.train", "waits for ranks that will not come; resumes from what is damaged")
-def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+def train(
+    original: Callable,
+    self: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: object,
+    **kwargs: object,
+) -> object:
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
+    _check_trial(args[0] if args else kwargs.get("trial"))
     with entries.trains(self), restarts.own_folder(self) as run:
         chosen = _chosen(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:
@@ -46,7 +58,14 @@ def train(original: Callable, self: Any, resume_from_checkpoint: Any = None, *ar
             return original(self, chosen, *args, **kwargs)
 
 
-def _chosen(trainer: Any, asked: Any, run: restarts.Run) -> str | None:
+def _check_trial(trial: object) -> None:
+    """Refuse trials that process 0 draws for all, where several ranks are process 0."""
+    mesh = runtime.mesh()
+    if trial is not None and mesh.config.world_size > mesh.data_size:
+        refuse("hyperparameter_search", "ranks of one model would draw other trials", "a launch each")
+
+
+def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> str | None:
     """The checkpoint to go on from, whole on all ranks. Collective.
 
     Raises:
@@ -91,7 +110,7 @@ def run_of(folder: str) -> str | None:
     return None
 
 
-def facts_of(folder: str) -> dict[str, Any]:
+def facts_of(folder: str) -> Layout:
     """Which run wrote a checkpoint, and its rows per step, as far as that is known."""
     path = os.path.join(folder, "trainer_state.json")
     layout = layout_of(folder)
@@ -129,7 +148,7 @@ def refuse_damages(folder: str, found: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
+def unfinished_save_is_awaited(trainer: Trainer) -> Iterator[None]:
     """After an error too: a checkpoint that can still become whole does, and the error is the one to read."""
     try:
         yield
@@ -142,7 +161,7 @@ def unfinished_save_is_awaited(trainer: Any) -> Iterator[None]:
     wait_for_save(trainer)
 
 
-def _compare(trainer: Any, folder: str) -> None:
+def _compare(trainer: Trainer, folder: str) -> None:
     """Say what cannot continue as it was."""
     if not folders.has_optimizer(folder):
         report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
@@ -151,7 +170,7 @@ def _compare(trainer: Any, folder: str) -> None:
         report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
 
 
-def layout_of(folder: str) -> dict[str, Any]:
+def layout_of(folder: str) -> Layout:
     """The layout that wrote a checkpoint; empty if it was plain Trainer."""
     path = os.path.join(folder, folders.LAYOUT)
     if not os.path.isfile(path):
@@ -163,12 +182,12 @@ def layout_of(folder: str) -> dict[str, Any]:
 @patch("transformers.trainer:Trainer._init_training_state", "repeats rows of a stream that ended")
 def init_training_state(
     original: Callable,
-    self: Any,
+    self: Trainer,
     max_steps: int,
     num_update_steps_per_epoch: int,
     num_train_epochs: int,
-    resume_from_checkpoint: Any,
-    trial: Any,
+    resume_from_checkpoint: str | None,
+    trial: object,
 ) -> tuple[int, int]:
     """Where in a stream to go on: Trainer counts steps from its beginning, also after it was read to its end.
 
@@ -192,18 +211,20 @@ def init_training_state(
 
 
 @patch("transformers.trainer:Trainer._load_from_checkpoint", "reads whole weights")
-def load_from_checkpoint(original: Callable, self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+def load_from_checkpoint(
+    original: Callable, self: Trainer, resume_from_checkpoint: str, model: PreTrainedModel | None = None
+) -> None:
     """Each rank reads its slices of the weights."""
     _load(self.model if model is None else model, resume_from_checkpoint)
 
 
 @patch("transformers.trainer:Trainer._load_best_model", "reads whole weights")
-def load_best_model(original: Callable, self: Any) -> None:
+def load_best_model(original: Callable, self: Trainer) -> None:
     """Each rank reads its slices of the best checkpoint."""
     _load(self.model, self.state.best_model_checkpoint)
 
 
-def _load(model: Any, folder: str) -> None:
+def _load(model: PreTrainedModel, folder: str) -> None:
     if hasattr(model, "peft_config"):
         load_adapter_weights(model, folder)
     else:
@@ -211,7 +232,7 @@ def _load(model: Any, folder: str) -> None:
 
 
 @patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "optimizer state is sharded")
-def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> None:
+def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
     if checkpoint is None or not folders.has_optimizer(checkpoint):
         return
@@ -219,7 +240,7 @@ def load_optimizer(original: Callable, self: Any, checkpoint: str | None) -> Non
     load_schedule(self, checkpoint)
 
 
-def load_schedule(trainer: Any, checkpoint: str) -> None:
+def load_schedule(trainer: Trainer, checkpoint: str) -> None:
     """Its numbers per group come from the optimizer's groups, which a layout may cut in another way."""
     state = torch.load(os.path.join(checkpoint, "scheduler.pt"), weights_only=True)
     own, groups = trainer.lr_scheduler.state_dict(), inner_optimizer(trainer.optimizer).param_groups
@@ -234,7 +255,7 @@ def load_schedule(trainer: Any, checkpoint: str) -> None:
         trainer.lr_scheduler.load_state_dict(state)
 
 
-def _plain_groups(trainer: Any) -> list[list[list[str]]]:
+def _plain_groups(trainer: Trainer) -> list[list[list[str]]]:
     """How a plain Trainer groups parameters: those that decay and the others, or a script's optimizer, all in one."""
     mesh, model = runtime.mesh(), trainer.model
     order = folders.names_in_order(model, mesh)
@@ -249,7 +270,7 @@ def _plain_groups(trainer: Any) -> list[list[list[str]]]:
 
 
 @patch("transformers.trainer:Trainer._load_rng_state", "looks for a file per data rank")
-def load_rng_state(original: Callable, self: Any, checkpoint: str | None) -> None:
+def load_rng_state(original: Callable, self: Trainer, checkpoint: str | None) -> None:
     """Under the same layout each rank's own; under another one that of a rank that read the same share of the data."""
     path = None if checkpoint is None else _rng_file(checkpoint)
     if path is None:
@@ -272,7 +293,7 @@ def _rng_file(checkpoint: str) -> str | None:
     return next((p for p in (os.path.join(checkpoint, name) for name in names) if os.path.isfile(p)), None)
 
 
-def rng_rank(layout: dict[str, Any]) -> int:
+def rng_rank(layout: Layout) -> int:
     """Whose random states this rank goes on with; `layout` is empty for those of plain Trainer or accelerate."""
     mesh = runtime.mesh()
     if not layout:

@@ -9,16 +9,20 @@ A batch holds its examples in one of three ways:
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map
 
+#: What a collator gives: tensors by name, and what a script puts beside them.
+Batch: TypeAlias = MutableMapping[str, Any]
+Value = TypeVar("Value")
 #: Key of a tensor [1, tokens] with the number of each token's example; taken out before a model sees the batch.
 JOINED = "hf_parallel_example_of_token"
 
 
-def count(batch: Any, blocks: int = 1) -> int | None:
+def count(batch: Batch, blocks: int = 1) -> int | None:
     """How many examples the batch holds; None if it is not known."""
     if not isinstance(batch, dict) and not hasattr(batch, "items"):
         return None
@@ -28,7 +32,7 @@ def count(batch: Any, blocks: int = 1) -> int | None:
     return sizes[0] // blocks if sizes else None
 
 
-def told_apart(batch: Any, full: int) -> Any:
+def told_apart(batch: Batch, full: int) -> Batch:
     """A single row that stands for up to `full` examples, with JOINED where the batch says where they begin."""
     tokens = batch.get("input_ids") if hasattr(batch, "get") else None
     if full == 1 or not torch.is_tensor(tokens) or tokens.ndim != 2 or len(tokens) != 1 or JOINED in batch:
@@ -37,7 +41,7 @@ def told_apart(batch: Any, full: int) -> Any:
     return batch if starts is None else {**batch, JOINED: starts.cumsum(1) - starts[:, :1].long()}
 
 
-def _starts(batch: Any, tokens: int) -> torch.Tensor | None:
+def _starts(batch: Batch, tokens: int) -> torch.Tensor | None:
     """Which tokens of a single row begin an example."""
     ends, positions, numbers = (batch.get(key) for key in ("cu_seq_lens_q", "position_ids", "seq_idx"))
     if torch.is_tensor(ends):
@@ -45,13 +49,17 @@ def _starts(batch: Any, tokens: int) -> torch.Tensor | None:
         starts[0, ends[:-1].long()] = True
         return starts
     steps = positions if torch.is_tensor(positions) and positions.ndim == 2 else None
-    if steps is None and not torch.is_tensor(numbers):
+    numbers = numbers if torch.is_tensor(numbers) else None
+    if steps is not None:
+        changes = steps.diff() != 1
+    elif numbers is not None:
+        changes = numbers.diff() != 0
+    else:
         return None
-    changes = steps.diff() != 1 if steps is not None else numbers.diff() != 0
     return torch.cat([torch.ones_like(changes[:, :1]), changes], 1)
 
 
-def trim(batch: Any, real: int, rows: int, blocks: int = 1) -> dict:
+def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
     """Only the real examples; one without a target where there are none, so that the rank still takes part."""
     kept = max(1, real)
     if JOINED in batch:
@@ -61,12 +69,12 @@ def trim(batch: Any, real: int, rows: int, blocks: int = 1) -> dict:
     return trimmed if real else without_targets(trimmed, 0, kept)
 
 
-def opened(batch: Any) -> Any:
+def opened(batch: Batch) -> Batch:
     """The batch as a model takes it."""
     return {key: value for key, value in batch.items() if key != JOINED} if JOINED in batch else batch
 
 
-def without_targets(batch: Any, real: int, rows: int) -> dict:
+def without_targets(batch: Batch, real: int, rows: int) -> dict:
     """The same rows, but only the first `real` of each block have targets: the others add nothing to a loss per token.
 
     Args:
@@ -80,7 +88,7 @@ def without_targets(batch: Any, real: int, rows: int) -> dict:
     return kept
 
 
-def fill(value: object, rows: int) -> Any:
+def fill(value: Value, rows: int) -> Value:
     """Repeat the last row of each tensor, for those that `trim` took away."""
 
     def fill_one(tensor: torch.Tensor) -> torch.Tensor:
@@ -90,7 +98,7 @@ def fill(value: object, rows: int) -> Any:
     return tree_map(lambda item: fill_one(item) if torch.is_tensor(item) and item.ndim else item, value)
 
 
-def without_stand_in(value: object, real: int) -> Any:
+def without_stand_in(value: Value, real: int) -> Value:
     """Not the one row with which a rank without rows takes part."""
     if real:
         return value
@@ -107,7 +115,7 @@ def _first(value: object, kept: int, rows: int, blocks: int) -> object:
     return value
 
 
-def _trim_joined(batch: Any, tokens: int) -> dict:
+def _trim_joined(batch: Batch, tokens: int) -> dict:
     """The first `tokens` tokens, and what tells attention kernels where their sequences begin."""
     kept = {
         key: value[:, :tokens] if torch.is_tensor(value) and value.ndim > 1 else value for key, value in batch.items()

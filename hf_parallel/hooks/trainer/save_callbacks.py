@@ -8,13 +8,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+    from hf_parallel.hooks.trainer.checkpoints import UnfinishedSave
 
 
 def is_writing(trainer: Trainer) -> bool:
@@ -46,7 +48,7 @@ def on_save(
 
 
 @contextlib.contextmanager
-def as_of(trainer: Trainer, unfinished: Any) -> Iterator[None]:
+def as_of(trainer: Trainer, unfinished: UnfinishedSave) -> Iterator[None]:
     """Whoever asks is told the step that was saved; the model has gone on, and must not be taken for that step's."""
     state, model = trainer.state, trainer.model
     now = {"global_step": state.global_step, "epoch": state.epoch}

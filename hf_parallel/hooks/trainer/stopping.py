@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -40,11 +40,11 @@ class StepsTogether(TrainerCallback):
         self.agreed = self.asked.clone()
         mesh = runtime.mesh()
         # Apart from training's own groups, and from those of a thread that writes checkpoints.
-        self.group: Any = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
-        self.pending: Any = None
+        self.group: dist.ProcessGroup | None = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
+        self.pending: dist.Work | None = None
         self.stops = False
 
-    def ask(self, number: int, frame: Any) -> None:
+    def ask(self, number: int, frame: object) -> None:
         """The signal's handler; a second signal ends the process as if there were none."""
         print(f"hf_parallel: rank {dist.get_rank()}: SIGTERM, saving after this step", file=sys.stderr, flush=True)
         self.asked[0] = 1
@@ -60,7 +60,7 @@ class StepsTogether(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> object:
-        self.pending.wait()
+        cast(dist.Work, self.pending).wait()
         stops, writing, failed = self.agreed.tolist()
         if stops:
             self.stops = control.should_save = control.should_training_stop = True

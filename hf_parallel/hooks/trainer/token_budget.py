@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,12 @@ from hf_parallel.hooks.trainer import padding_free
 from hf_parallel.hooks.trainer.joining import asked, joined, refuse_joining, set_alone
 from hf_parallel.hooks.trl import servers
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+_MUCH = 0.1  # of the tokens: lengths that are so much off are told
+_SAMPLE = 256  # rows whose lengths are compared with their tokens
 _known = False  # is there a Trainer, whose loaders are the ones that are meant?
 
 
@@ -47,7 +53,14 @@ def stop() -> None:
     padding_free.stop()
 
 
-def _checked(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+def _checked(
+    original: Callable,
+    self: Trainer,
+    model: PreTrainedModel | None = None,
+    args: TrainingArguments | None = None,
+    *rest: object,
+    **kwargs: object,
+) -> None:
     original(self, model, args, *rest, **kwargs)
     check(self)
 
@@ -55,7 +68,7 @@ def _checked(original: Callable, self: Any, model: Any = None, args: Any = None,
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
 
 
-def check(trainer: Any) -> None:
+def check(trainer: Trainer) -> None:
     """Refuse a Trainer whose batches would not be those that were asked for."""
     global _known
     _known = True
@@ -71,7 +84,7 @@ def check(trainer: Any) -> None:
         )
 
 
-def why_not_joined(trainer: Any) -> str | None:
+def why_not_joined(trainer: Trainer) -> str | None:
     """Why this Trainer's batches cannot be joined, before a row was seen."""
     from transformers import Trainer
 
@@ -107,7 +120,7 @@ def check_loop() -> None:
 
 
 @patch("transformers.trainer:Trainer.get_train_dataloader", "counts batches in rows")
-def get_train_dataloader(original: Callable, self: Any) -> Any:
+def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
     if not budget():
         if not padding_free.wanted():
@@ -149,7 +162,7 @@ def _line(batches: TokenBatches) -> str:
 class Examples(torch.utils.data.Dataset):
     """Each example as the script's collator makes it alone; `~index` is example `index` without targets."""
 
-    def __init__(self, rows: Any, collate: Callable[[list], Any]) -> None:
+    def __init__(self, rows: Dataset, collate: Callable[[list], Mapping]) -> None:
         self.rows, self.collate = rows, collate
 
     def __len__(self) -> int:
@@ -162,7 +175,7 @@ class Examples(torch.utils.data.Dataset):
         return row
 
 
-def _examples(trainer: Any) -> Examples:
+def _examples(trainer: Trainer) -> Examples:
     from transformers.trainer_utils import has_length
 
     rows, collate = trainer.train_dataset, trainer.data_collator
@@ -175,12 +188,32 @@ def _examples(trainer: Any) -> Examples:
     return Examples(rows, collate)
 
 
-def _lengths(rows: Any, args: Any) -> list[int]:
+def _lengths(rows: Dataset, args: TrainingArguments) -> list[int]:
     """Of each row of the script's data set, with all of its columns: that of lengths, else its tokens."""
     name = getattr(args, "length_column_name", "length")
     if name in (getattr(rows, "column_names", None) or ()):
-        return [int(length) for length in rows[name]]
+        lengths = [int(length) for length in rows[name]]
+        _check_lengths(rows, lengths, name)
+        return lengths
     first = rows[0]
     if not hasattr(first, "keys") or "input_ids" not in first:
         refuse_joining("rows of the data set have no input_ids to count", "a data set of tokens")
+    if hasattr(rows, "select_columns") and rows.format["type"] != "custom":  # a script's transform takes whole rows
+        rows = rows.select_columns(["input_ids"])
     return [len(rows[index]["input_ids"]) for index in range(len(rows))]
+
+
+def _check_lengths(rows: Dataset, lengths: list[int], name: str) -> None:
+    """Some rows all over the data set: too small lengths let batches overflow, too large ones leave them empty."""
+    told = counted = 0
+    for index in range(0, len(rows), max(1, len(rows) // _SAMPLE)):
+        row = rows[index]
+        tokens = len(row["input_ids"]) if "input_ids" in row else lengths[index]
+        if tokens > lengths[index]:
+            why = f"the column {name} says {lengths[index]} of example {index}, which has {tokens} tokens"
+            refuse_joining(why, "a data set without that column, or length_column_name")
+        told, counted = told + lengths[index], counted + tokens
+    if told > (1 + _MUCH) * counted:
+        report.say(
+            f"pack_tokens: the column {name} says {told} of examples that have {counted} tokens: batches hold less"
+        )

@@ -7,11 +7,12 @@ import functools
 import inspect
 import os
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
 from hf_parallel.hooks.trainer.record import record_of
@@ -19,11 +20,23 @@ from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.monitor.meter import COMPUTE
 
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from transformers import PreTrainedModel, Trainer, TrainingArguments
+
 # ---- set-up ------------------------------------------------------------------------------------------------------
 
 
 @patch("transformers.trainer:Trainer.__init__", "models made in code become parallel; settings are checked")
-def init(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+def init(
+    original: Callable,
+    self: Trainer,
+    model: PreTrainedModel | None = None,
+    args: TrainingArguments | None = None,
+    *rest: object,
+    **kwargs: object,
+) -> None:
     """Make a model that was built in code parallel, and refuse settings that cannot hold, before anything trains."""
     if args is None:
         from transformers import TrainingArguments
@@ -48,18 +61,20 @@ def init(original: Callable, self: Any, model: Any = None, args: Any = None, *re
 
 
 @patch("transformers.trainer:Trainer.call_model_init", "models from model_init become parallel")
-def call_model_init(original: Callable, self: Any, trial: Any = None) -> Any:
+def call_model_init(original: Callable, self: Trainer, trial: object = None) -> object:
     """A model from `model_init` becomes parallel before it is used."""
     model = original(self, trial)
     _make_ready(model, None)
     self.model = model
-    losses.prepare(self)
+    if hasattr(self, "compute_loss_func"):  # else Trainer is being made, and prepared when it is
+        losses.prepare(self)
     return model
 
 
-def _make_ready(model: Any, optimizers: Any) -> None:
+def _make_ready(model: PreTrainedModel, optimizers: tuple | None) -> None:
     if runtime.parallel_state(model) is None:
         make_parallel(model)
+    finish_casts(model)  # on a base in 4 bits TRL casts adapters
     if optimizers and optimizers[0] is not None:
         follow_parameters(optimizers[0])
     normalise_over_data_ranks(model)
@@ -73,7 +88,9 @@ def _make_ready(model: Any, optimizers: Any) -> None:
 
 
 @patch("transformers.trainer:Trainer.get_batch_samples", "repeats rows to fill a ragged last batch")
-def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, num_batches: int, device: Any) -> Any:
+def get_batch_samples(
+    original: Callable, self: Trainer, epoch_iterator: Iterator, num_batches: int, device: torch.device
+) -> object:
     """Drop the rows that accelerate repeats to fill the last batch: one process does not train on them twice."""
     profiling.at_step(self)
     hangs.mark("the data loader")
@@ -85,7 +102,7 @@ def get_batch_samples(original: Callable, self: Any, epoch_iterator: Iterator, n
 
 
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
-def num_items_in_batch(original: Callable, self: Any, batch_samples: list, device: Any) -> Any:
+def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
     items = original(self, batch_samples, device)
     if items is not None and self.args.average_tokens_across_devices:
@@ -94,7 +111,9 @@ def num_items_in_batch(original: Callable, self: Any, batch_samples: list, devic
 
 
 @patch("transformers.trainer:Trainer.training_step", "does not know which rows are repeated")
-def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+def training_step(
+    original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
+) -> object:
     """Remember how many rows of this batch are real while its loss is computed."""
     hangs.mark_step(self.state.global_step + 1)
     looked_at = bad_numbers.step(model, inputs, args, kwargs)
@@ -104,7 +123,7 @@ def training_step(original: Callable, self: Any, model: Any, inputs: dict, *args
         return original(self, model, inputs, *args, **kwargs)
 
 
-def on_step_end(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def on_step_end(trainer: Trainer, original: Callable, *args: object, **kwargs: object) -> object:
     """A step ends when all callbacks have seen its end; logging, evaluation and saving are not part of it."""
     control = original(*args, **kwargs)
     monitoring.step_ended()
@@ -112,7 +131,7 @@ def on_step_end(trainer: Any, original: Callable, *args: Any, **kwargs: Any) -> 
     return control
 
 
-def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
+def _recorded(trainer: Trainer) -> contextlib.AbstractContextManager:
     """Draw the first batch of each step of `profile_steps`, for the pipeline of rank 0."""
     state, step = runtime.parallel_state(trainer.model), trainer.state.global_step + 1
     if state is None or state.pipeline is None or step not in (state.config.profile_steps or ()):
@@ -126,7 +145,7 @@ def _recorded(trainer: Any) -> contextlib.AbstractContextManager:
 
 
 @patch("transformers.trainer:Trainer.floating_point_ops", "counts the local part of the model")
-def floating_point_ops(original: Callable, self: Any, inputs: dict) -> float:
+def floating_point_ops(original: Callable, self: Trainer, inputs: dict) -> float:
     """Trainer adds up what all ranks count: each gives its share, whatever part of the model it holds."""
     state, name = runtime.parallel_state(self.model), getattr(self.model, "main_input_name", "input_ids")
     if state is None or name not in inputs:
@@ -135,11 +154,11 @@ def floating_point_ops(original: Callable, self: Any, inputs: dict) -> float:
 
 
 @patch("transformers.trainer:is_fsdp_managed_module", "then asks its own config what waits", since="5.23")
-def is_managed(original: Callable, module: Any) -> bool:
+def is_managed(original: Callable, module: nn.Module) -> bool:
     """A parallel model goes by `Accelerator.no_sync`, as all others do."""
     return runtime.parallel_state(module) is None and original(module)
 
 
 @patch("transformers.trainer:Trainer._sync_replicated_trainable_parameters", "would average over stages", since="5.19")
-def nothing(original: Callable, self: Any, *args: Any, **kwargs: Any) -> None:
+def nothing(original: Callable, self: Trainer, *args: object, **kwargs: object) -> None:
     """Leave out: all parameters are equal where they must be."""

@@ -18,13 +18,13 @@ from hf_parallel.parallelize import parallelize
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import BitsAndBytesConfig, PreTrainedModel
 
 
 class Requested:
     """Stands for the layout in `from_pretrained(distributed_config=…)`; the mesh itself must not be copied around."""
 
-    def __init__(self, quantization: Any = None) -> None:
+    def __init__(self, quantization: BitsAndBytesConfig | None = None) -> None:
         self.quantization = quantization
 
     def __deepcopy__(self, memo: dict) -> Requested:

@@ -27,6 +27,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from transformers.core_model_loading import LoadStateDictInfo
 
 
 @patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
@@ -65,7 +66,7 @@ def set_parameter(
     model: nn.Module,
     target_name: str,
     param_value: torch.Tensor,
-    loading_info: Any,
+    loading_info: LoadStateDictInfo,
     *args: object,
     **kwargs: object,
 ) -> None:
@@ -119,7 +120,7 @@ def initialize(original: Callable, self: PreTrainedModel, module: nn.Module, *ar
         module._parameters[name] = shard
 
 
-def _is_new_part(module: nn.Module, parameter: Any) -> bool:
+def _is_new_part(module: nn.Module, parameter: object) -> bool:
     """Not loaded, and not stored as its values are drawn."""
     if parameter is None or getattr(parameter, "_is_hf_initialized", False):
         return False

@@ -151,10 +151,12 @@ def generate(original: Callable, self: Any, prompts: list, *args: Any, **kwargs:
     return questions.taken(asked) or call()
 
 
-def before_new_weights(generation: Any) -> None:
+@patch("trl.generation.vllm_generation:VLLMGeneration.sync_weights", "sends while completions are drawn", since="1.16")
+def sync_weights(original: Callable, self: Any) -> None:
     """Completions that are being drawn are drawn to their end by the weights that they began with."""
-    if hasattr(generation, "vllm_client"):
-        _questions(generation.vllm_client).wait()
+    if hasattr(self, "vllm_client"):
+        _questions(self.vllm_client).wait()
+    original(self)
 
 
 @patch(f"{_GRPO}._generate_single_turn", "draws in turn with training", since="1.16")

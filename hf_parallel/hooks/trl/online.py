@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from hf_parallel.hooks.trainer.means import share
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl import ahead, server_mode
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
@@ -107,12 +110,6 @@ def _has_no_length(dataset: Any) -> bool:
 # ---- which rows, which random numbers -----------------------------------------------------------------------------
 
 
-@patch("trl.trainer.{grpo,rloo}_trainer:set_seed", "a seed per process")
-def set_seed(original: Callable, seed: int, device_specific: bool = False, **kwargs: Any) -> None:
-    """A seed per data rank, so that the ranks of one model draw the same tokens."""
-    original(seed + (runtime.mesh().data_rank if device_specific else 0), **kwargs)
-
-
 @patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
 def pad(
     original: Callable, tensors: list, padding_value: Any = 0, padding_side: str = "right", **kwargs: Any
@@ -178,21 +175,11 @@ def generate_and_score(original: Callable, self: Any, inputs: list[dict]) -> dic
         server_mode.correct_means(self, outputs)
         return outputs
     scores = functools.partial(_real_scores, step.generated, self._get_per_token_logps_and_entropies)
-    with replacing(self, _get_per_token_logps_and_entropies=scores):
+    lengths = functools.partial(_real_lengths, self.accelerator, sum(step.generated), self._generate)
+    with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
         outputs = _without_repeats(self, step.generated, original(self, inputs))
     server_mode.correct_means(self, outputs)
     return outputs
-
-
-@patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._generate", "counts repeated rows")
-def generate(original: Callable, self: Any, prompts: list) -> Any:
-    """Lengths are told of the rows that are not repeated to fill a ragged last batch."""
-    generated = record_of(self).step.generated
-    if generated is None:
-        return original(self, prompts)
-    gather, real = self.accelerator.gather, sum(generated)
-    with replacing(self.accelerator, gather=lambda tensor: gather(tensor)[:real]):
-        return original(self, prompts)
 
 
 @patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._calculate_rewards", "asks on every process")
@@ -237,6 +224,13 @@ def _real_rows(trainer: Any, rows: int) -> list[int] | None:
     return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
+def _real_lengths(accelerator: Accelerator, real: int, original: Callable, prompts: list) -> Any:
+    """`_generate`, which tells of lengths: those of the rows that are not repeated."""
+    gather = accelerator.gather
+    with replacing(accelerator, gather=lambda tensor: gather(tensor)[:real]):
+        return original(prompts)
+
+
 def _real_scores(real: list[int], original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
     logps, *others = original(*args, **kwargs)
@@ -273,21 +267,20 @@ def _correct_logs(trainer: Any, real: int, rows: int, tokens_too_many: float) ->
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-@patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._compute_loss", "mean of means")
-def compute_loss(original: Callable, self: Any, model: Any, inputs: dict) -> torch.Tensor:
-    """Weighted such that the average over data ranks is the loss of the global batch.
+def weighted(trainer: Any, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+    """What `compute_loss` returned, such that the average over data ranks is the loss of the global batch.
 
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.
     """
-    loss, kind = original(self, model, inputs), getattr(self, "loss_type", "")
+    kind = getattr(trainer, "loss_type", "")
     if runtime.mesh().data_size == 1:
         return loss
-    if self.model.training and kind != "bnpo":
+    if trainer.model.training and kind != "bnpo":
         return loss
     tokens = int(inputs["completion_mask"].sum())
-    if self.model.training:
+    if trainer.model.training:
         return loss * share(tokens)
-    rows, generated = len(inputs["prompt_ids"]), record_of(self).step.generated
+    rows, generated = len(inputs["prompt_ids"]), record_of(trainer).step.generated
     real = rows if generated is None else generated[runtime.mesh().data_rank]
     held, counted = (tokens, tokens) if kind == "bnpo" else (1, 1) if kind in _SUMS else (rows, real)
     return _mean_over_data_ranks(loss.detach(), held, counted)

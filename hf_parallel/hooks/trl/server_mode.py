@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ from hf_parallel.hooks.trl import ahead
 from hf_parallel.rollouts import transfer
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
 _GENERATION = "trl.generation.vllm_generation:VLLMGeneration"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
 #: What PEFT puts around a layer, which its weight's own name has not.
@@ -31,21 +36,15 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.")
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-@patch(f"{_GENERATION}.sync_weights", "gathers every weight once more to learn its shape", since="1.16")
-def sync_weights(original: Callable, self: Any) -> None:
-    """Shapes are known without the values; what is being drawn waits for no new weights."""
-    ahead.before_new_weights(self)
-    if self._weight_metadata is None and runtime.parallel_state(self.model) is not None:
-        entries = [entry for group in _groups(self) for entry in group.entries]
-        self._weight_metadata = [(e.name, str(e.dtype).removeprefix("torch."), list(e.shape)) for e in entries]
-    original(self)
-
-
 @patch(f"{_GENERATION}._iter_named_params", "yields this rank's part of its own stage", since="1.16")
-def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def named_parameters(original: Callable, self: VLLMGeneration) -> Iterator[tuple[str, torch.Tensor]]:
     """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
     if runtime.parallel_state(self.model) is None:
         yield from original(self)
+        return
+    if self._weight_metadata is None:  # asked for names and shapes, which are known without the values
+        for entry in (entry for group in _groups(self) for entry in group.entries):
+            yield entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
         return
     adapted = hasattr(self.model, "merge_adapter")
     if adapted:
@@ -60,7 +59,7 @@ def named_parameters(original: Callable, self: Any) -> Iterator[tuple[str, torch
             self.model.unmerge_adapter()
 
 
-def _groups(generation: Any) -> list:
+def _groups(generation: VLLMGeneration) -> list:
     """What is sent, in its order; collective the first time."""
     if not hasattr(generation, "_hf_parallel_groups"):
         base, own = _base(generation.model), _own_names(generation.model)
@@ -68,11 +67,11 @@ def _groups(generation: Any) -> list:
     return generation._hf_parallel_groups
 
 
-def _base(model: Any) -> Any:
+def _base(model: PreTrainedModel) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
-def _own_names(model: Any) -> Callable[[str], str | None]:
+def _own_names(model: PreTrainedModel) -> Callable[[str], str | None]:
     """The name of a base's parameter without wrappers; None for an adapter's, and for what one trains in its place."""
     prefix = getattr(model, "prefix", None) if hasattr(model, "peft_config") else None
 
@@ -115,13 +114,13 @@ def correct_means(trainer: Any, outputs: dict) -> None:
     "asks for vLLM where only its server is talked to",
     since="1.16",
 )
-def available(original: Any) -> Callable[..., bool]:
+def available(original: Callable) -> Callable[..., bool]:
     """Whether it is needed the server tells, in `init_communicator`."""
     return lambda *args, **kwargs: True
 
 
 @patch(f"{_CLIENT}.init_communicator", "knows vLLM's NCCL engine alone", since="1.16")
-def init_communicator(original: Callable, self: Any, device: Any = 0) -> None:
+def init_communicator(original: Callable, self: VLLMClient, device: int | torch.device = 0) -> None:
     """To the stand-in, which names another way, over that."""
     found = self.get_server_info()["weight_transfer_config"]
     if found is None or found["backend"] != transfer.BACKEND:
@@ -141,7 +140,7 @@ def init_communicator(original: Callable, self: Any, device: Any = 0) -> None:
 
 
 @contextlib.contextmanager
-def _asking(client: Any, what: str, **told: dict) -> Iterator[None]:
+def _asking(client: VLLMClient, what: str, **told: dict) -> Iterator[None]:
     """A request beside what is done: inside of it the server waits for this side."""
     with ThreadPoolExecutor(1) as executor:
         answer = executor.submit(client._post, f"{client.base_url}/{what}", json=told)
@@ -150,7 +149,7 @@ def _asking(client: Any, what: str, **told: dict) -> Iterator[None]:
 
 
 @patch(f"{_CLIENT}.update_named_params", "sends over vLLM's NCCL engine alone", since="1.16")
-def update_named_params(original: Callable, self: Any, metadata: list, named_params: Iterator) -> None:
+def update_named_params(original: Callable, self: VLLMClient, metadata: list, named_params: Iterator) -> None:
     """Announced over HTTP, then sent."""
     if not isinstance(self.communicator, transfer.Channel):
         original(self, metadata, named_params)

@@ -5,6 +5,7 @@ Its losses run where a script's own loss runs (`losses.py`). Nothing here import
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from hf_parallel.spec import refuse
 if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel, Trainer, TrainingArguments
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
 #: Trainers whose batches are [all chosen; all rejected].
 _PAIRS = ("trl.trainer.dpo_trainer.DPOTrainer", "trl.trainer.reward_trainer.RewardTrainer")
@@ -43,7 +45,9 @@ def _is_one_of(trainer: Trainer, names: tuple[str, ...]) -> bool:
     return any(f"{cls.__module__}.{cls.__qualname__}" in names for cls in type(trainer).__mro__)
 
 
-def check(trainer: Trainer, args: Any, eval_dataset: Any, model: PreTrainedModel | None = None) -> None:
+def check(
+    trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
+) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
     kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
     if kind is not None:
@@ -79,7 +83,7 @@ def rows_per_example(trainer: Trainer) -> int | None:
     return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
-def targets_of_mean(trainer: Trainer, batch: Any) -> torch.Tensor | None:
+def targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
     if not _is_one_of(trainer, _TOKENS) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return None
@@ -91,29 +95,24 @@ def is_known(trainer: Trainer) -> bool:
     return rows_per_example(trainer) is not None or _is_one_of(trainer, tuple(online.TRAINERS))
 
 
-def needs_whole_batches(trainer: Any) -> bool:
+def weighted(trainer: Trainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+    """What a trainer's `compute_loss` returned; of those that generate such that data ranks average to the whole."""
+    return online.weighted(trainer, loss, inputs) if _is_one_of(trainer, tuple(online.TRAINERS)) else loss
+
+
+def needs_whole_batches(trainer: Trainer) -> bool:
     """Is the loss known not to be one of micro-batches? A few rows may look as if it were."""
     return _is_one_of(trainer, tuple(online.TRAINERS)) and online.couples_rows(trainer)
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
-def reference_log_probs(original: Callable, self: Any, *args: Any) -> object:  # before TRL 1.9 without the model
+def reference_log_probs(original: Callable, self: Trainer, *args: Any) -> object:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
     state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
     if state is None or state.pipeline is None:
         return original(self, *args)
     with torch.no_grad():
         return served(state.pipeline, dict(args[-1]), lambda: original(self, *args))[0]
-
-
-@patch("trl.trainer.{kto,grpo,rloo}_trainer:get_peft_model", "casts shards")
-@patch("trl.trainer.{sft,reward}_trainer:get_peft_model", "casts shards", since="0.26")
-@patch("trl.trainer.dpo_trainer:get_peft_model", "casts shards", since="0.29")
-def get_peft_model(original: Callable, model: PreTrainedModel, *args: object, **kwargs: object) -> object:
-    """On a base in 4 bits TRL trains adapters in bf16, and casts them when they are made, which shards do not bear."""
-    if runtime.parallel_state(model) is not None and getattr(model, "is_loaded_in_4bit", False):
-        model._hf_parallel_adapter_dtype = torch.bfloat16
-    return original(model, *args, **kwargs)
 
 
 # ---- the head ------------------------------------------------------------------------------------------------------
@@ -138,10 +137,10 @@ def chunked_log_probs(original: Any) -> type:
 
         @staticmethod
         def apply(
-            hidden: Any,
+            hidden: torch.Tensor,
             weight: Any,
             bias: Any,
-            targets: Any,
+            targets: torch.Tensor,
             temperature: float,
             chunk_size: int,
             softcap: float | None = None,
@@ -176,7 +175,7 @@ def _all_have_rows(weight: DTensor) -> bool:
     "trl.trainer.sft_trainer:DataCollatorForLanguageModeling.torch_call",
     "joins examples to one row, which stages cannot cut and whose repeats cannot be told",
 )
-def torch_call(original: Callable, self: Any, examples: list[dict]) -> dict:
+def torch_call(original: Callable, self: DataCollatorForLanguageModeling, examples: list[dict]) -> dict:
     """Examples joined to one row cannot be told apart: say whose a token is, or, for a pipeline, keep them in rows."""
     batch = original(self, examples)
     if not self.padding_free:
@@ -213,7 +212,7 @@ def prepare_dataset(
     original: Callable,
     self: Trainer,
     dataset: object,
-    processing_class: Any,
+    processing_class: object,
     args: TrainingArguments,
     dataset_name: str,
 ) -> object:
@@ -240,21 +239,17 @@ def kl_logps(original: Callable, self: Trainer, model: nn.Module, batch: dict) -
 # ---- rewards -------------------------------------------------------------------------------------------------------
 
 
-@patch("trl.trainer.reward_trainer:RewardTrainer.compute_loss", "mean of means")
-def reward_metrics(
-    original: Callable, self: Trainer, model: nn.Module, inputs: dict, *args: object, **kwargs: object
-) -> object:
-    """Accuracy and margin are averaged over data ranks: in a ragged batch each counts once for each of its rows."""
-    rows, gather = record_of(self).step.real_rows, self.accelerator.gather_for_metrics
-    if not rows:
-        return original(self, model, inputs, *args, **kwargs)
+def metrics_by_rows(trainer: Trainer) -> contextlib.AbstractContextManager:
+    """In here accuracy and margin, averaged over data ranks, count once for each real row of a ragged batch."""
+    rows, gather = record_of(trainer).step.real_rows, trainer.accelerator.gather_for_metrics
+    if not rows or not _is_one_of(trainer, _PAIRS[1:]):
+        return contextlib.nullcontext()
 
     def by_rows(value: torch.Tensor) -> torch.Tensor:
         mean = value.ndim == 0 and value.is_floating_point()
         return gather(value.expand(rows) if mean else value)
 
-    with replacing(self.accelerator, gather_for_metrics=by_rows):
-        return original(self, model, inputs, *args, **kwargs)
+    return replacing(trainer.accelerator, gather_for_metrics=by_rows)
 
 
 # ---- precomputed log-probabilities of the reference --------------------------------------------------------------

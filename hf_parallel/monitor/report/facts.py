@@ -118,7 +118,7 @@ def read_facts(folder: str) -> Facts:
     facts.metrics = _by_step([line for line in lines if line.get("kind") == "metrics"])
     facts.notes = [line for line in lines if line.get("kind") == "note"]
     facts.log = _history(folder) or _as_history(facts.metrics)
-    facts.hangs = _hangs(os.path.join(folder, HANGS))
+    facts.hangs = _hangs(os.path.join(folder, HANGS), _began(facts))
     facts.checkpoints = _checkpoints(folder)
     pictures = [*glob.glob(_within(folder, "profile_step_*.svg")), *glob.glob(_within(folder, "timeline_step_*.svg"))]
     facts.profiles = sorted(pictures, key=lambda path: (_number_in(path), path))
@@ -163,13 +163,25 @@ def _by_step(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [found[step] for step in sorted(step for step in found if math.isfinite(step))]
 
 
-def _hangs(folder: str) -> list[tuple[str, str]]:
-    """What was found out, then where each rank was: by its own words, or by those of the rank that told."""
-    report = mapping(_json(os.path.join(folder, "report.json")))
+def _began(facts: Facts) -> float:
+    """When the newest run did: it writes its layout at its first batch, and its first line when it logs."""
+    path = os.path.join(facts.folder, LAYOUT)
+    times = [number(facts.run.get("time"), 0.0)] if facts.run else []
+    return min([*times, *([os.stat(path).st_mtime] if os.path.isfile(path) else [])], default=0.0)
+
+
+def _hangs(folder: str, since: float) -> list[tuple[str, str]]:
+    """What was found out since, then where each rank was: by its own words, or by those of the rank that told."""
+
+    def _json_of_run(path: str) -> Any:
+        return _json(path) if os.path.isfile(path) and os.stat(path).st_mtime >= since else None
+
+    report = mapping(_json_of_run(os.path.join(folder, "report.json")))
     found = [("", report["sentence"])] if isinstance(report.get("sentence"), str) else []
     ranks = {f"rank {rank}": mapping(own) for rank, own in mapping(report.get("ranks")).items()}
     for path in glob.glob(_within(folder, "rank_*.json")):
-        ranks[f"rank {_number_in(path)}"] = mapping(_json(path))
+        if own := mapping(_json_of_run(path)):
+            ranks[f"rank {_number_in(path)}"] = own
     return found + [(name, _place(ranks[name])) for name in sorted(ranks, key=lambda name: (_number_in(name), name))]
 
 
