@@ -1,7 +1,6 @@
 """Attention over ranks against attention with a matrix of scores: outputs and gradients, for every kind of mask."""
 
 import weakref
-from unittest import mock
 
 import pytest
 import torch

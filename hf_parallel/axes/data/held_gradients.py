@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from hf_parallel.axes.data.reduction import parameter_groups
-from hf_parallel.axes.data.without_streams import at_once
 from hf_parallel.mesh import stored
 
 Whole = list[tuple[Any, torch.Tensor]]
@@ -70,9 +69,8 @@ class HeldGradients:
         for parameter, gradient in self._held.items():
             parameter.unsharded_accumulated_grad = gradient
         self._held = {}
-        with at_once():
-            for stage in self.stages:
-                _reduce(stage)
+        for stage in self.stages:
+            _reduce(stage)
 
 
 def _taken(group: Any) -> Whole:

@@ -18,7 +18,6 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
@@ -29,7 +28,6 @@ from hf_parallel.axes.data.ends import shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
-from hf_parallel.axes.data.without_streams import overlap
 from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
@@ -66,8 +64,6 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
         type(module).__name__ = type(module).__name__.removeprefix("FSDP")
     work_in_place(root)
-    if mesh.device.type == "cpu" and dist.get_backend() != "fake":
-        overlap(root, blocks)
     follow_autocast(root, mesh.device)
     round_after_backward(root)
     if root is model:  # a pipeline frees its stages itself

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from hf_parallel import checkpoint
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch, replace
-from hf_parallel.hooks.trl import ahead
 from hf_parallel.rollouts import transfer
 from hf_parallel.spec import refuse
 
