@@ -85,7 +85,8 @@ def _measured(folder: str) -> Measured:
 def read_cluster(saved: dict[str, Any]) -> Cluster:
     """The cluster of a plan in a record."""
     gpu = saved["gpu"]
-    gpu = Gpu(**{**gpu, "efficiency": Efficiency(**gpu["efficiency"]), "host": Host(**gpu["host"])})
+    parts = {"efficiency": Efficiency(**gpu["efficiency"]), "host": Host(**gpu["host"])}
+    gpu = Gpu(**{**gpu, **parts, "capability": tuple(gpu["capability"])})
     return Cluster(**{**saved, "gpu": gpu, "inside": Link(**saved["inside"]), "between": Link(**saved["between"])})
 
 

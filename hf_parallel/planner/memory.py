@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, field
 
 from hf_parallel.axes.loss import CHUNK, ONE_WAITS, fewest_tokens
+from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.planner.activations import (
     Moment,
     StageBytes,
@@ -125,9 +126,9 @@ class _Rank:
         self.adapter_width = adapter_width(job)  # gathered
         several = layout.dp * layout.cp > 1
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
-        # Replicas alone compute with what they store, if in its own dtype.
+        # Replicas alone compute with what they store, if on the GPU and in its own dtype.
         self.in_place = self.habits.fsdp2 and several and layout.zero_stage == 0 and layout.cp == 1
-        self.in_place &= self.width == self.kept.stored
+        self.in_place &= self.width == self.kept.stored and not parameters_rest(job.offload)
         self.summed = summed_width(job) if self.gathers else float(self.width)
         self.reshards = self.gathers and layout.zero_stage == 3 and (layout.pp == 1 or not self.habits.fsdp2)
 

@@ -101,4 +101,4 @@ def test_a_lora_config_made_before_the_model_is_counted(tmp_path):
     lines, _ = run(chosen_for, 2, str(tmp_path))
     assert any("adapters of rank 5" in line for line in lines)
     assert any("activation_checkpointing=" in line for line in lines)
-    assert any("attention=auto is sdpa: no CUDA device here" in line for line in lines)
+    assert any("attention=auto is sdpa: the model's own, where there is no CUDA device" in line for line in lines)

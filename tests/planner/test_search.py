@@ -1,5 +1,6 @@
 """The search returns what the engine takes, fits, is ranked, and says why not what else one might expect."""
 
+import dataclasses
 import time
 
 import pytest
@@ -113,7 +114,9 @@ def test_script_with_a_fixed_batch():
     assert {choice.rows for choice in found.choices} == {4}
     assert {choice.accumulation for choice in found.choices} == {2}
     assert found.choices[0].config.data_parallel_size > 1
-    assert [c.seconds_per_row for c in found.choices] == sorted(c.seconds_per_row for c in found.choices)
+    best, *others = [c.seconds_per_row for c in found.choices]
+    assert others == sorted(others)
+    assert best < 1.05 * others[0]  # so much a further axis must gain to come first
 
 
 def test_accept_is_asked_about_what_is_returned():
@@ -166,14 +169,14 @@ def test_public_name():
 
 
 def test_transfers_that_round_are_named_and_not_chosen():
-    """8 desktop GPUs, whose ZeRO-3 waits for PCIe: faster in 8 bits, with other numbers."""
-    given = {"gpus": 8, "gpu": "rtx4090-24gb", "seq": 2048, "global_batch": None, "rows": 2, "lora": 16}
-    found = searched(**given)
+    """8 GPUs whose ZeRO-3 waits for PCIe: faster in 8 bits, with other numbers."""
+    given = {"gpus": 8, "gpu": "l40s-48gb", "seq": 2048, "global_batch": None, "rows": 2, "lora": 16}
+    found = searched(LLAMA_70B, **given)
     assert all("quantize" not in choice.config.to_spec() for choice in found.choices)
     (line,) = found.suggestions
     assert line.startswith("with quantize_weights=int8: predicted 1.")
     assert "changes the numbers" in line
-    allowed = searched(**given, quantized=True)
+    allowed = searched(LLAMA_70B, **given, quantized=True)
     assert allowed.best.config.quantize_weights == "int8"
     assert allowed.suggestions == []
     assert allowed.best.seconds_per_row < found.best.seconds_per_row / 1.2
@@ -188,9 +191,8 @@ def test_what_rounds_is_what_a_dry_run_shows():
     config = models.llama(hidden_size=512, intermediate_size=1408, **sizes)
     found = searched(config, gpus=4, per_node=2, network="ethernet-10g", seq=512, global_batch=16, quantized=True)
     choice = next(c for c in found.choices if c.config.quantize_gradients != "none" and c.config.tp_size == 1)
-    ran = run_alone(
-        lambda: dry_run(config, choice.config, rows=choice.rows, seq=512, accumulation=choice.accumulation)
-    )
+    plain_head = dataclasses.replace(choice.config, lean_loss="false")  # as planned where its gradient is rounded
+    ran = run_alone(lambda: dry_run(config, plain_head, rows=choice.rows, seq=512, accumulation=choice.accumulation))
     planned, sent = choice.prediction.breakdown, sum(t.sent for t in ran.communication["dp_shard"].values())
     assert ran.peak_bytes == pytest.approx(planned.ranks[0].tensors, rel=0.1)
     assert sent == pytest.approx(planned.bytes_by_axis["dp_shard"], rel=0.05)
