@@ -12,8 +12,12 @@ import torch
 import torch.distributed as dist
 
 # torch 2.13 renamed these two; the former names warn.
-all_gather_op = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: Any) -> dist.Work | None:
+    """Looked up at each call: who counts or watches collectives replaces them in torch.distributed."""
+    return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, **settings)
 
 
 class Started(NamedTuple):
