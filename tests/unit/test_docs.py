@@ -47,7 +47,7 @@ ELSEWHERE = {
     r"hf-parallel recipe push .*": "tests/unit/test_recipe_cli.py::test_push_writes_the_file_and_a_section",
     r"pip install torch==.*|python benchmarks/first_step.py": "tests/unit/test_recipe_cli.py::test_a_new_users_path",
     r"pip install --no-index.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
-    r"pip install (\.|.hf-parallel.*|axolotl.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
+    r"pip install (\.|.hf-.*|axolotl.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",
     r"hf-parallel launch --ray .*--min_processes .*": "tests/reliability/test_ray.py::test_a_lost_node",
@@ -334,6 +334,14 @@ def test_files_and_names_are_there(page):
     for name in re.findall(r"\bhf_parallel((?:\.[a-z_]+)+)\(", text):
         holder, _, attribute = f"hf_parallel{name}".rpartition(".")
         assert hasattr(importlib.import_module(holder), attribute), name
+
+
+def test_the_architecture_names_what_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = {name.rstrip("/") for name in re.findall(r"[\w*]+(?:/[\w*]+)*(?:\.py|/)(?=[\s,|`)])", text)}
+    assert len(files) > 40
+    there = [name for name in files if (ROOT / name).exists() or any((ROOT / "hf_parallel").rglob(name))]
+    assert files - {*there} == {"axes/NAME.py"}
 
 
 def test_what_counts_as_a_command():
