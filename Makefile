@@ -5,7 +5,7 @@
 #   make test-all  the same with every combination of models, layouts and settings
 #   make lint      the checks of `make test` without the tests
 #   make format    let ruff rewrite the files
-#   make matrix    run the parity tests and write the support matrix into README.md
+#   make matrix    run the parity tests and write the support matrix (README.md, docs/support_matrix.md)
 #   make gpu       what only a GPU can show, in parts: make gpu-links gpu-parity gpu-checkpoints gpu-syncs gpu-memory
 #                  gpu-speed gpu-context (at most 8 minutes each); no network: WHEELS=folder has the packages; see docs/check.md
 #   make site      build docs/ into outputs/site, with a search

@@ -137,7 +137,7 @@ def listened(model: Any, step: Any, steps: int, watch: list[str]) -> tuple[float
     """Calls, seconds between the clocks, and of a reading."""
     within, outside, found, reading = Clocks(), Clocks(), [], [0.0]
     with within.running(), watching(model, watch) as around, outside.running():
-        for _ in range(steps // EVERY * EVERY):
+        for _ in range(-(-steps // EVERY) * EVERY):  # in whole turns of what is looked into
             within.seconds = outside.seconds = within.calls = 0
             around(step)
             found.append((within.calls, outside.seconds - within.seconds))

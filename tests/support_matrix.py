@@ -1,9 +1,9 @@
-"""Turn the parity tests' results into the support matrix of the README.
+"""Turn the parity tests' results into the support matrix: its first table is in the README, the others are a page.
 
 pytest tests/parity tests/outside --record-support    # writes tests/results/support.json
 pytest tests/outside --add-support                    # replaces the cells that it runs, keeps the others
-python tests/support_matrix.py                        # writes the tables into README.md
-python tests/support_matrix.py --check                # exit 1 if README.md says anything else
+python -m tests.support_matrix                        # writes README.md and docs/support_matrix.md
+python -m tests.support_matrix --check                # exit 1 if one of them says anything else
 """
 
 import argparse
@@ -23,7 +23,7 @@ SIGNS = {"passed": "✓", "failed": "✗", "refused": "–", None: ""}
 AXES = ("dp_replicate", "tp", "pp", "cp", "dp_shard", "ep")
 LIBRARIES = ("torch", "transformers", "accelerate")
 
-# Rows of the README's tables, in order; a cell in another row is a typing error.
+# Rows of the tables, in order; a cell in another row is a typing error.
 TABLES = {
     "model": (
         "Llama",
@@ -128,6 +128,10 @@ TABLES = {
 }
 
 
+#: The tables that the README shows; the others are on the page.
+FIRST = ("model",)
+REST = tuple(title for title in TABLES if title not in FIRST)
+
 #: What a tick of each table was compared in with one process, step by step.
 TRAINER = "loss, gradient norm, sets of gradients, evaluation, predictions, saved weights"
 COMPARED = {
@@ -189,14 +193,15 @@ def order(spec: str) -> tuple[int, int]:
     return len(sizes), math.prod(sizes)
 
 
-def table(results: dict) -> str:
+def table(results: dict, titles: tuple[str, ...] = tuple(TABLES)) -> str:
     """The markdown tables, a row per model or feature and a column per spec, and the versions below them."""
     cells = added(results, {"versions": results["versions"], "cells": {}})["cells"]
     unknown = {row for column in cells.values() for row in column} - {row for rows in TABLES.values() for row in rows}
     if unknown:
         raise ValueError(f"rows {sorted(unknown)} are not in TABLES of tests/support_matrix.py")
     commits = results.get("commits", {})
-    tables = [_table(title, rows, cells) and _told(title, rows, cells, commits) for title, rows in TABLES.items()]
+    rows_of = {title: TABLES[title] for title in titles}
+    tables = [_table(title, rows, cells) and _told(title, rows, cells, commits) for title, rows in rows_of.items()]
     tested = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     signs = f"✓ same numbers as one process, ✗ not, – refused at start, blank not tested; with {tested}."
     return "\n\n".join([*filter(None, tables), signs])
@@ -226,28 +231,36 @@ def _table(title: str, rows: tuple[str, ...], cells: dict) -> str:
     return "\n".join(lines)
 
 
-def replaced(readme: str, matrix: str) -> str:
-    """The README's text with everything between the two markers replaced."""
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README.md needs exactly one {BEGIN} and one {END}")
-    before, rest = readme.split(BEGIN)
+def replaced(page: str, matrix: str) -> str:
+    """A page's text with everything between the two markers replaced."""
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise ValueError(f"a page needs exactly one {BEGIN} and one {END}")
+    before, rest = page.split(BEGIN)
     return f"{before}{BEGIN}\n{matrix}\n{END}{rest.split(END)[1]}"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write or check the README; 0 when it is right afterwards."""
+    """Write or check both pages; 0 when they are right afterwards."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing; fail if README.md is out of date")
+    parser.add_argument("--check", action="store_true", help="change nothing; fail if a page is out of date")
     parser.add_argument("--results", type=Path, default=ROOT / "tests" / "results" / "support.json")
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "support_matrix.md")
     options = parser.parse_args(arguments)
-    old = options.readme.read_text(encoding="utf-8")
-    new = replaced(old, table(json.loads(options.results.read_text(encoding="utf-8"))))
-    if options.check and new != old:
-        print(f"{options.readme.name} is out of date: run python tests/support_matrix.py", file=sys.stderr)
+    results = json.loads(options.results.read_text(encoding="utf-8"))
+    pages = ((options.readme, FIRST), (options.page, REST))
+    return max(_written(path, table(results, titles), options.check) for path, titles in pages)
+
+
+def _written(path: Path, matrix: str, check: bool) -> int:
+    """One page; 1 if it is out of date and only checked."""
+    old = path.read_text(encoding="utf-8")
+    new = replaced(old, matrix)
+    if check and new != old:
+        print(f"{path.name} is out of date: run python -m tests.support_matrix", file=sys.stderr)
         return 1
     if new != old:
-        options.readme.write_text(new, encoding="utf-8")
+        path.write_text(new, encoding="utf-8")
     return 0
 
 

@@ -391,7 +391,7 @@ HEADER = """# Models
 
 What `python -m tests.sweep` finds for every architecture of transformers {version} that can be shrunk by rules: one
 training step in fp32 has the loss and every gradient of one process (1e-5 and 1e-4 relative). Not a part of the test
-run; the families of the [support matrix](../README.md#what-is-tested) are tested more thoroughly.
+run; the families of the [README](../README.md#what-is-tested) are tested more thoroughly.
 
 - **tp**: `tp=2` on rows of 16 and 15 tokens, and `tp=4` on two key/value heads, which a norm over all of them (OLMo 2)
   refuses; image-text models on rows of text alone.

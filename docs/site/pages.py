@@ -1,4 +1,4 @@
-"""What the site adds to the pages of docs/: README with the support matrix, the integrations, the list of changes.
+"""What the site adds to the pages of docs/: README, the integrations, the list of changes.
 
 mkdocs calls `on_files` and `on_page_markdown`. Links between all of these become links of the site; files that are no
 pages (specs, scripts) keep their names without a link.

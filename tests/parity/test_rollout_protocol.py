@@ -20,7 +20,8 @@ from tests.training import axes
 _SAMPLED = {"model", "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs"}
 _SAMPLED |= {"return_token_ids", "return_tokens_as_token_ids"}
 _INIT = {"master_address", "master_port", "rank_offset", "world_size"}
-#: All that the installed TRL asks for, in its words: `vllm serve` 0.33 has each route, and each field of it.
+#: What the installed TRL asks for with texts, in its words. All of it is in the source of `vllm serve` 0.33 but
+#: rank_offset, which was not found there.
 ROUTES = {
     "GET /health": set(),
     "GET /v1/models": set(),

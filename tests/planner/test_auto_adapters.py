@@ -1,5 +1,7 @@
 """`--parallel auto` on a LoRA script: counted as one, with checkpointing and shards where they pay, and reasons."""
 
+from pathlib import Path
+
 import pytest
 
 from hf_parallel.hooks import auto
@@ -8,6 +10,8 @@ from hf_parallel.planner.reasons import reasons
 from hf_parallel.planner.search import search
 from tests import models
 from tests.distributed import run, run_alone
+
+PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,8 @@ def test_a_lora_script_gets_shards_and_checkpoints_with_reasons():
     config, lines = found.best.config, list(reasons(found.goal, found.best))
     assert (config.dp_shard_size, config.zero_stage > 0) == (8, True), config.to_spec()  # whole weights do not fit
     assert config.activation_checkpointing in ("selective", "full")
+    page = " ".join(PAGE.read_text().split())
+    assert [line for line in (config.to_spec(), *lines) if line not in page] == []  # the page's example
     assert lines[0].startswith("adapters of rank 16")
     assert "whole weights on each rank would need" in lines[1]
     assert "of 39 GiB" in lines[1]

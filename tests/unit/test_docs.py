@@ -31,6 +31,8 @@ SPEC = "tp=2,pp=2"
 #: What runs a command that does not run here: it takes minutes, many nodes, the Hub, or is a line of Python.
 ELSEWHERE = {
     r"make (demo|test|test-all|matrix|gpu)": "Makefile",
+    r"make site": "tests/unit/test_site.py::test_it_has_every_page_and_the_support_matrix",
+    r"make gpu-context": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"make gpu WHEELS=.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
     r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"python -m benchmarks.single_gpu.*": "tests/unit/test_single_gpu.py::test_the_table_without_a_gpu",
@@ -43,9 +45,9 @@ ELSEWHERE = {
     r'pip install "hf-parallel.*|hf-parallel recipe run .*': "tests/unit/test_recipe_cli.py::test_a_new_users_path",
     r"hf-parallel recipe check .*": "tests/planner/test_recipes.py::test_a_world_runs_dry",
     r"hf-parallel recipe push .*": "tests/unit/test_recipe_cli.py::test_push_writes_the_file_and_a_section",
-    r"pip install \.": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
+    r"pip install torch==.*|python benchmarks/first_step.py": "tests/unit/test_recipe_cli.py::test_a_new_users_path",
     r"pip install --no-index.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",
-    r"pip install (\.|.hf-parallel.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
+    r"pip install (\.|.hf-.*|axolotl.*)": "tests/unit/test_docs.py::test_an_installation_has_what_the_pages_call",
     r"torchrun --nnodes=1:2 .*|export TORCH_.*": "tests/reliability/test_elastic.py::test_as_undisturbed",
     r"torchrun --max-restarts=3": "tests/reliability/test_restarts.py::test_two_lost_ranks_change_nothing",
     r"hf-parallel launch --ray .*--min_processes .*": "tests/reliability/test_ray.py::test_a_lost_node",
@@ -58,6 +60,7 @@ ELSEWHERE = {
     r"accelerator\.log\(hf_parallel\.metrics.*": "tests/reliability/test_monitor_shares.py::test_a_loop_asks",
     r"hf-parallel export .*--trainer.*": "tests/parity/test_resume.py::test_exported_for_plain_trainer",
     r"hf-parallel export .*--push_to_hub .*": "tests/reliability/test_export.py::test_push_to_hub",
+    r"python -m tests.sweep_experts": "tests/parity/test_expert_models.py::test_one_step",
     r"python -m benchmarks.compression": "tests/parity/test_zeropp.py::test_loss_of_a_run_with_compression",
     r"python -m benchmarks.zero_side_by_side": "tests/parity/test_zero_stages.py::test_beside_accelerates_own_and_ddp",
     r"python -m benchmarks.slow_network": "tests/parity/test_zeropp.py::test_planned_order_on_a_slow_link",
@@ -133,6 +136,8 @@ def test_command(command, desk, monkeypatch):
 
 def stand_in(word: str, text: str) -> str:
     """A tiny thing of the same kind for a placeholder or a model of the Hub."""
+    if word in ("N", "NAME"):
+        return {"N": "8", "NAME": "h100-80gb"}[word]
     if word == "out/checkpoint-20" and "--merge-adapter" in text:
         return "adapter"
     if re.fullmatch(r"[\w.-]+/[\w.-]*(Llama|Qwen)[\w.-]*", word):
@@ -329,6 +334,14 @@ def test_files_and_names_are_there(page):
     for name in re.findall(r"\bhf_parallel((?:\.[a-z_]+)+)\(", text):
         holder, _, attribute = f"hf_parallel{name}".rpartition(".")
         assert hasattr(importlib.import_module(holder), attribute), name
+
+
+def test_the_architecture_names_what_is_there():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    files = {name.rstrip("/") for name in re.findall(r"[\w*]+(?:/[\w*]+)*(?:\.py|/)(?=[\s,|`)])", text)}
+    assert len(files) > 40
+    there = [name for name in files if (ROOT / name).exists() or any((ROOT / "hf_parallel").rglob(name))]
+    assert files - {*there} == {"axes/NAME.py"}
 
 
 def test_what_counts_as_a_command():

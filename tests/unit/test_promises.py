@@ -13,18 +13,15 @@ from tests.commands import ROOT
 #: By page and name: `folder/file::test` of each test that would fail if it were not so.
 PROMISES = {
     "README.md": {
-        "Offloading": "parity/test_offload.py::test_an_optimizer_that_reads_rows_is_refused",
+        "GPUs": "unit/test_gpu_parts.py::test_part_without_a_gpu",
         "Compilation": "unit/test_compile.py::test_what_cannot_be_compiled_is_refused_by_name",
         "Models": "unit/test_doctor.py::test_refusals_are_those_of_parallelize",
-        "Checkpoints": "reliability/test_refusals.py::test_an_optimizer_with_another_kind_of_state_is_refused_by_name",
         "Trainer": "reliability/test_refusals.py::test_refused_on_every_rank_before_any_step",
         "Optimizers": "parity/test_optimizers.py::test_ranks_without_a_row_and_optimizers_that_need_all",
         "Adapters": "parity/test_lora.py::test_refused_by_name",
         "TRL": "parity/test_trl_generating.py::test_what_cannot_hold_is_refused",
         "A loss of the script's own": "parity/test_scripts_losses.py::test_same_numbers_as_one_process",
         "Modules around a model": "parity/test_wrapping.py::test_a_pipeline_is_refused",
-        "sentence-transformers": "parity/test_sentence_transformers.py::test_weights_of_a_loss_are_refused",
-        "Experts' auxiliary loss": "parity/test_experts.py::test_balance_over_all_rows",
         "Under `pp`": "parity/test_pipeline.py::test_generation",
     },
     "docs/data_parallel.md": {
@@ -37,6 +34,12 @@ PROMISES = {
         "Iterable data sets": "parity/test_variants.py::test_iterable_dataset",
         "Rows of like length": "parity/test_variants.py::test_settings_together",
         "Gradients of 16 bits": "parity/test_half_sums.py::test_data_ranks",
+    },
+    "docs/idioms.md": {
+        "Losses that compare rows": "parity/test_sentence_transformers.py::test_as_in_one_process",
+        "Losses with weights of their own": "parity/test_sentence_transformers.py::test_weights_of_a_loss_are_refused",
+        "Ragged batches": "parity/test_sentence_transformers.py::test_as_in_one_process",
+        "Folders": "parity/test_sentence_transformers.py::test_as_in_one_process",
     },
     "docs/lora.md": {
         "Data ranks": "parity/test_lora.py::test_only_adapters_are_reduced",
@@ -93,8 +96,13 @@ SENTENCES = {
         "a killed, stopped or restarted run loses nothing that was saved": "reliability/test_killed_saves.py::test_killed",
         "nodes may be lost and join": "reliability/test_elastic.py::test_as_undisturbed",
         "All ranks write in parallel.": "unit/test_writers.py::test_all_ranks_write_about_as_much",
+        "others are refused at the first save": "reliability/test_refusals.py::test_an_optimizer_with_another_kind_of_state_is_refused_by_name",
+        "offloading](docs/zero.md#offloading) refuses some more": "parity/test_offload.py::test_an_optimizer_that_reads_rows_is_refused",
         "It reads the config alone, starts no processes": "unit/test_doctor.py::test_the_model_is_not_changed",
         "says what would fit if nothing does": "planner/test_search.py::test_nothing_fits",
+    },
+    "docs/experts.md": {
+        "so it is that of one process with the whole batch": "parity/test_experts.py::test_balance_over_all_rows",
     },
     "docs/pipeline.md": {
         "every name stays the Hub's name": "unit/test_doctor.py::test_parameters_and_stages_are_those_of_parallelize",

@@ -1,6 +1,7 @@
-"""The README's support matrix says what the results say, and nothing else."""
+"""The support matrix of the README and of its page says what the results say, and nothing else."""
 
 import json
+import re
 from unittest import mock
 
 import pytest
@@ -10,16 +11,17 @@ from tests.support_matrix import BEGIN, END
 
 RESULTS = {
     "versions": {"torch": "2.13.0"},
-    "cells": {"tp=2,pp=2": {"Llama": "passed", "BERT": "failed"}, "dp_shard=2": {"Llama": "passed"}},
+    "cells": {"tp=2,pp=2": {"Llama": "passed", "BERT": "failed"}, "dp_shard=2": {"Llama": "passed", "LoRA": "passed"}},
 }
 
 
 @pytest.fixture
 def files(tmp_path):
-    readme, results = tmp_path / "README.md", tmp_path / "support.json"
-    readme.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
+    readme, page, results = tmp_path / "README.md", tmp_path / "support_matrix.md", tmp_path / "support.json"
+    for path in (readme, page):
+        path.write_text(f"# Title\n\n{BEGIN}\nold\n{END}\n\nThe end.\n")
     results.write_text(json.dumps(RESULTS))
-    return readme, ["--readme", str(readme), "--results", str(results)]
+    return (readme, page), ["--readme", str(readme), "--page", str(page), "--results", str(results)]
 
 
 def test_rows_columns_and_signs():
@@ -27,19 +29,30 @@ def test_rows_columns_and_signs():
     assert lines[0] == "| model | `dp_shard=2` | `tp=2,pp=2` |"
     assert "| Llama | ✓ | ✓ |" in lines
     assert "| BERT |  | ✗ |" in lines
-    assert not any("feature" in line for line in lines)
+    assert "| LoRA | ✓ |" in lines
+    assert not any("pipeline schedule" in line for line in lines)
     assert "torch 2.13.0" in lines[-1]
 
 
 def test_write_then_check(files):
-    readme, arguments = files
+    pages, arguments = files
     assert support_matrix.main([*arguments, "--check"]) == 1
-    assert "old" in readme.read_text()
+    assert all("old" in page.read_text() for page in pages)
     assert support_matrix.main(arguments) == 0
     assert support_matrix.main([*arguments, "--check"]) == 0
-    assert readme.read_text().startswith("# Title\n\n")
-    assert readme.read_text().endswith("\n\nThe end.\n")
-    assert "old" not in readme.read_text()
+    for page, title in zip(pages, ("| model |", "| feature |"), strict=True):
+        text = page.read_text()
+        assert text.startswith("# Title\n\n")
+        assert text.endswith("\n\nThe end.\n")
+        assert "old" not in text
+        assert re.findall(r"^\| [a-z]+ \|", text, re.MULTILINE) == [title]
+    pages[1].write_text(pages[1].read_text().replace("✓", "✗"))
+    assert support_matrix.main([*arguments, "--check"]) == 1
+
+
+def test_the_pages_say_what_was_recorded():
+    assert support_matrix.main(["--check"]) == 0
+    assert {*support_matrix.FIRST, *support_matrix.REST} == set(support_matrix.TABLES)
 
 
 def test_a_column_nobody_knows_is_an_error():
@@ -58,7 +71,7 @@ def test_a_part_is_added_to_what_was_recorded():
     part = {"versions": RESULTS["versions"], "cells": {"tp=2,pp=2": {"BERT": "passed"}, "pp=2": {"Llama": "passed"}}}
     cells = support_matrix.added(RESULTS, part)["cells"]
     assert cells["tp=2,pp=2"] == {"Llama": "passed", "BERT": "passed"}
-    assert cells["dp_shard=2"] == cells["pp=2"] == {"Llama": "passed"}
+    assert (cells["dp_shard=2"], cells["pp=2"]) == (RESULTS["cells"]["dp_shard=2"], {"Llama": "passed"})
     with pytest.raises(ValueError, match="--record-support"):
         support_matrix.added(RESULTS, {**part, "versions": {"torch": "2.14.0"}})
 
