@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -125,7 +126,7 @@ class Data(Axis[None, DataPart]):
         from hf_parallel.axes.data.held_gradients import HeldGradients
         from hf_parallel.axes.data.lowered import lower_once_per_step
         from hf_parallel.axes.data.mixed_precision import lowered_dtype
-        from hf_parallel.axes.data.reduction import HELD
+        from hf_parallel.axes.data.reduction import HELD, at_rest
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
 
         mesh = building.mesh
@@ -142,7 +143,9 @@ class Data(Axis[None, DataPart]):
             stage = building.roots[0][0]
             building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
             if mesh.config.sharing_size > 1:
-                building.pipeline.held = HeldGradients([root for root, _ in building.roots])
+                roots = [root for root, _ in building.roots]
+                building.pipeline.at_rest = functools.partial(at_rest, roots)
+                building.pipeline.held = HeldGradients(roots)
                 setattr(building.pipeline.stages, HELD, building.pipeline.held)
 
 

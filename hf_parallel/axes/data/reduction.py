@@ -91,6 +91,18 @@ def parameter_groups(root: nn.Module) -> Iterator[Any]:
             yield from fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
 
 
+def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:
+    """The parameters that gradients end in: FSDP2 registers gathered ones in their place until a backward pass."""
+    groups = (group for root in roots for group in parameter_groups(root))
+    kept = {
+        id(p._unsharded_param): p.sharded_param
+        for g in groups
+        for p in g.fsdp_params
+        if hasattr(p, "_unsharded_param")
+    }
+    return [kept.get(id(parameter), parameter) for parameter in parameters]
+
+
 def _widen(root: Any) -> None:
     """Gradients stay in the dtype in which they were reduced; torch would round what each micro-batch adds."""
     if getattr(root, _WIDENED, None):

@@ -100,6 +100,7 @@ class PipelineEngine:
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
+        self.at_rest: Callable[[list], list] = list  # parameters, of those that are gathered the stored ones
         self.held: Any = None  # gradients of a step's runs, where data ranks reduce them once per step
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
@@ -143,7 +144,7 @@ class PipelineEngine:
     def _tied_parameters(self) -> list[nn.Parameter]:
         if self.tied_group is None:
             return []
-        return [self.model.get_input_embeddings().weight]
+        return self.at_rest([self.model.get_input_embeddings().weight])
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
@@ -307,8 +308,8 @@ class PipelineEngine:
     # ---- gradients ---------------------------------------------------------------------------------------------
 
     def trainable(self) -> list[nn.Parameter]:
-        """This rank's parameters that get gradients."""
-        return [p for p in self.model.parameters() if p.requires_grad]
+        """This rank's parameters that get gradients, also while a call whose backward is to come has gathered them."""
+        return self.at_rest([p for p in self.model.parameters() if p.requires_grad])
 
     def held_run(self) -> Any:
         """The run that begins, if data ranks reduce nothing in it: one of several of a step."""

@@ -22,25 +22,21 @@ if TYPE_CHECKING:
 Run = Callable[[StageView, torch.Tensor | None, int], Any]
 
 
-def scheduled(
-    engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run, parameters: list[nn.Parameter] | None = None
-) -> torch.Tensor:
+def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
     """The loss of a batch; the gradients are known by then, its backward hands them over.
 
     Args:
         count: of micro-batches.
         tokens: of one of them.
         run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
-        parameters: that train, if something ran before: FSDP2 may have registered gathered ones in their place since.
     """
-    parameters = engine.trainable() if parameters is None else parameters
     schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
     held = engine.held_run()
     for stage in engine.schedules[count][1]:
         stage.reduces = held is None
     scale = None if engine.scale_loss is None else engine.scale_loss(torch.ones((), device=engine.mesh.device))
     losses: list[torch.Tensor] = []
-    with _autocast_per_stage(engine) as autocast, fresh_gradients(parameters) as fresh:
+    with _autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
 
         def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
             output = run(view, hidden, i)

@@ -198,7 +198,6 @@ def run_plan(
     engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> torch.Tensor:
     """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then."""
-    parameters = engine.trainable()  # taken now: what runs before the schedule leaves weights gathered
     rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
     count = micro_batch_count(rows // cut.rows, engine.config)
     parts = split_examples(batch, count, cut.rows, rows)
@@ -216,7 +215,7 @@ def run_plan(
             session.check_end()
             return loss / count if cut.mean else loss
 
-        return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run, parameters)
+        return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
 def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> list[Any]:

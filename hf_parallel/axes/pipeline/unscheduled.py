@@ -173,7 +173,7 @@ class Serving(Session):
                 made.output["router_logits"] = made.balance.stand_in(local.numel())
         return made.output
 
-    def backward(self, parameters: list, tensors: list[torch.Tensor], gradients: list, held: Any) -> None:
+    def backward(self, tensors: list[torch.Tensor], gradients: list, held: Any) -> None:
         """Send the gradients of the results, known to every rank, back through the stages.
 
         Args:
@@ -181,7 +181,7 @@ class Serving(Session):
         """
         engine = self.engine
         passes = [done for made in self.made if made.call.grad for done in made.passes]
-        with fresh_gradients(parameters) as fresh:
+        with fresh_gradients(engine.trainable()) as fresh:
             for stage in engine.stages:
                 _reduce_in(stage, False)
             if engine.last:
@@ -202,7 +202,6 @@ class Serving(Session):
 def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, list[Made]]:
     """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
-    parameters = engine.trainable()  # taken now: during the forward FSDP2 registers gathered ones in their place
     session = Serving(engine, batch)
     result = session.drive(script) if engine.last else session.serve()
     rebuilt, tensors = share(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)
@@ -211,7 +210,7 @@ def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, l
         if other is not engine:
             free(other)
     if grad:
-        values = detached_node(values, lambda gradients: session.backward(parameters, tensors, gradients, held))
+        values = detached_node(values, lambda gradients: session.backward(tensors, gradients, held))
     else:
         free(engine)
     return rebuilt(values), session.made
