@@ -16,16 +16,11 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch
 
-from hf_parallel.monitor.clock import clock_of
+from hf_parallel.monitor.clock import Mark, clock_of
 from hf_parallel.monitor.waits import Waits
-
-if TYPE_CHECKING:
-    from hf_parallel.monitor.clock import Mark
-
 
 STEP, DATA, COMPUTE, REST = "step", "data", "compute", "rest"
 #: Of how many steps one is looked into by `basic`: marks of each collective cost the host some time.

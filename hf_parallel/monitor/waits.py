@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from hf_parallel.collectives.observed import Call, Listener, listen, unlisten
+from hf_parallel.monitor.clock import Clock, Mark
 
 if TYPE_CHECKING:
     from torch import distributed as dist
-
-    from hf_parallel.monitor.clock import Clock, Mark
 
 
 #: Code whose streams carry the messages of data ranks.

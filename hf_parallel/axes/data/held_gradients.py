@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
-Whole = list[tuple[FSDPParam, torch.Tensor]]
+Whole = list[tuple["FSDPParam", torch.Tensor]]
 
 
 class Run:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 #: Router logits [rows, own tokens, experts] of a batch -> those of all its tokens on all ranks.
-Whole = Callable[[torch.Tensor, Batch], torch.Tensor]
+Whole = Callable[[torch.Tensor, "Batch"], torch.Tensor]
 
 
 class StageBalance:
