@@ -10,12 +10,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.mesh import placed_as, stored
+
+if TYPE_CHECKING:
+    pass
+
 
 _BLOCK = 256
 #: What states are nested in where bitsandbytes writes them itself.
@@ -40,7 +44,7 @@ def _values(codes: torch.Tensor, table: torch.Tensor, largest: torch.Tensor) -> 
     return (table[codes.flatten().long()] * factors).view(codes.shape)
 
 
-def _as_part_of(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+def _as_part_of(parameter: torch.Tensor | None, local: torch.Tensor) -> torch.Tensor:
     if not isinstance(parameter, DTensor) or isinstance(local, DTensor) or local.shape != stored(parameter).shape:
         return local
     return placed_as(parameter, local)

@@ -33,6 +33,9 @@ from hf_parallel.checkpoint.slices import Part, read
 
 if TYPE_CHECKING:
     from torch import nn
+    from transformers import PreTrainedModel
+
+    from hf_parallel.checkpoint.hub_format import Group
 
 ADAPTER = "adapter_config.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -219,7 +222,7 @@ def _merged(checkpoint: str, base: str, dtype: torch.dtype | None, stack: contex
 class _Values:
     """Reads, merges and converts the tensors of one group when they are asked for."""
 
-    def __init__(self, group: Any, tensors: dict[str, LazyTensor], kinds: list[torch.dtype]):
+    def __init__(self, group: Group, tensors: dict[str, LazyTensor], kinds: list[torch.dtype]):
         self.group, self.tensors, self.kinds = group, tensors, kinds
 
     def __call__(self) -> Iterator[torch.Tensor]:
@@ -232,7 +235,7 @@ def _lazy(tensor: torch.Tensor) -> LazyTensor:
     return tensor if isinstance(tensor, LazyTensor) else lazy_tensor(tensor)
 
 
-def _on_meta(folder: str) -> Any:
+def _on_meta(folder: str) -> PreTrainedModel:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -251,7 +254,7 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         raise ValueError(
             f"--merge-adapter: {config.get('peft_type')} with these options is not known; plain LoRA works"
         )
-    parts: dict[tuple[str, int], dict[str, Any]] = {}
+    parts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
     for key, tensor in in_folder(checkpoint, stack, "adapter_model").items():
         name = key.removeprefix("base_model.model.")
         found = re.fullmatch(r"(.+?)((?:\.base_layer)*)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
@@ -279,7 +282,7 @@ def _targeted(model: nn.Module, path: str, config: dict[str, Any]) -> list[str]:
     return [name for name in names if any(f".{path}.{name}".endswith(f".{target}") for target in targets)]
 
 
-def _rank(weight: LazyTensor, a: Any) -> int:
+def _rank(weight: LazyTensor, a: torch.Tensor) -> int:
     """Of an adapter; that of experts has A and B of all of them side by side."""
     return int(a.shape[0]) // (weight.shape[0] if len(weight.shape) == 3 else 1)
 

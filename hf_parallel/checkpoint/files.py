@@ -82,7 +82,7 @@ class TensorFile:
             with self.saving.noting(self.path):
                 self.handle = os.open(f"{self.path}.tmp", flags, 0o666)
 
-    def _write(self, handle: int, data: Any, start: int) -> None:
+    def _write(self, handle: int, data: bytes | memoryview, start: int) -> None:
         rest = memoryview(data).cast("B")
         self.sums.update(rest, start)
         while len(rest):
@@ -166,7 +166,7 @@ def _publish(saving: Saving, files: list[TensorFile]) -> bool:
 
 def _layout(entries: Iterable[Entry]) -> tuple[bytes, dict[str, int], int]:
     """A safetensors header with its length, where each tensor begins in the file, and the size of the file."""
-    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    described: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
         start, end = end, end + entry.nbytes

@@ -11,12 +11,16 @@ when a part of its result is read: one target at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 from hf_parallel.checkpoint.slices import Part, read, whole_part
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
 
 #: safetensors' names of dtypes (format description in its README).
 DTYPES = {
@@ -46,11 +50,23 @@ class LazyTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, part: Reader, shape: Any, dtype: torch.dtype, device: Any = "cpu", origins: frozenset[str] = frozenset()
+        cls,
+        part: Reader,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        origins: frozenset[str] = frozenset(),
     ) -> LazyTensor:
         return torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=dtype, device=torch.device(device))
 
-    def __init__(self, part: Reader, shape: Any, dtype: Any, device: Any = "cpu", origins: Any = frozenset()) -> None:
+    def __init__(
+        self,
+        part: Reader,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        origins: frozenset[str] = frozenset(),
+    ) -> None:
         self.part, self.origins = part, origins
 
     def whole(self) -> torch.Tensor:
@@ -63,7 +79,10 @@ class LazyTensor(torch.Tensor):
 
 
 def lazy_tensor(
-    source: Any, dtype: torch.dtype | None = None, device: Any = None, origins: frozenset[str] = frozenset()
+    source: Any,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    origins: frozenset[str] = frozenset(),
 ) -> LazyTensor:
     """A tensor, or a slice of a safetensors file, to be read as `dtype` onto `device`."""
     if isinstance(source, torch.Tensor):
@@ -90,7 +109,7 @@ def _dtype_in_file(source: Any) -> torch.dtype:
 # ---- operations --------------------------------------------------------------------------------------------------
 
 
-def _results(func: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], Any, frozenset[str]]:
+def _results(func: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], Any, frozenset[str]]:
     """What `func` gives, without data (its arguments are checked), flat and with its tree; and what goes into it."""
     origins = [t.origins for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
     args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
@@ -102,7 +121,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
+def _deferred(func: Callable, args: tuple, kwargs: dict) -> Any:
     """Any operation: done on whole tensors, when its result is read."""
     flat, tree, origins = _results(func, args, kwargs)
     device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))
@@ -118,13 +137,13 @@ def _deferred(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_unflatten(made, tree)
 
 
-def _followed(func: Any, args: tuple, part: Reader, device: torch.device) -> LazyTensor:
+def _followed(func: Callable, args: tuple, part: Reader, device: torch.device) -> LazyTensor:
     """The one result of an operation whose parts `part` knows how to read."""
     (result,), _, origins = _results(func, args, {})
     return LazyTensor(part, result.shape, result.dtype, device, origins)
 
 
-def _as_lazy(tensors: Any) -> list[LazyTensor]:
+def _as_lazy(tensors: Iterable[torch.Tensor]) -> list[LazyTensor]:
     return [tensor if isinstance(tensor, LazyTensor) else lazy_tensor(tensor) for tensor in tensors]
 
 
@@ -140,7 +159,7 @@ def _alias(tensor: LazyTensor) -> LazyTensor:
     return LazyTensor(tensor.part, tensor.shape, tensor.dtype, tensor.device, tensor.origins)
 
 
-def _stack(tensors: Any, dim: int = 0) -> LazyTensor:
+def _stack(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
     sources = _as_lazy(tensors)
     dim %= sources[0].ndim + 1
 
@@ -153,7 +172,7 @@ def _stack(tensors: Any, dim: int = 0) -> LazyTensor:
     return _followed(torch.ops.aten.stack.default, (sources, dim), part, sources[0].device)
 
 
-def _cat(tensors: Any, dim: int = 0) -> LazyTensor:
+def _cat(tensors: Iterable[torch.Tensor], dim: int = 0) -> LazyTensor:
     sources = _as_lazy(tensors)
     dim %= sources[0].ndim
     starts = [sum(source.shape[dim] for source in sources[:i]) for i in range(len(sources))]
@@ -204,7 +223,7 @@ def _transpose(tensor: LazyTensor, dim0: int, dim1: int) -> LazyTensor:
     return _followed(torch.ops.aten.transpose.int, (tensor, dim0, dim1), part, tensor.device)
 
 
-_FOLLOWED: dict[Any, Callable[..., Any]] = {
+_FOLLOWED: dict[Callable, Callable[..., object]] = {
     torch.ops.aten.alias.default: _alias,
     torch.ops.aten.detach.default: _alias,
     torch.ops.aten.stack.default: _stack,

@@ -7,7 +7,7 @@ import copy
 import json
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part
 from hf_parallel.mesh import stored
 from hf_parallel.model.packed import stored_order
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def load_weights(model: nn.Module, directory: str) -> None:
@@ -41,7 +44,7 @@ def load_weights(model: nn.Module, directory: str) -> None:
         raise KeyError(f"{directory} has no {missing[0]}")
 
 
-def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, Any]:
+def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, torch.Tensor]:
     """All tensors of the folder, not read; open until the stack is closed.
 
     Raises:
@@ -64,7 +67,9 @@ def _files(directory: str, stem: str) -> list[str]:
     return [f"{stem}.safetensors"]
 
 
-def converted(model: nn.Module, own: dict[str, Any], tensors: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def converted(
+    model: nn.Module, own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors under the model's own names, joined and split as transformers does while loading."""
     if not hasattr(model, "base_model_prefix"):  # not a transformers model
         yield from ((key, tensor) for key, tensor in tensors.items() if key in own)
@@ -98,7 +103,7 @@ def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
     return renamings, converters
 
 
-def copy_part(model: nn.Module, key: str, target: Any, source: torch.Tensor) -> None:
+def copy_part(model: nn.Module, key: str, target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy this rank's part of a whole tensor into that of `model`; from another parallel model the part it has.
 
     Raises:

@@ -29,7 +29,7 @@ class Checksums:
     def __init__(self) -> None:
         self.pieces: list[tuple[int, int, int]] = []
 
-    def update(self, data: Any, start: int) -> None:
+    def update(self, data: bytes | memoryview, start: int) -> None:
         """Take note of these bytes, which belong at `start`."""
         rest = memoryview(data).cast("B")
         while len(rest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -11,6 +11,9 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.eight_bit import plain_slots
 from hf_parallel.checkpoint.names import named
+
+if TYPE_CHECKING:
+    pass
 
 
 @dataclass
@@ -82,7 +85,7 @@ def as_json(kind: str, key: str, value: object) -> Any:
     )
 
 
-def from_json(value: object, like: Any = None) -> Any:
+def from_json(value: object, like: object = None) -> Any:
     """The inverse of `as_json`; a list becomes a tuple where `like` is one."""
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))

@@ -17,7 +17,7 @@ import functools
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -38,6 +38,10 @@ from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.packed import stored_order
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
 FOLDER = "optimizer"
 INDEX = "index.json"
 PLAIN = "optimizer.pt"
@@ -55,7 +59,7 @@ class ResumeUnderHfParallel:
 
 def save_optimizer(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: Optimizer,
     mesh: ParallelMesh,
     directory: str,
     folder: str = FOLDER,
@@ -88,7 +92,7 @@ def save_optimizer(
         saving.stream(taken(state.tensors, items, mesh), write_all)
 
 
-def _settle(optimizer: Any) -> None:
+def _settle(optimizer: Optimizer) -> None:
     """As its `state_dict` would: states may lie in files, and what could not be written there is not to be saved."""
     for hook in getattr(optimizer, "_optimizer_state_dict_pre_hooks", {}).values():
         hook(optimizer)
@@ -125,7 +129,7 @@ def _write_index(state: OptimizerState, order: list[str], files: list[str], fold
 
 def load_optimizer(
     model: nn.Module,
-    optimizer: Any,
+    optimizer: Optimizer,
     directory: str,
     plain_groups: Sequence[list[list[str]]] = (),
     folder: str = FOLDER,
@@ -203,7 +207,7 @@ def write_plain(directory: str, out: str) -> None:
         if saved.kind is not None and saved.kind.startswith("bitsandbytes."):
             raise ValueError(f"--trainer: {saved.kind} keeps codes, of which checkpoints have the values; AdamW works")
         numbered = {name: number for number, name in enumerate(saved.places)}  # group by group, as the index has them
-        state: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, object]] = {}
         for name, numbers in saved.numbers.items():
             state[numbered[name]] = {slot: from_json(value) for slot, value in numbers.items()}
         for key, tensor in saved.tensors.items():
@@ -218,7 +222,7 @@ def write_plain(directory: str, out: str) -> None:
     torch.save({"state": dict(sorted(state.items())), "param_groups": groups}, os.path.join(out, PLAIN))
 
 
-def _set_state(model: nn.Module, optimizer: Any, saved: OptimizerState) -> None:
+def _set_state(model: nn.Module, optimizer: Optimizer, saved: OptimizerState) -> None:
     """Through the optimizer's own `load_state_dict`, which puts each value where the optimizer wants it."""
     of_parameter = {id(p): name for name, p in named(model).items()}
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -247,7 +251,7 @@ def _slots(saved: OptimizerState) -> dict[str, list[str]]:
     return found
 
 
-def _check_shapes(parameters: dict[str, Any], slots: dict[str, list[str]], saved: OptimizerState) -> None:
+def _check_shapes(parameters: dict[str, torch.Tensor], slots: dict[str, list[str]], saved: OptimizerState) -> None:
     """Before anything is overwritten."""
     for name, parameter in parameters.items():
         for shape in {tuple(saved.tensors[f"{name}/{slot}"].shape) for slot in slots.get(name, ())}:
@@ -255,7 +259,7 @@ def _check_shapes(parameters: dict[str, Any], slots: dict[str, list[str]], saved
                 raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {shape}")
 
 
-def _local(model: nn.Module, name: str, parameter: Any, source: torch.Tensor, former: Any) -> torch.Tensor:
+def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: Any) -> torch.Tensor:
     """This rank's part, which lies as the parameter does; in the memory of the former state, if there is one."""
     kept = type(former) is DTensor if isinstance(parameter, DTensor) else torch.is_tensor(former)
     if not kept or (former.shape, former.dtype) != (parameter.shape, source.dtype):

@@ -27,6 +27,7 @@ from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
+    from huggingface_hub import StateDictSplit
     from transformers import PreTrainedModel
 
 
@@ -70,7 +71,7 @@ def save_pretrained(
         saving.stream(taken(model.state_dict(), items, mesh), write_all)
 
 
-def taken(tensors: Mapping[str, object], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, Any]:
+def taken(tensors: Mapping[str, torch.Tensor], items: Iterable[Item], mesh: ParallelMesh) -> dict[str, torch.Tensor]:
     """Of these the ones of which this rank's part is written or sent."""
     return {entry.name: tensors[entry.name] for item in items for entry in item.held_by(mesh.rank)}
 
@@ -107,7 +108,7 @@ def _write_weights(
     directory: str,
     groups: list[Group],
     items: list[Item],
-    plan: Any,
+    plan: StateDictSplit,
     stem: str,
     local: dict[str, torch.Tensor],
 ) -> None:
@@ -125,13 +126,13 @@ def _write_weights(
                 write_index(directory, stem, {"metadata": plan.metadata, "weight_map": weight_map})
 
 
-def write_index(directory: str, stem: str, index: dict[str, object]) -> None:
+def write_index(directory: str, stem: str, index: Mapping[str, object]) -> None:
     """Which tensor is in which file, as on the Hub."""
     with open(os.path.join(directory, f"{stem}.safetensors.index.json"), "w", encoding="utf-8") as out:
         json.dump(index, out, indent=2, sort_keys=True)
 
 
-def shards(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> Any:
+def shards(sizes: dict[str, int], stem: str, max_shard_size: int | str) -> StateDictSplit:
     """Which names go into which file, as on the Hub, from their sizes in bytes."""
     return split_state_dict_into_shards_factory(
         sizes,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +66,7 @@ class Saving:
         """What to raise when a transfer has failed."""
         return lost_peer(error, "not everything was written")
 
-    def stream(self, local: Mapping[str, Any], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    def stream(self, local: Mapping[str, torch.Tensor], write: Callable[[dict[str, torch.Tensor]], None]) -> None:
         """Call `write` with this rank's tensors when all else is written; in the background, with copies of them."""
         parts = {name: stored(tensor).detach() for name, tensor in local.items()}
         if self.in_background:
@@ -93,7 +92,7 @@ class Saving:
         Raises:
             CheckpointError: one of them has noted an error; the same text on all of them.
         """
-        errors: list[Any] = [None] * self.mesh.config.world_size
+        errors: list[str | None] = [None] * self.mesh.config.world_size
         dist.all_gather_object(errors, self.error, group=self.mesh.host_group)
         found = [error for error in errors if error]
         if found:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,8 +19,11 @@ from hf_parallel.checkpoint.saving import lost_peer, wait_for_writer
 from hf_parallel.checkpoint.writers import all_to
 from hf_parallel.mesh import ParallelMesh, stored
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def parameter_groups(model: Any, mesh: ParallelMesh, own_name: Callable[[str], str | None]) -> list[Group]:
+
+def parameter_groups(model: PreTrainedModel, mesh: ParallelMesh, own_name: Callable[[str], str | None]) -> list[Group]:
     """The parameters of all stages in the format of the Hub, tied ones once. Collective over stages.
 
     Args:
@@ -32,7 +35,7 @@ def parameter_groups(model: Any, mesh: ParallelMesh, own_name: Callable[[str], s
     return hub_groups(model, [dataclasses.replace(entry, name=own) for own, entry in named if own is not None])
 
 
-def parameters(model: Any) -> dict[str, torch.Tensor]:
+def parameters(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """What this rank stores of them, by name."""
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     return {name: tensor for name, tensor in model.state_dict().items() if name in names}

@@ -115,13 +115,13 @@ class _Depart(torch.autograd.Function):
     """Rows start forward; their gradients have arrived backward."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
+    def forward(ctx: Context, rows: torch.Tensor, journey: _Journey) -> torch.Tensor:
         ctx.journey = journey
         return journey.start(rows, journey.sent, journey.received)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.journey.wait(), None
 
 
@@ -129,14 +129,14 @@ class _Arrive(torch.autograd.Function):
     """Rows have arrived forward; their gradients start backward."""
 
     @staticmethod
-    def forward(ctx: Any, departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
+    def forward(ctx: Context, departed: torch.Tensor, journey: _Journey) -> torch.Tensor:
         ctx.journey = journey
         journey.wait()
         return departed.view_as(departed)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         journey = ctx.journey
         journey.start(gradient, journey.received, journey.sent)
         return gradient, None  # of the shape that autograd expects; `_Depart` has the rows that come back

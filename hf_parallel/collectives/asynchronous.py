@@ -6,7 +6,7 @@ collectives do the same with three to five times the overhead.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,9 @@ class Started(NamedTuple):
         return self.result
 
 
-def start_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> Started:
+def start_all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Started:
     """The sum over ranks, in place of a contiguous tensor."""
     return Started(tensor, dist.all_reduce(tensor, operation, group, async_op=True))
 

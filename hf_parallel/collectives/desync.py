@@ -60,7 +60,7 @@ class AloneError(RuntimeError):
 class DesyncDetector:
     """This process's place in the list, and the thread that answers for it."""
 
-    def __init__(self, store: Any, rank: int, world_size: int) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self.store = store
         self.rank, self.world_size = rank, world_size
         self.number, self.left = 0, False
@@ -129,7 +129,7 @@ class DesyncDetector:
         for key in ("call", "count", "all"):
             self.store.delete_key(f"{number}/{key}")
 
-    def _wait_for_missing(self, call: str, room: Any, advice: str | None) -> None:
+    def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None) -> None:
         question, said, end = 0, False, time.monotonic() + SPEAK_S
         while not room.check(["all"]):
             missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
@@ -269,7 +269,7 @@ def _deadlock(places: list[str]) -> str:
     )
 
 
-def _alone(call: str, rank: int, answers: dict[int, Any], advice: str | None) -> str:
+def _alone(call: str, rank: int, answers: dict[int, str | None], advice: str | None) -> str:
     rank_, where = next(iter(answers.items()))
     others = f" and {len(answers) - 1} more are elsewhere too" if len(answers) > 1 else ""
     return (
@@ -294,7 +294,7 @@ _detector: DesyncDetector | None = None
 explained_by: Callable[[str], bool] | None = None
 
 
-def store() -> Any:
+def store() -> dist.Store | None:
     """That of the ranks that answer each other; None where there are none."""
     return None if _detector is None else _detector.store
 

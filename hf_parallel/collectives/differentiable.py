@@ -12,7 +12,7 @@ and nothing is copied before or after a collective; a part of [batch, seq, hidde
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -203,7 +203,9 @@ def gather_last_dim(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     return _GatherLastDim.apply(tensor, group)
 
 
-def all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup, operation: Any = dist.ReduceOp.SUM) -> torch.Tensor:
+def all_reduce(
+    tensor: torch.Tensor, group: dist.ProcessGroup, operation: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> torch.Tensor:
     """A new reduced tensor; one in place would change what autograd has saved. Not differentiable."""
     return start_all_reduce(tensor.clone(memory_format=torch.contiguous_format), group, operation).wait()
 

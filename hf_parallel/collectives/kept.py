@@ -127,7 +127,7 @@ class Summed:
         return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
 
 
-def noted(result: object, store: Store | None = None) -> Any:
+def noted(result: object, store: Store | None = None) -> object:
     """A result, with tensors as what is kept of them.
 
     Args:
@@ -141,11 +141,11 @@ def noted(result: object, store: Store | None = None) -> Any:
     )
 
 
-def unchanged(note: Any) -> bool:
+def unchanged(note: object) -> bool:
     """Is everything in it as it was?"""
     return all(one.unchanged for one in tree_leaves(note) if isinstance(one, Kept | Summed))
 
 
-def given_back(note: Any) -> Any:
+def given_back(note: object) -> Any:
     """The result."""
     return tree_map(lambda one: one.again() if isinstance(one, Kept | Summed) else one, note)

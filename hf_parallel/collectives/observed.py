@@ -12,10 +12,14 @@ Not seen: torch's functional collectives, which call it from C++ (DTensor's own;
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 
 #: Methods of ProcessGroup and what they do; torch 2.13 has renamed some.
 KINDS = {
@@ -80,18 +84,18 @@ class Listener:
     def begin(self, call: Call) -> None:
         """It is about to be started."""
 
-    def end(self, call: Call, work: Any) -> None:
+    def end(self, call: Call, work: dist.Work | None) -> None:
         """It has been started. Keeping `work` keeps its tensors."""
 
-    def waiting(self, work: Any) -> None:
+    def waiting(self, work: dist.Work) -> None:
         """Somebody begins to wait for it."""
 
-    def waited(self, work: Any) -> None:
+    def waited(self, work: dist.Work) -> None:
         """It is done, or on CUDA in the order of the stream."""
 
 
 _listeners: tuple[Listener, ...] = ()
-_originals: dict[str, Any] = {}
+_originals: dict[str, Callable] = {}
 
 
 def listen(listener: Listener) -> None:
@@ -117,9 +121,9 @@ def unlisten(listener: Listener) -> None:
         _originals.clear()
 
 
-def _observed(name: str, original: Any) -> Any:
+def _observed(name: str, original: Callable) -> Callable:
     @functools.wraps(original)
-    def method(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+    def method(group: dist.ProcessGroup, *args: object, **kwargs: object) -> object:
         call, listeners = Call(name, group, args), _listeners
         for listener in listeners:
             listener.begin(call)
@@ -131,9 +135,9 @@ def _observed(name: str, original: Any) -> Any:
     return method
 
 
-def _observed_wait(original: Any) -> Any:
+def _observed_wait(original: Callable) -> Callable:
     @functools.wraps(original)
-    def wait(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+    def wait(work: dist.Work, *args: object, **kwargs: object) -> object:
         listeners = _listeners
         for listener in listeners:
             listener.waiting(work)

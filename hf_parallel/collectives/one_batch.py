@@ -37,7 +37,7 @@ class OneBatch:
         """Another loader: its first batches are compared as well. On all ranks of the model."""
         self.steps.clear()
 
-    def check(self, batch: Any, kind: str) -> None:
+    def check(self, batch: object, kind: str) -> None:
         """Compare this step's batch, if it is its turn. Collective over the ranks of the model.
 
         Args:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
+
 
 Whole = Callable[[torch.Tensor], torch.Tensor]
 
@@ -16,7 +20,7 @@ class WholeWhenRead:
 
     _parts: dict[str, list[Whole]] = {}  # of an output that a script has made of one
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> object:
         if not isinstance(key, str):
             return tuple(self.values())[key]
         return self._whole(key, dict.__getitem__(self, key))  # type: ignore[index]
@@ -28,7 +32,7 @@ class WholeWhenRead:
         value = super().__getattribute__(name)
         return value if name.startswith("_") else self._whole(name, value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> tuple:
         """Leaves a plain output."""
         return functools.partial(type(self).__mro__[2], **dict(self.items())), ()
 
@@ -42,10 +46,10 @@ class WholeWhenRead:
             self[key] = value  # type: ignore[index]
         return value
 
-    def items(self) -> Any:
+    def items(self) -> list[tuple[str, object]]:
         return [(key, self[key]) for key in self.keys()]  # type: ignore[attr-defined]
 
-    def values(self) -> Any:
+    def values(self) -> list:
         return [self[key] for key in self.keys()]  # type: ignore[attr-defined]
 
 
@@ -54,7 +58,7 @@ def _class(cls: type) -> type:
     return type(cls.__name__, (WholeWhenRead, cls), {"__module__": cls.__module__})
 
 
-def whole_when_read(output: Any, key: str, function: Whole) -> None:
+def whole_when_read(output: ModelOutput, key: str, function: Whole) -> None:
     """Let whoever reads `output[key]` get what `function` makes of it; of several, in the order given."""
     if not isinstance(output, WholeWhenRead):
         output.__class__ = _class(output.__class__)

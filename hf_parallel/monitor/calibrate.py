@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.monitor import record
@@ -20,6 +20,10 @@ from hf_parallel.monitor.figures import RankRow
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Host, Link
 from hf_parallel.planner.shape import ModelShape, shape_of
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Rounds of scaling: what is hidden behind compute changes with it, so that one factor moves two terms.
 _ROUNDS = 8
@@ -39,7 +43,7 @@ class Measured:
     terms: dict[str, float]
 
 
-def calibrated(folder: str, model: Any) -> tuple[Cluster, list[str]]:
+def calibrated(folder: str, model: PreTrainedModel) -> tuple[Cluster, list[str]]:
     """The cluster of the record in `folder`, as the run of `model` has found it, and lines that say what was changed.
 
     Raises:

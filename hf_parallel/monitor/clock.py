@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 #: What messages among all ranks are called, where these are not those of one axis.
 ALL = "all"
+
+Mark: TypeAlias = Any  # a number of seconds, or an event
 
 
 class HostClock:
@@ -44,8 +46,8 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._free: list[Any] = []
-        self._stream: Any = None
+        self._free: list[torch.Event] = []
+        self._stream: torch.Stream | None = None
         self._thread: int | None = None
 
     def begin(self) -> None:
@@ -62,21 +64,21 @@ class DeviceClock:
             return False
         return torch.accelerator.current_stream(self.device) == self._stream
 
-    def mark(self) -> Any:
+    def mark(self) -> Mark:
         """An event where the stream is now."""
         event = self._free.pop() if self._free else torch.Event(device=self.device, enable_timing=True)
         event.record(self._stream)
         return event
 
-    def is_past(self, mark: Any) -> bool:
+    def is_past(self, mark: Mark) -> bool:
         """Is the device past it?"""
         return mark.query()
 
-    def seconds(self, begin: Any, end: Any) -> float:
+    def seconds(self, begin: Mark, end: Mark) -> float:
         """Between two marks that the device is past."""
         return begin.elapsed_time(end) / 1000
 
-    def release(self, *marks: Any) -> None:
+    def release(self, *marks: Mark) -> None:
         """They are recorded anew: an event costs more to make than to record."""
         self._free.extend(marks)
 

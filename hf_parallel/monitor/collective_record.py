@@ -20,7 +20,7 @@ import sys
 import threading
 from collections import defaultdict, deque
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,10 @@ from torch import nn
 
 from hf_parallel.collectives.observed import END_COALESCING, Call, Listener
 from hf_parallel.groups import takes_host_memory
+
+if TYPE_CHECKING:
+    from hf_parallel.monitor.hang_report import Facts
+
 
 #: How many of each group are remembered, and how many of them are told in a report.
 KEPT, TOLD = 64, 32
@@ -45,7 +49,7 @@ class Entry:
         self.shape: torch.Size | None = None if tensor is None else tensor.shape
         self.dtype: torch.dtype | None = None if tensor is None else tensor.dtype
         self.module, self.place, self.backward = _in_progress()
-        self.work: Any = None
+        self.work: dist.Work | None = None
 
     def done(self) -> bool:
         """Is it over, as far as is known here?"""
@@ -70,7 +74,7 @@ class CollectiveRecord(Listener):
         self._on_host: dict[str, bool] = {}
         self._order = itertools.count()
         self._open: deque[Entry] = deque(maxlen=KEPT)  # whose work is looked at
-        self._waited_for: dict[int, Any] = {}  # by thread: the work that it waits for
+        self._waited_for: dict[int, dist.Work] = {}  # by thread: the work that it waits for
         self._starting: dict[int, Entry] = {}  # by call: threads beside the training have collectives too
 
     # ---- of every collective ---------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ class CollectiveRecord(Listener):
         self._starting[id(call)] = entry = Entry(next(self._order), number, call)
         self.entries[name].append(entry)
 
-    def end(self, call: Call, work: Any) -> None:
+    def end(self, call: Call, work: dist.Work | None) -> None:
         """It has been started."""
         entry = self._starting.pop(id(call), None)
         if entry is None or work is None:
@@ -102,11 +106,11 @@ class CollectiveRecord(Listener):
             group: Any = call.group
             entry.number = group._get_sequence_number_for_group()  # the flight recorder's, with those from C++
 
-    def waiting(self, work: Any) -> None:
+    def waiting(self, work: dist.Work) -> None:
         """Which one it is that a thread waits for."""
         self._waited_for[threading.get_ident()] = work
 
-    def waited(self, work: Any) -> None:
+    def waited(self, work: dist.Work) -> None:
         """It is done; some of gloo's do not say so themselves."""
         self._waited_for.pop(threading.get_ident(), None)
         for entry in reversed(self._open):  # most wait for the last one
@@ -116,7 +120,7 @@ class CollectiveRecord(Listener):
 
     # ---- of a report -----------------------------------------------------------------------------------------------
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What is not done yet, first what is waited for and the oldest, and the last collectives of each group.
 
         `on_device`: the host itself does not wait in it; it goes on until it needs what is computed.
@@ -147,7 +151,7 @@ class CollectiveRecord(Listener):
     def _axis(self, name: str) -> str:
         return self.axes.get(name) or ("all ranks" if len(self.ranks[name]) == dist.get_world_size() else "some ranks")
 
-    def _told(self, name: str, entry: Entry, names: Mapping[int, str]) -> dict[str, Any]:
+    def _told(self, name: str, entry: Entry, names: Mapping[int, str]) -> Facts:
         module = entry.module
         if isinstance(module, nn.Module):
             module = names.get(id(module)) or type(module).__name__
@@ -195,7 +199,7 @@ def _whose(file: str) -> str:
     return _OF_FSDP if file.endswith(_FSDP) else _PASSED_ON if file.startswith(_LIBRARIES) else _OWN
 
 
-def _in_progress() -> tuple[Any, tuple[str, int] | None, bool]:
+def _in_progress() -> tuple[str | None, tuple[str, int] | None, bool]:
     """The innermost module that is being called, or the name that FSDP2 has for it; else the line that calls; is it a
     backward pass?"""
     frame, place = sys._getframe(3), None

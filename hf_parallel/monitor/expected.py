@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig
@@ -72,7 +71,7 @@ def measured_terms(rows: list[RankRow]) -> dict[str, float]:
     return {name: sum(getattr(row, part) for row in rows) / len(rows) for name, part in parts.items()}
 
 
-def described(prediction: Prediction, config: ParallelConfig, batch: Batch) -> dict[str, Any]:
+def described(prediction: Prediction, config: ParallelConfig, batch: Batch) -> dict[str, object]:
     """JSON-ready: what the record carries, and what calibration starts from."""
     parts = prediction.breakdown
     rates = ("step_time_s", "tokens_per_s_per_gpu", "mfu", "memory_gib", "bubble")

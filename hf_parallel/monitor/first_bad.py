@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.mesh import stored
 from hf_parallel.monitor.hang_report import ranks
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
 
 WEIGHTS, FORWARD, BACKWARD, GRADIENT = range(4)
 Finding = dict[str, Any]
@@ -67,7 +71,7 @@ class Search:
         """In here this micro-batch runs forward and backward."""
         self._micro_batch = micro_batch
         self._calls.clear()
-        handles: list[Any] = []
+        handles: list[RemovableHandle] = []
         for name, module in [*self.model.named_modules(), *(("", stage) for stage in self.stages)]:
             handles += self._hooks(name, module)
         try:
@@ -82,11 +86,11 @@ class Search:
         if is_bad(loss):
             self._found(FORWARD, "the loss")
 
-    def _hooks(self, name: str, module: nn.Module) -> list[Any]:
+    def _hooks(self, name: str, module: nn.Module) -> list[RemovableHandle]:
         def before(_: nn.Module, args: tuple, kwargs: dict) -> None:
             self._before(name, module, (args, kwargs))
 
-        def after(_: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        def after(_: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             self._after(name, module, (args, kwargs), output)
 
         return [
@@ -94,7 +98,7 @@ class Search:
             module.register_forward_hook(after, with_kwargs=True),
         ]
 
-    def _before(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _before(self, name: str, module: nn.Module, inputs: object) -> None:
         if torch._C._current_graph_task_id() == -1:  # else it is run again, in a backward pass
             self._calls[module] += 1
         part = self._calls[module]
@@ -105,7 +109,7 @@ class Search:
                 continue
             trace.consumers = [other for other in trace.consumers if not _inside(name, other)] + [name]
 
-    def _after(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _after(self, name: str, module: nn.Module, inputs: object, output: object) -> None:
         self._order += 1
         part = self._calls[module]
         if self.finding is None and module not in self.stages and _any_bad(output):
@@ -114,7 +118,7 @@ class Search:
             trace.producer = trace.producer or name
             trace.received = trace.received or not self.stages.get(module, True)
 
-    def _traces(self, values: Any, part: int) -> Iterator[_Trace]:
+    def _traces(self, values: object, part: int) -> Iterator[_Trace]:
         for tensor in tree_leaves(values):
             if torch.is_tensor(tensor) and tensor.requires_grad and not tensor.is_leaf:
                 if "_first_bad" not in tensor.__dict__:
@@ -141,14 +145,14 @@ class Search:
             }
 
 
-def is_bad(value: Any) -> bool:
+def is_bad(value: object) -> bool:
     """Is a number in it not finite? Waits for the device."""
     if not torch.is_tensor(value) or not value.is_floating_point() or value.is_meta:
         return False
     return not bool(torch.isfinite(stored(value)).all())
 
 
-def _any_bad(values: Any) -> bool:
+def _any_bad(values: object) -> bool:
     return any(is_bad(value) for value in tree_leaves(values))
 
 

@@ -11,7 +11,6 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable, Iterator
-from typing import Any
 
 
 @contextlib.contextmanager
@@ -32,7 +31,7 @@ def before_abort(say: Callable[[], None]) -> Iterator[None]:
         set_handler(number, former)
         os.kill(os.getpid(), number)  # once this handler has returned, and in whatever thread
 
-    handler: Any = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(handle)
     former = ctypes.c_void_p(set_handler(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p)))
     try:
         yield

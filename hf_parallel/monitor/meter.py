@@ -16,18 +16,17 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-from hf_parallel.monitor.clock import clock_of
+from hf_parallel.monitor.clock import Mark, clock_of
 from hf_parallel.monitor.waits import Waits
 
 STEP, DATA, COMPUTE, REST = "step", "data", "compute", "rest"
 #: Of how many steps one is looked into by `basic`: marks of each collective cost the host some time.
 EVERY = 4
 
-_Spans = list[tuple[tuple[str, str], Any, Any]]  # phase and axis ("" for the phase itself), begin, end
+_Spans = list[tuple[tuple[str, str], Mark, Mark]]  # phase and axis ("" for the phase itself), begin, end
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Window:
 
 @dataclass
 class _Step:
-    begin: Any
+    begin: Mark
     looks: bool
     spans: _Spans = field(default_factory=list)
     tokens: int = 0
@@ -80,7 +79,7 @@ class Meter:
         self._every = 1 if full else EVERY
         self._phase = REST
         self._step: _Step | None = None
-        self._ended: deque[tuple[_Step, Any]] = deque()  # not read yet, with the mark of their end
+        self._ended: deque[tuple[_Step, Mark]] = deque()  # not read yet, with the mark of their end
         self._window = Window()
         self._count = 0
         self.waits.start(device)
@@ -124,7 +123,7 @@ class Meter:
             self._step.rows += rows
             self._step.calls += 1
 
-    def _note(self, axis: str, begin: Any, end: Any) -> None:
+    def _note(self, axis: str, begin: Mark, end: Mark) -> None:
         step = self._step
         if step is not None:
             step.spans.append(((self._phase, axis), begin, end))

@@ -26,7 +26,7 @@ class Record:
         self.path = os.path.join(folder, FILE)
         self.failed: str | None = None
 
-    def write(self, kind: str, **values: Any) -> str | None:
+    def write(self, kind: str, **values: object) -> str | None:
         """Append a line; why it could not be written, the first time it could not."""
         try:
             os.makedirs(os.path.dirname(self.path), exist_ok=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import socket
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,8 @@ from hf_parallel.monitor.stragglers import Stragglers
 from hf_parallel.parallelize import ParallelState
 
 if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
     from hf_parallel.planner.shape import ModelShape
 
 
@@ -46,7 +48,7 @@ class Session:
         config: of the model, as transformers has it; None: its FLOPs are not known.
     """
 
-    def __init__(self, state: ParallelState, config: Any, full: bool) -> None:
+    def __init__(self, state: ParallelState, config: PretrainedConfig, full: bool) -> None:
         self.state, self.mesh, self.full = state, state.mesh, full
         self.meter = Meter(known_groups(state), self.mesh.device, full)
         world = range(self.mesh.config.world_size)

@@ -47,7 +47,7 @@ class Event(NamedTuple):
     name: str
     begin: float
     duration: float
-    args: dict[str, Any]
+    args: dict[str, object]
 
 
 @dataclass
@@ -156,7 +156,7 @@ def _event(event: dict, threads: Mapping[tuple, str], axes: Mapping[str, str]) -
 # ---- all ranks ------------------------------------------------------------------------------------------------------
 
 
-def write(path: str, parts: list[Part], about: Mapping[str, Any]) -> None:
+def write(path: str, parts: list[Part], about: Mapping[str, object]) -> None:
     """One trace of all ranks, compressed; Perfetto and chrome://tracing open it as it is.
 
     Args:
@@ -175,7 +175,7 @@ def write(path: str, parts: list[Part], about: Mapping[str, Any]) -> None:
         file.write("\n]}\n")
 
 
-def _chrome(rank: int, part: Part) -> Iterator[dict[str, Any]]:
+def _chrome(rank: int, part: Part) -> Iterator[dict[str, object]]:
     tracks: dict[str, int] = {}
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": part.name or f"rank {rank}"}}
     yield {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}}

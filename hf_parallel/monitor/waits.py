@@ -10,17 +10,22 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_parallel.collectives.observed import Call, Listener, listen, unlisten
+from hf_parallel.monitor.clock import Clock, Mark
+
+if TYPE_CHECKING:
+    from torch import distributed as dist
+
 
 #: Code whose streams carry the messages of data ranks.
 _DATA_STREAMS = ("/fsdp/", "/axes/data/")
 _WAIT_EVENT = "wait_event"
 
-Note = Callable[[str, Any, Any], None]
+Note = Callable[[str, Mark, Mark], None]
 
 
 class Waits(Listener):
@@ -32,13 +37,14 @@ class Waits(Listener):
         note: only called while `open`.
     """
 
-    def __init__(self, axes: Mapping[str, str], clock: Any, note: Note) -> None:
+    def __init__(self, axes: Mapping[str, str], clock: Clock, note: Note) -> None:
         self.axes, self.clock, self.note = dict(axes), clock, note
         self.open = False
         self._pending: dict[int, str | None] = {}  # id of a Work -> its axis, until somebody waits for it
-        self._now: Any = None  # the call or the work that the computation waits for, since `_begin`
-        self._axis, self._begin = "", None
-        self._stream: tuple[Any, Any] | None = None  # the class of streams, and its own `wait_event`
+        self._now: object = None  # the call or the work that the computation waits for, since `_begin`
+        self._begin: Mark = None
+        self._axis = ""
+        self._stream: tuple[type, Callable] | None = None  # the class of streams, and its own `wait_event`
 
     def start(self, device: torch.device) -> None:
         """Watch from here on."""
@@ -68,7 +74,7 @@ class Waits(Listener):
         if self.open and (axis := self.axes.get(call.group_name)) is not None and self.clock.is_here(axis):
             self._now, self._axis, self._begin = call, axis, self.clock.mark()
 
-    def end(self, call: Call, work: Any) -> None:
+    def end(self, call: Call, work: dist.Work | None) -> None:
         """It has returned."""
         if not self.open:
             return
@@ -77,13 +83,13 @@ class Waits(Listener):
         if work is not None:  # also of no axis: the id of another one may come again
             self._pending[id(work)] = self.axes.get(call.group_name)
 
-    def waiting(self, work: Any) -> None:
+    def waiting(self, work: dist.Work) -> None:
         """For what was started before."""
         axis = self._pending.pop(id(work), None)
         if axis is not None and self.open and self.clock.is_here(axis):
             self._now, self._axis, self._begin = work, axis, self.clock.mark()
 
-    def waited(self, work: Any) -> None:
+    def waited(self, work: dist.Work) -> None:
         """It is done."""
         if self._now is work:
             self._stop()
@@ -98,7 +104,7 @@ class Waits(Listener):
         mark, is_here = self.clock.mark, self.clock.is_here
 
         @functools.wraps(original)
-        def wait_event(stream: Any, event: Any) -> Any:
+        def wait_event(stream: torch.Stream, event: torch.Event) -> object:
             caller = sys._getframe(1).f_code.co_filename
             if not self.open or not any(place in caller for place in _DATA_STREAMS) or not is_here("dp"):
                 return original(stream, event)

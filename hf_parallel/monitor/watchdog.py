@@ -21,11 +21,15 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.collectives.desync import STANDSTILL, AloneError, leave
 from hf_parallel.groups import machine_id
 from hf_parallel.monitor import hang_report, standing
+
+if TYPE_CHECKING:
+    from hf_parallel.monitor.hang_report import Facts
+
 
 #: Seconds between two looks; between two signs of life; that ranks have to answer; that an error waits to be told.
 LOOK_S, BEAT_S, ANSWER_S, ERROR_S = 1.0, 5.0, 3.0, 6.0
@@ -50,7 +54,7 @@ class Watchdog:
     """
 
     def __init__(
-        self, store: Any, rank: int, world_size: int, settings: Settings, collectives: Callable[[], dict[str, Any]]
+        self, store: Any, rank: int, world_size: int, settings: Settings, collectives: Callable[[], Facts]
     ) -> None:
         self.store, self.rank, self.world_size, self.settings = store.clone(), rank, world_size, settings
         self.collectives, self.thread = collectives, threading.get_ident()
@@ -155,7 +159,7 @@ class Watchdog:
         if verdict in ("end", "fail"):
             self._end(failing=verdict == "fail")
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> Facts:
         try:
             collectives = self.collectives()
         except Exception as error:  # what is broken here must not hide where the rank is
@@ -174,10 +178,10 @@ class Watchdog:
             **collectives,
         }
 
-    def _on_device(self, collectives: dict[str, Any]) -> bool:
+    def _on_device(self, collectives: Facts) -> bool:
         return any(entry.get("on_device") for entry in collectives["pending"])
 
-    def _write(self, name: str, facts: dict[str, Any]) -> None:
+    def _write(self, name: str, facts: Facts) -> None:
         """A full disk must not keep the line from being said."""
         folder = os.path.join(self.settings.folder, FOLDER)
         try:
@@ -234,7 +238,7 @@ class Watchdog:
             self._end_stopped(facts)
         return "goes on" if not ends else "fail" if left else "end"
 
-    def _of(self, number: int, rank: int) -> dict[str, Any]:
+    def _of(self, number: int, rank: int) -> Facts:
         """What a rank has answered, or what is known of one that does not."""
         if self.store.check([f"answer/{number}/{rank}"]):
             return json.loads(self.store.get(f"answer/{number}/{rank}"))
@@ -254,7 +258,7 @@ class Watchdog:
         }[state]
         return {"absent": f"{said} (pid {pid} on {there[0]}, last seen {place})", "pid": pid, "state": state}
 
-    def _end_stopped(self, facts: dict[int, dict[str, Any]]) -> None:
+    def _end_stopped(self, facts: dict[int, Facts]) -> None:
         """A stopped process would let a launcher wait: it takes no other signal."""
         for own in facts.values():
             if own.get("state") == "stopped":
@@ -293,5 +297,5 @@ def _here() -> list[str]:
     return [socket.gethostname(), machine_id()]
 
 
-def _brief(own: dict[str, Any]) -> dict[str, Any]:
+def _brief(own: Facts) -> Facts:
     return {key: own[key] for key in ("absent", "error", "place", "phase", "seconds", "pending") if own.get(key)}

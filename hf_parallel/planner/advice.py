@@ -119,7 +119,7 @@ def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
     yield f"with {said}: predicted {gain:.1f}x faster, changes the numbers{where}; docs/zero.md says by how much"
 
 
-def nothing_fits(goal: Goal, needed: float, others: list[tuple[str, Any]]) -> str:
+def nothing_fits(goal: Goal, needed: float, others: list[tuple[str, Choice | None]]) -> str:
     """What to do when no layout fits.
 
     Args:

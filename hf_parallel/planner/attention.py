@@ -18,6 +18,8 @@ from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.config import ParallelConfig
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.attention.read import AttentionFacts
     from hf_parallel.planner.hardware import Gpu
     from hf_parallel.planner.shape import Attention
@@ -71,7 +73,7 @@ def has_mask(attention: Attention, seq: int, kind: str) -> bool:
 
 
 def planned(
-    model: Any, gpu: Gpu, precision: str, seq: int, own: str | None = None, documents: bool = False
+    model: PreTrainedModel, gpu: Gpu, precision: str, seq: int, own: str | None = None, documents: bool = False
 ) -> Planned:
     """What is assumed of a model, on GPUs that need not be here.
 
@@ -100,7 +102,7 @@ def planned(
     return found
 
 
-def _read(model: Any) -> AttentionFacts | None:
+def _read(model: PreTrainedModel) -> AttentionFacts | None:
     """Of a config, or of a model that is there."""
     from hf_parallel.axes.attention.read import read_attention
     from hf_parallel.model.build import build_on_meta

@@ -54,7 +54,7 @@ class Goal:
         return f"{self.cluster.gpus} x {self.cluster.gpu.name}, {self.seq} tokens per row"
 
     @property
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What every candidate says."""
         return {"precision": self.eight_bit, "attention": self.attention.asked}
 

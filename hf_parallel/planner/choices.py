@@ -47,7 +47,7 @@ class Choice:
         """Predicted seconds per step over all rows of it: what layouts are ranked by."""
         return self.prediction.step_time_s / (self.rows * self.accumulation * self.config.data_parallel_size)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         p = self.prediction
         rates = ("step_time_s", "uncertainty", "tokens_per_s_per_gpu", "mfu", "memory_gib", "fits", "bubble")
@@ -75,7 +75,7 @@ class Found:
     notes: list[str] = field(default_factory=list)  # of the plan as a whole
     suggestions: list[str] = field(default_factory=list)  # what would be faster, and change the numbers
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         goal = self.goal
         return {

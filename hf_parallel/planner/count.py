@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -18,8 +18,11 @@ from hf_parallel.model.build import build_on_meta
 from hf_parallel.planner.shape import Attention, Block, Matrix, ModelShape
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
-def count_model(model: Any) -> ModelShape:
+
+def count_model(model: PreTrainedModel) -> ModelShape:
     """The shape of an HF model, or of the one that an HF config describes.
 
     Raises:
@@ -28,7 +31,7 @@ def count_model(model: Any) -> ModelShape:
     model = model if isinstance(model, nn.Module) else build_on_meta(model)
     config, found = text_config(model), stacks(model)
     blocks: list[Block] = []
-    seen: dict[Any, Block] = {}
+    seen: dict[tuple, Block] = {}
     for stack in found:
         for layer in stack.layers:
             parts = _count_layer(layer, config)
@@ -38,7 +41,7 @@ def count_model(model: Any) -> ModelShape:
     return _with_ends(model, config, tuple(blocks))
 
 
-def _with_ends(model: Any, config: Any, blocks: tuple[Block, ...]) -> ModelShape:
+def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[Block, ...]) -> ModelShape:
     distinct = {id(p): p.numel() for p in model.parameters()}
     embedding, head = input_embedding(model), _head(model)
     embedded = embedding.weight.numel() if isinstance(embedding, nn.Embedding) else 0
@@ -60,14 +63,14 @@ def _with_ends(model: Any, config: Any, blocks: tuple[Block, ...]) -> ModelShape
     )
 
 
-def _head(model: Any) -> Any:
+def _head(model: PreTrainedModel) -> nn.Module | None:
     try:
         return model.get_output_embeddings()
     except (NotImplementedError, AttributeError):
         return None
 
 
-def _is_tied(model: Any, embedding: Any, weight: Any) -> bool:
+def _is_tied(model: PreTrainedModel, embedding: Any, weight: nn.Parameter | None) -> bool:
     if weight is embedding.weight:
         return True
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -76,7 +79,7 @@ def _is_tied(model: Any, embedding: Any, weight: Any) -> bool:
     return any(tied.get(name) in sources or name in sources for name in own)
 
 
-def hidden_size(config: Any) -> int:
+def hidden_size(config: PretrainedConfig) -> int:
     """Width of the residual stream under the names that configs use."""
     for key in ("hidden_size", "n_embd", "d_model"):
         if isinstance(getattr(config, key, None), int):
@@ -87,7 +90,7 @@ def hidden_size(config: Any) -> int:
 # ---- a layer --------------------------------------------------------------------------------------------------------
 
 
-def _count_layer(layer: nn.Module, config: Any) -> tuple[Any, ...]:
+def _count_layer(layer: nn.Module, config: PretrainedConfig) -> tuple:
     """The fields of its Block."""
     hidden, attentions = hidden_size(config), {n: m for n, m in layer.named_modules() if _is_attention(m)}
     innermost = [n for n in attentions if not any(other.startswith(f"{n}.") for other in attentions)]
@@ -108,7 +111,7 @@ def _count_layer(layer: nn.Module, config: Any) -> tuple[Any, ...]:
 
 def _matrices(layer: nn.Module, hidden: int, attentions: tuple[str, ...], top_k: int, experts: int) -> list[Matrix]:
     """All matrices of a layer; experts kept as separate modules become one entry with their number."""
-    found: dict[Any, Matrix] = {}
+    found: dict[tuple, Matrix] = {}
     for name, module in layer.named_modules():
         for key, parameter in () if isinstance(module, nn.Embedding) else module.named_parameters(recurse=False):
             full = f"{name}.{key}".lstrip(".").removesuffix(".weight")
@@ -140,7 +143,7 @@ def _is_attention(module: nn.Module) -> bool:
     return called and (own or (not with_matrices and any(p.ndim > 1 for p in module.parameters())))
 
 
-def _experts(layer: nn.Module, config: Any) -> tuple[int, int]:
+def _experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
     """How many experts work for a token, and how many there are; modules know best, layers may differ."""
     found = {"top_k": getattr(config, "num_experts_per_tok", None), "num_experts": None}
     for part in layer.modules():
@@ -156,7 +159,7 @@ def _experts(layer: nn.Module, config: Any) -> tuple[int, int]:
 
 
 def _matrix(
-    name: str, module: nn.Module, parameter: Any, hidden: int, in_attention: bool, top_k: int, experts: int
+    name: str, module: nn.Module, parameter: nn.Parameter, hidden: int, in_attention: bool, top_k: int, experts: int
 ) -> Matrix | None:
     is_expert = bool(experts) and "experts" in name.split(".") and "shared" not in name
     share = min(1.0, top_k / experts) if is_expert else 1.0
@@ -195,7 +198,7 @@ def _split_of(name: str, inputs: int, outputs: int, hidden: int, in_attention: b
     return "row" if is_output or inputs != hidden else "column"
 
 
-def _attention(name: str, module: nn.Module, config: Any) -> Attention:
+def _attention(name: str, module: nn.Module, config: PretrainedConfig) -> Attention:
     heads = _first(module, config, "num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads")
     width = _first(module, None, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
     width = width or getattr(config, "head_dim", None) or hidden_size(config) // heads
@@ -208,14 +211,14 @@ def _attention(name: str, module: nn.Module, config: Any) -> Attention:
     return Attention(heads, groups, query, value, _window(module, config), causal)
 
 
-def _window(module: nn.Module, config: Any) -> int | None:
+def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     """Of this layer; where all have one, some models (Mistral, Phi-3) say so in their config alone."""
     if hasattr(module, "sliding_window") or getattr(config, "layer_types", None):
         return _first(module, None, "sliding_window")
     return _first(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
 
 
-def _first(module: Any, config: Any, *names: str) -> Any:
+def _first(module: nn.Module | None, config: PretrainedConfig, *names: str) -> Any:
     for source in (module, config):
         for name in names:
             value = getattr(source, name, None)

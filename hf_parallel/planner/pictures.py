@@ -124,7 +124,7 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
 
 
 @contextlib.contextmanager
-def _png(path: Any, size: tuple[float, float]) -> Iterator[Any]:
+def _png(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
     """Axes of a picture that is written at the end."""
     try:
         import matplotlib
@@ -140,7 +140,7 @@ def _png(path: Any, size: tuple[float, float]) -> Iterator[Any]:
     pyplot.close(figure)
 
 
-def _png_memory(path: Any, found: Found) -> None:
+def _png_memory(path: str | Path, found: Found) -> None:
     names, left = [choice.config.to_spec() for choice in found.choices], [0.0] * len(found.choices)
     with _png(path, (12, 1.5 + 0.4 * len(names))) as axes:
         for i, kind in enumerate(kinds_of(found.choices)):
@@ -152,7 +152,7 @@ def _png_memory(path: Any, found: Found) -> None:
         axes.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.3, -0.15))
 
 
-def _png_timeline(path: Any, timeline: Timeline, name: str) -> None:
+def _png_timeline(path: str | Path, timeline: Timeline, name: str) -> None:
     with _png(path, (14, 1.2 + 0.45 * timeline.ranks)) as axes:
         for kind, (colour, label) in picture.COLOURS.items():
             for i, span in enumerate(span for span in timeline.spans if span.kind == kind):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
@@ -18,6 +18,10 @@ from hf_parallel.planner.memory import GIB, RankMemory, fits, fullest, memory_of
 from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.shape import ModelShape, shape_of
 from hf_parallel.planner.step_time import step_time
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Ninth decile of the step time's error where a series, or a whole type of GPU, was left out; of models with experts,
 #: on which nothing was fitted (docs/planner.md).
@@ -79,7 +83,7 @@ class Prediction:
 
 def predict(
     *,
-    model: Any,
+    model: PreTrainedModel,
     gpu: str | Gpu | Cluster,
     gpus: int | None = None,
     gpus_per_node: int | None = 8,

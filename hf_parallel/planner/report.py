@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -18,8 +18,14 @@ from hf_parallel.planner.shape import distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
 from hf_parallel.planner.transfer import ring_factor
 
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
 
-def show(found: Found, dollars: float | None = None, console: Any = None) -> None:
+    from hf_parallel.dryrun.run import DryRun
+
+
+def show(found: Found, dollars: float | None = None, console: Console | None = None) -> None:
     """Print the ranked table and what is to be said about it.
 
     Args:
@@ -73,7 +79,7 @@ def _in_words(choice: Choice, dollars: float | None) -> str:
     return f"{rate:,.0f} tokens/s in all, {1e9 / rate / 3600:.1f} h{price} for 1e9 tokens; GiB: {parts}"
 
 
-def wide_console() -> Any:
+def wide_console() -> Console:
     """The terminal; in a file or a pipe lines are as long as they need to be."""
     from rich.console import Console
 
@@ -81,7 +87,7 @@ def wide_console() -> Any:
     return console if console.is_terminal else Console(highlight=False, width=200)
 
 
-def table(found: Found, dollars: float | None = None) -> Any:
+def table(found: Found, dollars: float | None = None) -> Table:
     """A rich table, the best layout first."""
     from rich.table import Table
 
@@ -143,7 +149,7 @@ def spec_file(found: Found, choice: Choice) -> str:
     return "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
 
 
-def show_verified(choice: Choice, runs: list[Any], console: Any = None) -> None:
+def show_verified(choice: Choice, runs: list[DryRun], console: Console | None = None) -> None:
     """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
     from rich.table import Table
 

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.run import PRECISIONS, dry_run
@@ -43,6 +43,10 @@ from hf_parallel.planner.layout import Job, Layout, known_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 _TOKENS = 65536  # of a dry run: so many that nothing but activations decides when memory is fullest
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
@@ -53,7 +57,7 @@ _WORTH = 1.6  # a layout that cannot be faster than this many times the best is 
 
 def search(
     *,
-    model: Any,
+    model: PreTrainedModel,
     cluster: Cluster,
     seq: int,
     global_batch: int | None,
@@ -66,7 +70,7 @@ def search(
     top: int = 10,
     accept: Callable[[ParallelConfig], bool] | None = None,
     expected: ParallelConfig | str | None = None,
-    adapt: Callable[[Any], None] | None = None,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
     attention: str | None = None,
     documents: bool = False,
     quantized: bool = False,
@@ -146,7 +150,9 @@ def _waiting(choice: Choice) -> float:
     return sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS)) / choice.step_time_s
 
 
-def _what_would_fit(goal: Goal, accept: Any) -> Iterator[tuple[str, Choice | None]]:
+def _what_would_fit(
+    goal: Goal, accept: Callable[[ParallelConfig], bool] | None
+) -> Iterator[tuple[str, Choice | None]]:
     """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
 
     def best(**changes: Any) -> Choice | None:
@@ -225,7 +231,7 @@ def _keep(best: dict[tuple, Choice], choice: Choice) -> None:
 
 
 def measured_shape(
-    model: Any, precision: str, adapt: Callable[[Any], None] | None = None, kernel: str = SDPA
+    model: PreTrainedModel, precision: str, adapt: Callable[[PreTrainedModel], None] | None = None, kernel: str = SDPA
 ) -> ModelShape:
     """The shape of a model; of one of Transformers also what its layers keep, if this process can run it."""
     import torch.distributed as dist
@@ -241,9 +247,9 @@ def measured_shape(
 
 def count_activations(
     shape: ModelShape,
-    model: Any,
+    model: PreTrainedModel,
     precision: str,
-    adapt: Callable[[Any], None] | None = None,
+    adapt: Callable[[PreTrainedModel], None] | None = None,
     kernel: str = SDPA,
 ) -> ModelShape:
     """The shape with what its blocks really keep for their backward, from two dry runs of one process.
@@ -272,13 +278,13 @@ def count_activations(
     return shape if PRECISIONS[precision][1] is None else count_activations(shape, model, "bf16", lowered, kernel)
 
 
-def _lowered(adapt: Callable[[Any], None], parallel: Any) -> None:
+def _lowered(adapt: Callable[[PreTrainedModel], None], parallel: PreTrainedModel) -> None:
     adapt(parallel)
     parallel.bfloat16()
 
 
 def plan(
-    model: Any,
+    model: PreTrainedModel,
     *,
     gpu: str = "h100-80gb",
     gpus: int = 8,

@@ -12,9 +12,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class ModelShape:
         return self.head_flops + sum(block.flops(length, full_attention) for block in self.blocks)
 
 
-def shape_of(model: Any) -> ModelShape:
+def shape_of(model: PreTrainedModel) -> ModelShape:
     """The shape of an HF config, an HF model (on any device, also `meta`), or a mapping of published numbers."""
     if isinstance(model, ModelShape):
         return model

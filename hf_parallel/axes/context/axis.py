@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.axes.context.choose import Choice
     from hf_parallel.axes.context.read import ContextFacts
@@ -71,7 +73,7 @@ class Context(Axis["ContextFacts", ContextPart]):
         if hybrid is not None and size > 1 and (int(hybrid[1]) < 1 or size % int(hybrid[1])):
             refuse(f"context_parallel={variant}", f"cp_size={size} ranks do not divide so", "context_parallel=ring")
 
-    def read(self, model: Any, config: ParallelConfig) -> ContextFacts:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> ContextFacts:
         """Heads, masks, and what stands against cutting its sequences."""
         from hf_parallel.axes.context.read import read_context
 
@@ -92,7 +94,7 @@ class Context(Axis["ContextFacts", ContextPart]):
     def notes(self, part: ContextPart) -> list[str]:
         return [] if part.why is None else [f"context_parallel={part.config.context_parallel}: {part.why}"]
 
-    def apply(self, model: Any, part: ContextPart, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
         from hf_parallel.axes.context.attention import NAME, register
         from hf_parallel.axes.context.layout import local_length
@@ -102,7 +104,7 @@ class Context(Axis["ContextFacts", ContextPart]):
         size, multiple = building.mesh.size("cp"), _multiple(building)
         building.local_length = lambda length: local_length(length, size, multiple)
 
-    def finish(self, model: Any, part: ContextPart, building: Building) -> None:
+    def finish(self, model: PreTrainedModel, part: ContextPart, building: Building) -> None:
         """Cut batches, inside of a pipeline and around what pads for tp."""
         from hf_parallel.axes.context.cut import SequenceCut, backbone
         from hf_parallel.axes.context.groups import ways

@@ -9,7 +9,6 @@ sequences in one call have rows as tokens [b n, h, …] behind each other, other
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -18,6 +17,9 @@ from hf_parallel.axes.context.packs import Call
 from hf_parallel.axes.context.tiles import Tile
 
 Part = Tile | Call
+
+
+Place = slice | torch.Tensor | tuple[slice, slice, slice]  # of a part, among tokens or rows
 
 
 class Sum:
@@ -38,7 +40,7 @@ class Sum:
             mine, theirs = _places(part)
             self._merge(mine, *self.kernel.forward(self._q[mine], k[theirs], v[theirs], part, self.scores))
 
-    def _merge(self, place: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _merge(self, place: Place, out: torch.Tensor, lse: torch.Tensor) -> None:
         former = self._lse[place]
         total = torch.logaddexp(former, lse)
         self._out[place] = (
@@ -103,14 +105,14 @@ def _as_taken(rows: torch.Tensor, kernel: Kernel) -> torch.Tensor:
     return rows.transpose(1, 2).flatten(0, 1) if kernel.flat else rows
 
 
-def _places(part: Part) -> tuple[Any, Any]:
+def _places(part: Part) -> tuple[Place, Place]:
     if isinstance(part, Call):
         return part.queries, part.keys
     rows = slice(None) if part.row is None else slice(part.row, part.row + 1)
     return (rows, slice(None), part.q), (rows, slice(None), part.k)
 
 
-def _add(total: torch.Tensor, place: Any, share: torch.Tensor) -> None:
+def _add(total: torch.Tensor, place: Place, share: torch.Tensor) -> None:
     if isinstance(place, torch.Tensor):  # keys may be there several times
         total.index_add_(0, place, share.to(total.dtype))
     else:

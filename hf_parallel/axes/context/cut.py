@@ -17,7 +17,7 @@ import functools
 import inspect
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,13 @@ from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.anatomy import token_readers
 from hf_parallel.model.batches import by_name, tokens_of
 from hf_parallel.model.targets import item_count, targets_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
 
 Batch = dict[str, Any]
 #: What tells flash attention where documents begin: the layout knows.
@@ -69,7 +76,7 @@ class SequenceCut:
 
     # ---- around the model ----------------------------------------------------------------------------------------
 
-    def attach(self, model: Any, backbone: Any) -> None:
+    def attach(self, model: PreTrainedModel, backbone: PreTrainedModel) -> None:
         """Stand behind the forward of model and backbone. Before a pipeline does, whose stages each call both."""
         names = list(inspect.signature(backbone.forward).parameters)
         hook = functools.partial(self._whole_router_logits, names)
@@ -86,16 +93,16 @@ class SequenceCut:
                 hook = functools.partial(self._whole_logits, names)
                 model.register_forward_hook(hook, with_kwargs=True)
 
-    def _around(self, module: Any, call: Any) -> Any:
+    def _around(self, module: PreTrainedModel, call: Callable[..., object]) -> Callable[..., object]:
         forward, names = module.forward, list(inspect.signature(module.forward).parameters)
 
         @functools.wraps(forward)
-        def cut(*args: Any, **kwargs: Any) -> Any:
+        def cut(*args: object, **kwargs: object) -> object:
             return call(module, forward, names, by_name(names, args, kwargs, module))
 
         return cut
 
-    def _model(self, module: Any, forward: Any, names: list[str], batch: Batch) -> Any:
+    def _model(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
         former = self._parts, self._batch
         self._parts, self._batch = self._loss_is_own(module, batch), batch
         try:
@@ -103,7 +110,7 @@ class SequenceCut:
         finally:
             self._parts, self._batch = former
 
-    def _loss_is_own(self, model: Any, batch: Batch) -> bool:
+    def _loss_is_own(self, model: PreTrainedModel, batch: Batch) -> bool:
         labels = batch.get("labels") is not None or batch.get("shift_labels") is not None
         keep = batch.get("logits_to_keep")
         all_logits = keep is None or (isinstance(keep, int) and keep == 0)
@@ -113,14 +120,14 @@ class SequenceCut:
 
     def _loss(
         self,
-        loss: Any,
+        loss: Callable[..., torch.Tensor],
         logits: torch.Tensor,
         labels: torch.Tensor | None,
         vocab_size: int,
         num_items_in_batch: torch.Tensor | int | None = None,
         ignore_index: int = -100,
         shift_labels: torch.Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> torch.Tensor:
         """The model's own loss, over this rank's tokens and then over all."""
         if not self._parts:
@@ -131,7 +138,9 @@ class SequenceCut:
         part = loss(logits, None, vocab_size, items, ignore_index, own, **kwargs)
         return sum_over_ranks(part, self.group)
 
-    def _whole_logits(self, names: list[str], model: Any, args: tuple, kwargs: Batch, output: Any) -> None:
+    def _whole_logits(
+        self, names: list[str], model: PreTrainedModel, args: tuple, kwargs: Batch, output: ModelOutput
+    ) -> None:
         """A hook of the model, after FSDP2's own, which reads outputs."""
         batch = by_name(names, args, kwargs, model)
         if isinstance(output, dict) and dict.get(output, "logits") is not None and self._loss_is_own(model, batch):
@@ -140,7 +149,7 @@ class SequenceCut:
 
     # ---- around the backbone -------------------------------------------------------------------------------------
 
-    def _backbone(self, module: Any, forward: Any, names: list[str], batch: Batch) -> Any:
+    def _backbone(self, module: PreTrainedModel, forward: Callable, names: list[str], batch: Batch) -> ModelOutput:
         if self._is_generation(batch):
             return forward(**batch)
         self._check(batch)
@@ -212,10 +221,10 @@ class SequenceCut:
             return take(positions.expand(rows, layout.length), layout, self.group.rank())
         return torch.stack([take(one.expand(rows, layout.length), layout, self.group.rank()) for one in positions])
 
-    def _joined(self, output: Any, layout: Layout) -> Any:
+    def _joined(self, output: ModelOutput, layout: Layout) -> ModelOutput:
         """What the backbone gives for each token, for all of them."""
 
-        def whole(value: Any) -> Any:
+        def whole(value: object) -> object:
             if isinstance(value, tuple):
                 return tuple(whole(item) for item in value)
             if torch.is_tensor(value) and value.dim() == 3 and value.shape[1] == layout.local:
@@ -228,7 +237,9 @@ class SequenceCut:
             output[key] = whole(value)
         return output
 
-    def _whole_router_logits(self, names: list[str], module: Any, args: tuple, kwargs: Batch, output: Any) -> None:
+    def _whole_router_logits(
+        self, names: list[str], module: nn.Module, args: tuple, kwargs: Batch, output: ModelOutput
+    ) -> None:
         """Those [rows * length, experts] of all tokens: what balances experts is no sum over tokens.
 
         A hook of the backbone, after that of tp, whose ranks have parts of a cp rank's tokens.
@@ -249,12 +260,12 @@ class SequenceCut:
         return None if cut is None else (join(args[0], cut.layout, self.group), *args[1:])
 
 
-def backbone(model: Any) -> Any:
+def backbone(model: PreTrainedModel) -> PreTrainedModel:
     """What reads tokens and runs the layers; the model itself if it has no head."""
     return token_readers(model)[0]
 
 
-def _by_row(logits: Any, shape: tuple[int, int], name: str) -> torch.Tensor:
+def _by_row(logits: torch.Tensor, shape: tuple[int, int], name: str) -> torch.Tensor:
     """Router logits [rows * tokens, experts] of a layer -> [rows, tokens, experts]."""
     if not torch.is_tensor(logits) or logits.dim() != 2 or len(logits) != math.prod(shape):
         raise ValueError(

@@ -19,6 +19,8 @@ from hf_parallel.axes.context.kernels import Scores, Tensors
 from hf_parallel.axes.context.packs import Call
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from hf_parallel.axes.context.ring import Ring
 
 _aten: Any = torch.ops.aten
@@ -102,14 +104,25 @@ class Flash:
 class TorchFlash(Flash):
     """torch's own, which has no soft cap."""
 
-    def _forward(self, q: Any, k: Any, v: Any, call: Call, scale: float, cap: float) -> Any:
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return _aten._flash_attention_forward(
             *(q, k, v, *call.ends, *call.longest, 0.0, call.causal, False), scale=scale, **_sides(call)
         )[:2]
 
     def _backward(
-        self, gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, scale: float, cap: float
-    ) -> Any:
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: Call,
+        scale: float,
+        cap: float,
+    ) -> Tensors:
         random = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # of dropout: never read
         given = gradient, q, k, v, out, lse, *call.ends, *call.longest, 0.0, call.causal, *random
         return _aten._flash_attention_backward(*given, scale=scale, **_sides(call))
@@ -118,13 +131,24 @@ class TorchFlash(Flash):
 class FlashAttention2(Flash):
     """Of the package flash-attn, since 2.7."""
 
-    def _forward(self, q: Any, k: Any, v: Any, call: Call, scale: float, cap: float) -> Any:
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         given = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap, **_sides(call)}
         return _flash_attn()._flash_attn_varlen_forward(q, k, v, *call.ends, *call.longest, **given)[:2]
 
     def _backward(
-        self, gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, scale: float, cap: float
-    ) -> Any:
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: Call,
+        scale: float,
+        cap: float,
+    ) -> Tensors:
         found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _flash_attn()._flash_attn_varlen_backward(
             *(gradient, q, k, v, out, lse, *found, *call.ends, *call.longest),
@@ -142,12 +166,23 @@ class FlashAttention2(Flash):
 class FlashAttention3(Flash):
     """Of the package flash-attn-3: the operators that its module registers, as torch itself calls them."""
 
-    def _forward(self, q: Any, k: Any, v: Any, call: Call, scale: float, cap: float) -> Any:
+    def _forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return _flash_attn_3().fwd(q, k, v, **_lengths(call), softmax_scale=scale, softcap=cap, **_seen(call))[:2]
 
     def _backward(
-        self, gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Call, scale: float, cap: float
-    ) -> Any:
+        self,
+        gradient: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        call: Call,
+        scale: float,
+        cap: float,
+    ) -> Tensors:
         found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         _flash_attn_3().bwd(
             *(gradient, q, k, v, out, lse, *found),
@@ -172,16 +207,16 @@ def _seen(call: Call) -> dict[str, int | bool]:
     return {"is_causal": call.causal, **_sides(call)}
 
 
-def _lengths(call: Call) -> dict[str, Any]:
+def _lengths(call: Call) -> dict[str, torch.Tensor | int]:
     (of_q, of_k), (longest_q, longest_k) = call.ends, call.longest
     return {"cu_seqlens_q": of_q, "cu_seqlens_k": of_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
 
 
-def _flash_attn() -> Any:
+def _flash_attn() -> ModuleType:
     return importlib.import_module("flash_attn.flash_attn_interface")
 
 
-def _flash_attn_3() -> Any:
+def _flash_attn_3() -> ModuleType:
     importlib.import_module("flash_attn_interface")
     return torch.ops.flash_attn_3
 

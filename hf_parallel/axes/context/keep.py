@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hf_parallel.collectives.kept import ATTENTION, Store, Within
 
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
-def contexts() -> tuple[Any, Any]:
+
+def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
     """For `context_fn` of torch's checkpoint: around the first run, and around the second."""
     store = Store(frozenset({ATTENTION}))
     return Within(store, False), Within(store, True)

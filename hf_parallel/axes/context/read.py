@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.model.anatomy import attention_heads, stacks, text_config, text_part, token_readers
 
@@ -74,7 +74,7 @@ def uses_registries(model: nn.Module) -> bool:
     return bool(getattr(model, "_supports_attention_backend", False) and getattr(model, "_supports_flash_attn", False))
 
 
-def _width(config: Any) -> int:
+def _width(config: PretrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
     return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 128 * heads) // heads
 

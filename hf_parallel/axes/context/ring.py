@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -70,7 +70,14 @@ class Exchange:
     memory goes back to the stream that waits, so nothing has to be recorded on NCCL's.
     """
 
-    def __init__(self, group: Any, out: torch.Tensor | None, to: int, like: torch.Tensor | None, source: int) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        out: torch.Tensor | None,
+        to: int,
+        like: torch.Tensor | None,
+        source: int,
+    ) -> None:
         self.out = None if out is None else out.contiguous()  # kept until it has been sent
         self.received = None if like is None else torch.empty_like(like, memory_format=torch.contiguous_format)
         operations = []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -121,7 +123,7 @@ class Data(Axis[None, DataPart]):
     def notes(self, part: DataPart) -> list[str]:
         return [] if part.line is None else [part.line]
 
-    def apply(self, model: Any, part: DataPart, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.held_gradients import HeldGradients
         from hf_parallel.axes.data.lowered import lower_once_per_step

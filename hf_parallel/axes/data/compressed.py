@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,10 @@ from hf_parallel.axes.data.zero import sharded_modules
 from hf_parallel.collectives.asynchronous import all_gather_op
 from hf_parallel.collectives.quantized import pack, packed_bytes, reduce_scatter, unpack
 from hf_parallel.mesh import ParallelMesh, axis_ranks
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 @dataclass(frozen=True)
@@ -76,18 +80,20 @@ def _nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
 class _Allocates:
     """Memory from the allocator, as torch's own collectives of `fully_shard` have it."""
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class _Then(dist.Work):
     """A collective under way, and what is to be done with its result before it counts as waited for."""
 
-    def __init__(self, work: Any, then: Callable[[], None]) -> None:
+    def __init__(self, work: dist.Work | None, then: Callable[[], None]) -> None:
         super().__init__()
         self._work, self._then = work, then
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -114,12 +120,12 @@ class GatherWeights(_Allocates, AllGather):
     as adapters do; and what is in integers already, as a 4-bit base.
     """
 
-    def __init__(self, group: Any, kind: str, nodes: Nodes | None) -> None:
+    def __init__(self, group: FSDPParamGroup, kind: str, nodes: Nodes | None) -> None:
         self.group, self.kind, self.nodes = group, kind, nodes
         self.kept: torch.Tensor | None = (
             None  # this rank's part of the unit within its node, as it came over the links
         )
-        self._written: Any = None  # on which stream's queue that is done
+        self._written: torch.Event | None = None  # on which stream's queue that is done
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -176,7 +182,7 @@ def _finished(work: dist.Work | None, then: Callable[[], None]) -> dist.Work | N
     return None
 
 
-def _spans(parameters: list[Any]) -> list[Span]:
+def _spans(parameters: list[FSDPParam]) -> list[Span]:
     """How the bytes of a shard are treated; `parameters` are those of torch's group, in the order of the bytes."""
     frozen = any(not held.sharded_param.requires_grad for held in parameters)
     found: list[Span] = []
@@ -239,7 +245,7 @@ class ScatterGradients(_Allocates, ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: Any,
+        op: object,
         async_op: bool = False,
     ) -> None:
         """Fill `output_tensor` with the sum, or the mean, of all ranks' gradients for this rank's shard."""

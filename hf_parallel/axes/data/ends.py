@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,8 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from transformers import PreTrainedModel
 
-def shard_ends(model: Any, blocks: list[nn.Module], keeps: bool, **settings: Any) -> None:
+
+def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, **settings: Any) -> None:
     """Give embedding and head groups of their own where each has its weight for itself.
 
     Args:
@@ -49,13 +53,13 @@ def gather(unit: Any) -> None:
 
     `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
     """
-    state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+    state: FSDPState = fully_shard.state(unit)  # type: ignore[attr-defined]
     for group in state._fsdp_param_groups if state._is_root is False else ():  # else it runs by itself
         group.unshard()
         group.wait_for_unshard()
 
 
-def _head(model: Any) -> nn.Module | None:
+def _head(model: PreTrainedModel) -> nn.Module | None:
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return head if isinstance(head, nn.Module) and not any(head.children()) else None
 
@@ -76,12 +80,12 @@ def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list
     if units:
         units[-1].set_modules_to_forward_prefetch([head])
 
-    def gather_unless_done(*_: Any) -> None:
+    def gather_unless_done(*_: object) -> None:
         groups = fully_shard.state(head)._fsdp_param_groups  # type: ignore[attr-defined]
         if all(group._training_state != TrainingState.POST_BACKWARD for group in groups):
             gather(head)  # gradients of outputs that come after the head's, as of router logits, must leave it freed
 
-    def gather_in_backward(module: nn.Module, args: Any, output: Any) -> None:
+    def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:
         held = vars(output) if dataclasses.is_dataclass(output) and not isinstance(output, dict) else output
         for tensor in tree_leaves(held) if torch.is_grad_enabled() else ():
             if torch.is_tensor(tensor) and tensor.requires_grad:

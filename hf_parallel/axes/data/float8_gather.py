@@ -15,7 +15,7 @@ torch settles when a root first runs (`lazy_init`, looked at in torch 2.13).
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,14 @@ from hf_parallel.axes.eight_bit import W, largest_number, recipe_of
 from hf_parallel.collectives import all_reduce
 from hf_parallel.mesh import ParallelMesh
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+    from hf_parallel.axes.eight_bit import Float8
+
+
 _scales: weakref.WeakSet[Scales] = weakref.WeakSet()
-_installed: list[Any] = []
+_installed: list[RemovableHandle] = []
 
 
 def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
@@ -41,7 +47,7 @@ def gather_codes(root: nn.Module, mesh: ParallelMesh) -> None:
     root.register_forward_pre_hook(Scales(groups).before, prepend=True)  # before FSDP2's own, which gathers
 
 
-def _forget(*_: Any) -> None:
+def _forget(*_: object) -> None:
     for scales in _scales:
         scales.forget()
 
@@ -54,7 +60,7 @@ class Scales:
         self.weights: list[CodedWeight] = []
         _scales.add(self)
 
-    def before(self, root: Any, args: Any) -> None:
+    def before(self, root: nn.Module, args: tuple) -> None:
         """Weights may have been loaded, or replaced, since the root's last forward pass."""
         self.forget()
         fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
@@ -90,7 +96,7 @@ class CodedWeight:
         self.held, self.recipe, self.scales = held, recipe, scales
         self.scale: torch.Tensor | None = None
 
-    def pre(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> tuple[tuple, tuple]:
+    def pre(self, mesh: object, size: object, stride: object, module: object, policy: object) -> tuple[tuple, tuple]:
         """The codes of this rank's shard, filled up to the length of all shards."""
         if self.scale is None:
             self.scales.agree()
@@ -103,7 +109,7 @@ class CodedWeight:
             codes = filled
         return (codes,), (self.scale,)
 
-    def post(self, outputs: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    def post(self, outputs: tuple, metadata: tuple, dtype: torch.dtype, *, out: Any = None) -> tuple | None:
         """The whole weight, which multiplies as it is."""
         (codes,), (scale,) = outputs, metadata
         if out is not None:
@@ -112,12 +118,12 @@ class CodedWeight:
         return self.recipe.of_codes(codes, scale, W, dtype), (codes,)
 
 
-def _recipe(held: Any) -> Any:
+def _recipe(held: Any) -> Float8 | None:
     info = held._module_info
     return recipe_of(info.module) if info.param_name == "weight" else None
 
 
-def _coded(held: Any, recipe: Any, scales: Scales) -> CodedWeight:
+def _coded(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:
     """What the parameter has, or else a new one, for which torch makes room."""
     part = held.sharded_param._local_tensor
     known = getattr(part, "fsdp_pre_all_gather", None)

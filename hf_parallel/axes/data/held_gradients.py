@@ -10,7 +10,7 @@ reduce either where something is held. A step of a single run holds nothing, and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,7 +19,12 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from hf_parallel.axes.data.reduction import parameter_groups
 from hf_parallel.mesh import stored
 
-Whole = list[tuple[Any, torch.Tensor]]
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+Whole = list[tuple["FSDPParam", torch.Tensor]]
 
 
 class Run:
@@ -48,7 +53,7 @@ class HeldGradients:
     def __init__(self, stages: list[nn.Module]) -> None:
         self.stages: list[Any] = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self.more = False
-        self._held: dict[Any, torch.Tensor] = {}
+        self._held: dict[FSDPParam, torch.Tensor] = {}
 
     def run(self) -> Run | None:
         """The run that begins, if it is one of several."""
@@ -73,7 +78,7 @@ class HeldGradients:
             _reduce(stage)
 
 
-def _taken(group: Any) -> Whole:
+def _taken(group: FSDPParamGroup) -> Whole:
     found: Whole = []
     for parameter in group.fsdp_params:
         if not hasattr(parameter, "_unsharded_param"):

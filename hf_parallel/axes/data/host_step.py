@@ -16,7 +16,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -28,11 +28,16 @@ from hf_parallel.axes.offload import folder
 from hf_parallel.mesh import stored
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+
 #: Bytes of parameters that are stepped together: what the host needs beside the states themselves.
 CHUNK = 64 * 2**20
 _HELD = "_hf_parallel_host_step"
 _models: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()  # -> its `offload`
-_installed: list[Any] = []
+_installed: list[RemovableHandle] = []
 
 
 def step_on_host(model: nn.Module, offload: str) -> None:
@@ -43,7 +48,7 @@ def step_on_host(model: nn.Module, offload: str) -> None:
         _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: Optimizer) -> None:
     """Refuse an optimizer whose step cannot be made on the host, or in parts, or whose states a disk cannot hold."""
     way = _way_of(optimizer)
     if way is None or _HELD in vars(optimizer):
@@ -55,13 +60,13 @@ def check_optimizer(optimizer: Any) -> None:
     vars(optimizer)[_HELD] = HostStep(optimizer, way) if elementwise else None
 
 
-def _way_of(optimizer: Any) -> str | None:
+def _way_of(optimizer: Optimizer) -> str | None:
     """How the model is offloaded whose parameters it has."""
     mine = set(map(id, itertools.chain(*parameters_of(optimizer))))
     return next((way for model, way in _models.items() if any(id(p) in mine for p in model.parameters())), None)
 
 
-def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     own = vars(optimizer)
     if _HELD not in own:
         check_optimizer(optimizer)
@@ -77,7 +82,7 @@ def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | N
     return None if closure is None else ((args[0], lambda: loss), {})
 
 
-def _after(optimizer: Any, *_: Any) -> None:
+def _after(optimizer: Optimizer, *_: object) -> None:
     held = optimizer.__dict__.get(_HELD)
     if held is not None:
         held.show_gradients()
@@ -86,7 +91,7 @@ def _after(optimizer: Any, *_: Any) -> None:
 class HostStep:
     """The steps of one optimizer; `offload` as in the spec."""
 
-    def __init__(self, optimizer: Any, offload: str) -> None:
+    def __init__(self, optimizer: Optimizer, offload: str) -> None:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
         self.file = StateFile(offload, "optimizer states") if folder(offload) else None
         if self.file is not None:
@@ -124,7 +129,7 @@ class HostStep:
         self._hidden = []
 
     def _step_chunk(
-        self, optimizer: Any, former: list[list], on_host: dict[Any, torch.Tensor], chunk: list[torch.Tensor]
+        self, optimizer: Any, former: list[list], on_host: dict[torch.Tensor, torch.Tensor], chunk: list[torch.Tensor]
     ) -> None:
         state, chosen = optimizer.state, set(chunk)
         for group, parameters in zip(optimizer.param_groups, former, strict=True):
@@ -154,7 +159,7 @@ class HostStep:
         if self.file is not None and number in self._parts:
             self.file.fetch(self._parts[number])
 
-    def _keep(self, number: int, chunk: list[torch.Tensor], places: dict[Any, int], state: Any) -> None:
+    def _keep(self, number: int, chunk: list[torch.Tensor], places: dict[torch.Tensor, int], state: dict) -> None:
         """Put states that are new, or were loaded, into the file; and begin to write the chunk's part of it."""
         if self.file is None:
             return
@@ -185,9 +190,9 @@ class _HostCopies:
 
     def __init__(self, chunks: list[list[torch.Tensor]]) -> None:
         self._chunks = chunks
-        self._next: tuple[dict, Any] = self._begin(0)
+        self._next: tuple[dict, torch.Event | None] = self._begin(0)
 
-    def of(self, number: int) -> dict[Any, torch.Tensor]:
+    def of(self, number: int) -> dict[torch.Tensor, torch.Tensor]:
         """The copies of a chunk's parameters; empty for those that are on the host already."""
         found, arrived = self._next
         self._next = self._begin(number + 1)
@@ -195,7 +200,7 @@ class _HostCopies:
             arrived.synchronize()
         return found
 
-    def _begin(self, number: int) -> tuple[dict, Any]:
+    def _begin(self, number: int) -> tuple[dict, torch.Event | None]:
         chunk = self._chunks[number] if number < len(self._chunks) else []
         away = [parameter for parameter in chunk if parameter.device.type != "cpu"]
         copies = {parameter: _begin_copy(parameter) for parameter in away}
@@ -213,9 +218,9 @@ def _begin_copy(tensor: Any) -> torch.Tensor:
     return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
-def _state_bytes(optimizer: Any) -> int:
+def _state_bytes(optimizer: Optimizer) -> int:
     """What its states will take: as many bytes for each number as a step keeps for one."""
-    kind: Any = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
     total = 0
     for group in optimizer.param_groups:
         trained = [stored(parameter) for parameter in group["params"] if parameter.requires_grad]
@@ -229,7 +234,7 @@ def _state_bytes(optimizer: Any) -> int:
     return total
 
 
-def _to_host(value: Any) -> Any:
+def _to_host(value: object) -> object:
     """A state that was loaded onto the device."""
     return value.cpu() if torch.is_tensor(value) else value
 
@@ -252,7 +257,7 @@ def _same_kind(kept: torch.Tensor | None, value: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _fused(optimizer: Any) -> Iterator[None]:
+def _fused(optimizer: Optimizer) -> Iterator[None]:
     """Torch's fused kernel for the Adams, unless the script has chosen one."""
     changed = []
     if type(optimizer) in (torch.optim.Adam, torch.optim.AdamW):

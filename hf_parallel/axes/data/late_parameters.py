@@ -8,7 +8,7 @@ and its parameter group are its internals, looked at in torch 2.13.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -18,11 +18,16 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_mod
 from hf_parallel.axes.data.replicas import lend
 from hf_parallel.axes.data.zero import sharded_modules
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
 
 def add_late_parameters(root: nn.Module) -> None:
     """Shard what lies in the units below `root` and is in no group yet; whole and equal on all data ranks."""
     for unit in sharded_modules(root):
-        state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+        state: FSDPState = fully_shard.state(unit)  # type: ignore[attr-defined]
         groups = state._fsdp_param_groups
         known = {place for group in groups for held in group.fsdp_params for place in _places(held._module_info)}
         modules = tuple(_own_modules(cast(nn.Module, unit)))
@@ -32,7 +37,7 @@ def add_late_parameters(root: nn.Module) -> None:
             _add(groups[0], list(new.values()), modules)
 
 
-def _shared_out(parameter: Any) -> bool:
+def _shared_out(parameter: nn.Parameter) -> bool:
     """Of experts that no other rank holds: left out of all groups."""
     return "ep" in (getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ())
 
@@ -41,19 +46,19 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
     """Let the units below `root` forget parameters whose modules are no longer in them, or get others."""
     gone = {id(module) for module in changed}
     for unit in sharded_modules(root):
-        state: Any = fully_shard.state(unit)  # type: ignore[attr-defined]
+        state: FSDPState = fully_shard.state(unit)  # type: ignore[attr-defined]
         here = {id(module) for module in _own_modules(cast(nn.Module, unit))} - gone
         for group in state._fsdp_param_groups:
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
 
 
-def have_gathered(unit: Any) -> bool:
+def have_gathered(unit: FSDPModule) -> bool:
     """Has this unit run, so that it has memory for whole weights?"""
     groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
     return any(held.all_gather_outputs for group in groups for held in group.fsdp_params)
 
 
-def _places(info: Any) -> Iterator[tuple[int, str]]:
+def _places(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
     """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
     yield id(info.module), info.param_name
     yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)
@@ -67,7 +72,7 @@ def _own_modules(unit: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
-def _add(group: Any, parameters: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
+def _add(group: FSDPParamGroup, parameters: list[nn.Parameter], modules: tuple[nn.Module, ...]) -> None:
     for parameter, where in zip(parameters, _get_param_module_infos(parameters, modules), strict=True):
         held = FSDPParam(
             parameter,

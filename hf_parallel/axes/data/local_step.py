@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -22,13 +22,18 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_parallel.mesh import placed_as
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+
 #: Where torch defines the steps that treat every number by itself; the others read whole matrices or norms.
 _KINDS = ("adadelta", "adagrad", "adam", "adamax", "adamw", "asgd", "nadam", "radam", "rmsprop", "rprop", "sgd")
 _ELEMENTWISE = {f"torch.optim.{kind}" for kind in _KINDS}
 #: Optimizers that read rows, columns or norms, and cannot do so in DTensors either.
 _OF_WHOLE_TENSORS = {"Adafactor", "LBFGS"}
 _HELD = "_hf_parallel_on_parts"  # what an optimizer is in the midst of
-_installed: list[Any] = []
+_installed: list[RemovableHandle] = []
 
 
 def step_on_local_parts() -> None:
@@ -37,7 +42,7 @@ def step_on_local_parts() -> None:
         _installed.extend([register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)])
 
 
-def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
     _after(optimizer)  # of a step that has failed
     kind = type(optimizer).__name__
     if kind in _OF_WHOLE_TENSORS and any(
@@ -55,20 +60,20 @@ def _before(optimizer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | N
     return (args[0], held.around(closure), *args[2:]), {key: v for key, v in kwargs.items() if key != "closure"}
 
 
-def _after(optimizer: Any, *_: Any) -> None:
+def _after(optimizer: Optimizer, *_: object) -> None:
     held = optimizer.__dict__.pop(_HELD, None)
     if held is not None:
         held.end()
 
 
-def is_elementwise(optimizer: Any) -> bool:
+def is_elementwise(optimizer: Optimizer) -> bool:
     """Is it one of torch's that treat every number by itself?"""
     if type(optimizer).step.__module__ not in _ELEMENTWISE:
         return False
     return not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-def parameters_of(optimizer: Any) -> list[list[Any]]:
+def parameters_of(optimizer: Optimizer) -> list[list[Any]]:
     """Those of each group, also in the midst of a step on their parts."""
     held = vars(optimizer).get(_HELD)
     return [group["params"] for group in optimizer.param_groups] if held is None else held.former
@@ -81,11 +86,13 @@ class OnLocalParts:
         states_too: its states have the parameters' shapes, and are DTensors where those are.
     """
 
-    def __init__(self, optimizer: Any, states_too: bool) -> None:
+    def __init__(self, optimizer: Optimizer, states_too: bool) -> None:
         self.optimizer, self.states_too = optimizer, states_too
         self.former: list[list[Any]] = []
         self._parts: dict[Any, torch.Tensor] = {}
-        self._states: dict[int, Any] = {}  # local part of a state -> the state, so that most need not be made again
+        self._states: dict[
+            int, DTensor
+        ] = {}  # local part of a state -> the state, so that most need not be made again
 
     def begin(self) -> None:
         """Exchange them."""
@@ -111,7 +118,7 @@ class OnLocalParts:
     def around(self, closure: Callable) -> Callable:
         """A closure that sees the parameters themselves."""
 
-        def outside() -> Any:
+        def outside() -> object:
             self.end()
             try:
                 return closure()
@@ -128,7 +135,7 @@ class OnLocalParts:
                     self._states[id(value._local_tensor)] = value
         return slots
 
-    def _closed(self, slots: dict, parameter: Any, part: torch.Tensor) -> dict:
+    def _closed(self, slots: dict, parameter: DTensor, part: torch.Tensor) -> dict:
         if self.states_too:
             for name, value in slots.items():
                 if torch.is_tensor(value) and value.ndim and value.shape == part.shape:
@@ -138,7 +145,7 @@ class OnLocalParts:
 
 
 @contextlib.contextmanager
-def on_local_parts(optimizer: Any) -> Iterator[OnLocalParts]:
+def on_local_parts(optimizer: Optimizer) -> Iterator[OnLocalParts]:
     """In here an optimizer whose states are local anyway has plain tensors for DTensors."""
     held = OnLocalParts(optimizer, states_too=False)
     held.begin()

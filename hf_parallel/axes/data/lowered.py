@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,8 +27,12 @@ from transformers.pytorch_utils import Conv1D
 from hf_parallel.autocast import autocast_dtype
 from hf_parallel.axes.eight_bit import recipe_of
 
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
+
 _users: weakref.WeakSet[Lowered] = weakref.WeakSet()
-_installed: list[Any] = []
+_installed: list[RemovableHandle] = []
 _HANDLES = "_hf_parallel_lowered"
 
 
@@ -55,7 +59,7 @@ def leave(layer: nn.Module) -> None:
             handle.remove()
 
 
-def _forget(*_: Any) -> None:
+def _forget(*_: object) -> None:
     for lowered in _users:
         lowered.forget()
 
@@ -71,12 +75,14 @@ class Lowered:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._copies: Any = WeakIdKeyDictionary()  # of a parameter: what it was, and its copy
+        self._copies = WeakIdKeyDictionary()  # of a parameter: what it was, and its copy
         self._matrices: dict[int, list[Any]] = {}  # of a unit
-        self._held: dict[int, list[tuple[Any, Any]]] = {}  # of units that run: modules and their own weights
+        self._held: dict[
+            int, list[tuple[nn.Module, nn.Parameter]]
+        ] = {}  # of units that run: modules and their own weights
         _users.add(self)
 
-    def put_in(self, unit: nn.Module, args: Any) -> None:
+    def put_in(self, unit: nn.Module, args: tuple) -> None:
         """Give the matrices of `unit` their copies."""
         dtype = autocast_dtype(self.device)
         if dtype is None or id(unit) in self._held:
@@ -90,7 +96,7 @@ class Lowered:
                 held.append((module, weight))
                 module._parameters["weight"] = self._copy(weight, dtype)
 
-    def take_out(self, unit: nn.Module, args: Any, output: Any) -> None:
+    def take_out(self, unit: nn.Module, args: tuple, output: object) -> None:
         """Give them back their own weights."""
         for module, weight in self._held.pop(id(unit), ()):
             module._parameters["weight"] = weight

@@ -14,13 +14,17 @@ to change it: a unit's state and its parameter groups are its internals, looked 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_parallel.autocast import autocast_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
 
 _HALF = (torch.bfloat16, torch.float16)
 _SETTLED = "_hf_parallel_computes_in"
@@ -38,13 +42,13 @@ def follow_autocast(root: nn.Module, device: torch.device) -> None:
     What has been settled by `compute_in` holds instead: accelerate enters autocast inside the model's forward.
     """
 
-    def follow(module: nn.Module, args: Any) -> None:
+    def follow(module: nn.Module, args: tuple) -> None:
         change(module, getattr(module, _SETTLED, None) or autocast_dtype(device))
 
     root.register_forward_pre_hook(follow, prepend=True)  # before FSDP2's own, which gathers
 
 
-def compute_in(root: Any, dtype: torch.dtype) -> None:
+def compute_in(root: nn.Module, dtype: torch.dtype) -> None:
     """From here on `root` gathers its weights in this dtype, in training and evaluation."""
     if isinstance(root, FSDPModule):
         setattr(root, _SETTLED, dtype)
@@ -61,7 +65,7 @@ def lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
 
 def computed_in(root: nn.Module) -> torch.dtype | None:
     """The dtype that `root` gathers its weights in; None: in their own."""
-    state: Any = fully_shard.state(root) if isinstance(root, FSDPModule) else None  # type: ignore[attr-defined]
+    state: FSDPState | None = fully_shard.state(root) if isinstance(root, FSDPModule) else None  # type: ignore[attr-defined]
     return None if state is None else state._mp_policy.param_dtype
 
 
@@ -83,7 +87,7 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
         _set(state, policy)
 
 
-def _states(root: nn.Module) -> Iterator[Any]:
+def _states(root: nn.Module) -> Iterator[FSDPState]:
     units = (unit for unit in root.modules() if isinstance(unit, FSDPModule))
     return (fully_shard.state(unit) for unit in units)  # type: ignore[attr-defined]
 
@@ -94,7 +98,7 @@ def _weights(root: nn.Module) -> Iterator[torch.Tensor]:
         yield from (p.sharded_param for p in group.fsdp_params if p.sharded_param.is_floating_point())
 
 
-def _set(state: Any, policy: MixedPrecisionPolicy) -> None:
+def _set(state: FSDPState, policy: MixedPrecisionPolicy) -> None:
     state._mp_policy = policy
     for group in state._fsdp_param_groups:
         group.mp_policy = policy

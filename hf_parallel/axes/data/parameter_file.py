@@ -11,7 +11,7 @@ parameter group is its internal, looked at in torch 2.13.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from hf_parallel.axes.data.reduction import parameter_groups
 from hf_parallel.axes.data.state_file import StateFile, StatePart
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 def rest_in_file(root: nn.Module, offload: str) -> None:
@@ -35,7 +38,7 @@ def rest_in_file(root: nn.Module, offload: str) -> None:
     for unit, before, after in zip(units, [None, *units], [*units[1:], None], strict=False):
         unit.before, unit.after = before, after
 
-    def move(*_: Any) -> None:
+    def move(*_: object) -> None:
         file.settle()
         for unit in units:
             unit.move()
@@ -52,7 +55,7 @@ class Unit:
         self.parts: list[StatePart] = []
         self.before: Unit | None = None
         self.after: Unit | None = None
-        self._kept: dict[Any, int] = {}  # of a parameter: where it lies
+        self._kept: dict[FSDPParam, int] = {}  # of a parameter: where it lies
         self._gather = group.unshard
         group.unshard = self.unshard
 

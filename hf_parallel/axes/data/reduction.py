@@ -24,6 +24,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hf_parallel.axes.data.held_gradients import HeldGradients
     from hf_parallel.config import ParallelConfig
 
 HELD = "_hf_parallel_held_gradients"
@@ -34,7 +37,7 @@ _WIDENED = "_hf_parallel_widened"
 @contextlib.contextmanager
 def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """In here run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
-    unit: Any = next((module for module in root.modules() if isinstance(module, FSDPModule)), None)
+    unit = next((module for module in root.modules() if isinstance(module, FSDPModule)), None)
     if unit is None or config.pp_size > 1:
         with _held(root, config):
             yield
@@ -53,7 +56,7 @@ def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
 @contextlib.contextmanager
 def _held(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """Gradients of a pipeline's runs in here are held, unless it reduces in each."""
-    held: Any = None if config.reduces_each_run else getattr(root, HELD, None)
+    held: HeldGradients | None = None if config.reduces_each_run else getattr(root, HELD, None)
     if held is not None:
         held.more = True
     try:
@@ -66,7 +69,7 @@ def _held(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
 def round_after_backward(root: nn.Module) -> None:
     """Give 16-bit weights of `root` gradients of their own dtype once the last micro-batch has added to them."""
 
-    def follow(module: Any, args: Any, output: Any) -> None:
+    def follow(module: nn.Module, args: tuple, output: object) -> None:
         if not torch.is_grad_enabled():
             return
         if getattr(module, _MORE, False):
@@ -80,7 +83,7 @@ def round_after_backward(root: nn.Module) -> None:
     root.register_forward_hook(follow)
 
 
-def _queue(callback: Any) -> None:
+def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
@@ -103,7 +106,7 @@ def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.P
     return [kept.get(id(parameter), parameter) for parameter in parameters]
 
 
-def _widen(root: Any) -> None:
+def _widen(root: nn.Module) -> None:
     """Gradients stay in the dtype in which they were reduced; torch would round what each micro-batch adds."""
     if getattr(root, _WIDENED, None):
         return
@@ -118,7 +121,7 @@ def _widen(root: Any) -> None:
     setattr(root, _WIDENED, widened)
 
 
-def _narrow(root: Any) -> None:
+def _narrow(root: nn.Module) -> None:
     for group, dtype, parameters in getattr(root, _WIDENED) or ():  # each output of the model may ask for it
         group._orig_dtype = dtype
         for parameter in parameters:

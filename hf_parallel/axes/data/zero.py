@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from hf_parallel.axes.data.replicas import work_in_place
 from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
@@ -129,7 +132,7 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: d
     return set()
 
 
-def _reshard_after_evaluation(model: nn.Module, args: Any, output: Any) -> None:
+def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> None:
     """Without a backward pass nothing frees the gathered weights, and `parameters()` would show plain tensors."""
     if not torch.is_grad_enabled():
         for module in sharded_modules(model):
@@ -140,7 +143,7 @@ def _leave_inference_mode(model: nn.Module) -> None:
     """FSDP2 keeps the memory of its first gather: what inference mode has made, a backward pass could not use."""
     left: list[contextlib.ExitStack] = []
 
-    def leave(module: nn.Module, args: Any) -> None:
+    def leave(module: nn.Module, args: tuple) -> None:
         left.append(contextlib.ExitStack())
         if torch.is_inference_mode_enabled():
             left[-1].enter_context(torch.inference_mode(False))
@@ -174,7 +177,7 @@ def without_sharding(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, FSDPModule):
         return module
-    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    state: FSDPState = fully_shard.state(module)  # type: ignore[attr-defined]
     kind: Any = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))  # from before
     plain = kind.__new__(kind)
     vars(plain).update(vars(module))

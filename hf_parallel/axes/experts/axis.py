@@ -10,6 +10,8 @@ from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -96,7 +98,7 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
             shared = f"dp_shard_size={config.dp_shard_size} x {others}"
             refuse(f"ep_size={size}", f"does not divide {shared}", f"ep_size={works}")
 
-    def read(self, model: Any, config: ParallelConfig) -> MixtureFacts:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> MixtureFacts:
         """Which modules hold experts, and how."""
         from hf_parallel.model.experts import expert_facts, has_known_balance, named_experts
 
@@ -119,14 +121,14 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         shared = [f"experts: {part.per_rank} of {whole} per layer on each rank"] if part.ranks > 1 else []
         return [*shared, *([waits] if part.waits else [])]
 
-    def apply(self, model: Any, part: ExpertPart | None, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: ExpertPart | None, building: Building) -> None:
         """Keep this rank's experts of each layer, and let tokens travel to them."""
         from hf_parallel.axes.experts.layers import share_out
 
         if part is not None and part.ranks > 1:
             share_out(model, part.experts, building.mesh, building.sequence_flag)
 
-    def finish(self, model: Any, part: ExpertPart | None, building: Building) -> None:
+    def finish(self, model: PreTrainedModel, part: ExpertPart | None, building: Building) -> None:
         """Balance experts over all data ranks and stages, count how evenly tokens fall on them, limit their room."""
         from hf_parallel.axes.experts.balance import balance_over_data_ranks
         from hf_parallel.axes.experts.capacity import Capacity, limit_experts

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,11 @@ from hf_parallel.collectives import copy_to_group, reduce_from_group
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import backbone_of
 from hf_parallel.model.experts import balance_coefficient, experts_per_token
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
 
 #: Does this rank take part with rows that do not count? Hooks know.
 is_absent: Callable[[], bool] = lambda: False  # noqa: E731
@@ -33,10 +38,10 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     top_k = experts_per_token(model)
     last: dict[str, Any] = {}  # router logits of the call in progress: TRL's fused head gives none on
 
-    def keep(module: Any, args: tuple, output: Any) -> None:
+    def keep(module: nn.Module, args: tuple, output: ModelOutput) -> None:
         last["logits"] = getattr(output, "router_logits", None)
 
-    def correct(module: Any, args: tuple, kwargs: dict, output: Any) -> Any:
+    def correct(module: nn.Module, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:
         given, logits = {**dict(zip(names, args, strict=False)), **kwargs}, last.pop("logits", None)
         if not torch.is_tensor(getattr(output, "aux_loss", None)):
             return output
@@ -49,7 +54,7 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     model.register_forward_hook(correct, with_kwargs=True)
 
 
-def with_exact(model: Any, output: Any, exact: torch.Tensor) -> Any:
+def with_exact(model: PreTrainedModel, output: ModelOutput, exact: torch.Tensor) -> ModelOutput:
     """The output of `model` with this auxiliary loss instead of its own, in its loss too."""
     if output.loss is not None:
         change = balance_coefficient(model) * (exact - output.aux_loss.to(exact.device))

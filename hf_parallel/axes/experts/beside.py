@@ -55,9 +55,9 @@ def _is_view(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
     return tokens.numel() == hidden.numel() and tokens.is_contiguous() and hidden.is_contiguous()
 
 
-def shared_beside(model: nn.Module, experts: str) -> Any:
+def shared_beside(model: nn.Module, experts: str) -> nn.Module | None:
     """The shared experts beside those of this name, ready to be computed ahead; None if the model has them first."""
-    block: Any = model.get_submodule(experts.rpartition(".")[0])
+    block = model.get_submodule(experts.rpartition(".")[0])
     shared = getattr(block, "shared_experts", None)
     if type(block).__name__ not in SHARED_AFTER or not isinstance(shared, nn.Module):
         return None

@@ -34,7 +34,7 @@ class Capacity:
         self.factor, self.mesh, self._switch = factor, mesh, switch
         self.sums = torch.zeros(2, device=mesh.device)  # of pairs (token, expert): dropped ones, and all
 
-    def limit(self, experts: int, module: Any, args: tuple) -> tuple | None:
+    def limit(self, experts: int, module: nn.Module, args: tuple) -> tuple | None:
         """A hook before a module of experts, while it trains: what is dropped counts nothing, and does not travel."""
         if not module.training:
             return None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -95,7 +94,7 @@ class Shares:
         """[count, …] -> this rank's rows."""
         return split_sequence(self._padded(tensor, self.size * self.group.size()), self.group)[: self.real]
 
-    def joined(self, tensor: Any) -> torch.Tensor:
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows -> [count, …] on all ranks, which must go on to compute the same thing."""
         return join_sequence(self._padded(tensor, self.size), self.group)[: self.count]
 

@@ -19,6 +19,8 @@ from hf_parallel.local import holding, in_front, local, with_added
 from hf_parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.tensor.region import SequenceParallelFlag
     from hf_parallel.model.experts import ExpertFacts
 
@@ -90,14 +92,14 @@ class SharedOut(nn.Module):
         forward: Any = super().forward
         return forward(rows, experts, ones)[:count]
 
-    def _own_weights(self) -> dict[str, Any]:
+    def _own_weights(self) -> dict[str, torch.Tensor]:
         factor = self.sharing.gradient_factor
         own = {name: scale_gradient(local(self._parameters[name]), factor) for name in self.expert_facts.widths}
         return {name: with_added(self, name, weight) for name, weight in own.items()}
 
 
 def share_out(
-    model: Any, experts: dict[str, ExpertFacts], mesh: ParallelMesh, switch: SequenceParallelFlag | None
+    model: PreTrainedModel, experts: dict[str, ExpertFacts], mesh: ParallelMesh, switch: SequenceParallelFlag | None
 ) -> None:
     """Keep this rank's experts of the modules with these names, in place.
 

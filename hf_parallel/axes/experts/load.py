@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -15,13 +15,17 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import named_experts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
 _PLACE = "_hf_parallel_expert_load"
 
 
 class ExpertLoad:
     """Tokens per expert of this rank's layers since it was last read."""
 
-    def __init__(self, modules: list[Any], experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
+    def __init__(self, modules: list[nn.Module], experts: int, mesh: ParallelMesh, capacity: Capacity | None) -> None:
         self.mesh, self._shape, self._capacity = mesh, (len(modules), experts), capacity
         self.counts: torch.Tensor | None = None  # made where the first tokens are
         for layer, module in enumerate(modules):
@@ -68,6 +72,6 @@ def watch_load(model: nn.Module, experts: int, mesh: ParallelMesh, capacity: Cap
     vars(model)[_PLACE] = ExpertLoad(own, experts, mesh, capacity)
 
 
-def load_of(model: Any) -> ExpertLoad | None:
+def load_of(model: PreTrainedModel) -> ExpertLoad | None:
     """What is counted of a model with experts."""
     return getattr(model, _PLACE, None)

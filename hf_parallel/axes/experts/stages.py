@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,24 @@ from hf_parallel.axes.experts.balance import balance_sums, loss_of_sums, with_ex
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model.experts import experts_per_token, named_routers
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
+    from hf_parallel.axes.pipeline.batches import Batch
+    from hf_parallel.collectives.context import Context
+
+
 #: Router logits [rows, own tokens, experts] of a batch -> those of all its tokens on all ranks.
-Whole = Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]
+Whole = Callable[[torch.Tensor, "Batch"], torch.Tensor]
 
 
 class StageBalance:
     """What the stages of a pipeline count of their routers, call by call of its backbone."""
 
-    def __init__(self, model: Any, experts: int, mesh: ParallelMesh, last_rank: int, whole: list[Whole]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, experts: int, mesh: ParallelMesh, last_rank: int, whole: list[Whole]
+    ) -> None:
         self.mesh, self.last_rank, self.whole, self.experts = mesh, last_rank, whole, experts
         self.top_k = experts_per_token(model)
         self.exact: torch.Tensor | None = None  # of the last call
@@ -66,7 +76,7 @@ class CallBalance:
         finally:
             self.of.logits = former
 
-    def attach(self, hidden: torch.Tensor, logits: list[torch.Tensor], batch: dict[str, Any]) -> torch.Tensor:
+    def attach(self, hidden: torch.Tensor, logits: list[torch.Tensor], batch: Batch) -> torch.Tensor:
         """Count a pass; `hidden`, which leaves it, takes the gradient of what was counted along."""
         if not logits:
             return hidden
@@ -105,26 +115,26 @@ class _Along(torch.autograd.Function):
     """Hidden states as they are; what was counted beside them has a gradient that is known by the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, counted: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Context, hidden: torch.Tensor, counted: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         ctx.factors = factors
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
         return gradient, ctx.factors, None
 
 
-def _put_right(model: Any, balance: StageBalance) -> None:
+def _put_right(model: PreTrainedModel, balance: StageBalance) -> None:
     """On the last stage, inside of what a pipeline makes of `model`'s forward."""
     forward = model.forward
 
     @functools.wraps(forward)
-    def exact(*args: Any, **kwargs: Any) -> Any:
+    def exact(*args: object, **kwargs: object) -> torch.Tensor:
         output = forward(*args, **kwargs)
         own = torch.is_tensor(getattr(output, "aux_loss", None))
         return with_exact(model, output, balance.exact) if own and balance.exact is not None else output
 
-    def of_others(module: Any, args: Any, output: Any) -> Any:
+    def of_others(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
         """What was put around the model later has balanced stand-ins, as TRL's fused head, which keeps no logits."""
         foreign = not hasattr(output, "router_logits") and not getattr(output, "is_balanced", False)
         own = torch.is_tensor(getattr(output, "aux_loss", None))

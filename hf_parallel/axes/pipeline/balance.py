@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -56,7 +56,9 @@ class Costs:
         return total + self.after if last == len(self.layers) else total
 
 
-def block_costs(model: PreTrainedModel, backbone: Any, plan: Backbone, sequence_length: int | None = None) -> Costs:
+def block_costs(
+    model: PreTrainedModel, backbone: PreTrainedModel, plan: Backbone, sequence_length: int | None = None
+) -> Costs:
     """Count a whole model, on any device.
 
     Args:
@@ -113,7 +115,7 @@ def _active_share(layer: nn.Module, config: PretrainedConfig) -> float:
     return min(1, chosen / experts) if chosen and experts else 1
 
 
-def _attention_flops(attention: Any, config: PretrainedConfig, length: float) -> float:
+def _attention_flops(attention: nn.Module, config: PretrainedConfig, length: float) -> float:
     """Scores and their product with the values, per token, over the keys that a causal mask shows on average."""
     heads = getattr(attention, "num_heads", None) or config.num_attention_heads
     width = getattr(attention, "head_dim", None) or config.hidden_size // heads

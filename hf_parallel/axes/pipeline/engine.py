@@ -18,7 +18,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,18 @@ from hf_parallel.mesh import stored
 from hf_parallel.model.anatomy import backbone_of, text_config
 from hf_parallel.model.unread_logits import logits_are_unread, unread_logits
 
-Handler = Callable[[Batch], Any]
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
+    from hf_parallel.axes.data.held_gradients import HeldGradients
+    from hf_parallel.axes.data.held_gradients import Run as HeldRun
+    from hf_parallel.axes.pipeline.torch_stage import TorchStage
+
+
+T = TypeVar("T")
+Handler = Callable[[Batch], Any]  # what the backbone returns, or a stage leaves with
 
 
 class Stage(nn.Module):
@@ -49,7 +60,7 @@ class Stage(nn.Module):
     def __init__(self, view: StageView) -> None:
         super().__init__()
         self.parts = nn.ModuleList(view.modules)
-        self.work: Callable[[torch.Tensor | None, int], Any] | None = None
+        self.work: Callable[[torch.Tensor | None, int], object] | None = None
         self.autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
 
     def __call__(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
@@ -58,7 +69,7 @@ class Stage(nn.Module):
         with self.autocast():  # around FSDP2's hooks too: it gathers weights in autocast's dtype
             return super().__call__(arrived, micro_batch=int(micro_batch))
 
-    def forward(self, hidden: torch.Tensor | None, micro_batch: int) -> Any:
+    def forward(self, hidden: torch.Tensor | None, micro_batch: int) -> object:
         assert self.work is not None
         return self.work(hidden, micro_batch)
 
@@ -68,7 +79,7 @@ class PipelineEngine:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         views: list[StageView],
         building: Building,
         part: PipelinePart,
@@ -101,11 +112,13 @@ class PipelineEngine:
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
         self.at_rest: Callable[[list], list] = list  # parameters, of those that are gathered the stored ones
-        self.held: Any = None  # gradients of a step's runs, where data ranks reduce them once per step
+        self.held: HeldGradients | None = None  # of a step's runs, where data ranks reduce them once per step
         self.pipelines = pipelines_of(mesh)
         self.number = self.pipelines.add(self)
         self._width = text_config(model).hidden_size
-        self.schedules: dict[int, Any] = {}  # torch's, by number of micro-batches
+        self.schedules: dict[
+            int, tuple[_PipelineSchedule, list[TorchStage]]
+        ] = {}  # torch's, by number of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
 
@@ -122,11 +135,11 @@ class PipelineEngine:
         self._backbone_signature = inspect.signature(self._backbone_forward)
 
         @functools.wraps(self._model_forward)
-        def model_forward(*args: Any, **kwargs: Any) -> Any:
+        def model_forward(*args: object, **kwargs: object) -> ModelOutput:
             return self.run(*(args[1:] if args and args[0] is self.model else args), **kwargs)
 
         @functools.wraps(self._backbone_forward)
-        def backbone_forward(*args: Any, **kwargs: Any) -> Any:
+        def backbone_forward(*args: object, **kwargs: object) -> ModelOutput:
             args = args[1:] if args and args[0] is backbone else args
             return self._cut_backbone(_named(self._backbone_signature, args, kwargs))
 
@@ -148,7 +161,7 @@ class PipelineEngine:
 
     # ---- one call ------------------------------------------------------------------------------------------------
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: object, **kwargs: object) -> ModelOutput:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
         batch = _named(self._signature, args, kwargs)
         refuse_partial_outputs(self.model.config, batch, self.balance is not None)
@@ -180,12 +193,12 @@ class PipelineEngine:
         """Does this call of the model, or of its backbone, want what routers chose in all layers?"""
         return self.balance is not None and wants(self.model.config, kwargs, "output_router_logits")
 
-    def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
+    def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
         handler = functools.partial(self.run_backbone, hidden)
         with unread_logits(self.loss_in_chunks):
             return self.enter(view, handler, lambda: self._model_forward(**parts[i])["loss"])
 
-    def _outputs(self, batch: Batch) -> Any:
+    def _outputs(self, batch: Batch) -> ModelOutput:
         outputs = self._model_forward(**batch)
         if self._trains(batch) and self.balances(batch):
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
@@ -204,15 +217,17 @@ class PipelineEngine:
         predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
         self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
 
-    def tell(self, values: dict[str, Any]) -> None:
+    def tell(self, values: dict[str, object]) -> None:
         """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
-        told: list[Any] = [values]
+        told = [values]
         dist.broadcast_object_list(told, group=self.control, group_src=self.last_rank)
         values.update(told[0])
 
     # ---- one stage -----------------------------------------------------------------------------------------------
 
-    def through(self, stage: Any, work: Callable[[torch.Tensor | None, int], Any], hidden: Any = None) -> Any:
+    def through(
+        self, stage: Stage, work: Callable[[torch.Tensor | None, int], T], hidden: torch.Tensor | None = None
+    ) -> T:
         """`work(hidden, 0)` inside a stage, so that FSDP2 gathers its weights."""
         stage.work = work
         try:
@@ -220,7 +235,7 @@ class PipelineEngine:
         finally:
             stage.work = None  # it holds the batch
 
-    def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], Any]) -> Any:
+    def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
         """What `call` returns, or leaves the stage with, while the model shows one stage.
 
         Args:
@@ -240,7 +255,7 @@ class PipelineEngine:
         """One micro-batch through the layers of a stage before the last."""
         return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
 
-    def _cut_backbone(self, kwargs: Batch) -> Any:
+    def _cut_backbone(self, kwargs: Batch) -> ModelOutput:
         refuse_partial_outputs(self.model.config, kwargs, self.balance is not None)
         if "use_cache" in self._backbone_signature.parameters:
             kwargs["use_cache"] = False
@@ -251,7 +266,7 @@ class PipelineEngine:
             return session.within(self, lambda: session.answer(self, kwargs))
         return unscheduled.served(self, kwargs, lambda: cast(Handler, self._on_call)(kwargs))[0]
 
-    def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> Any:
+    def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> ModelOutput:
         """The layers of the stage that is shown, from what arrived at it.
 
         Raises:
@@ -311,11 +326,11 @@ class PipelineEngine:
         """This rank's parameters that get gradients, also while a call whose backward is to come has gathered them."""
         return self.at_rest([p for p in self.model.parameters() if p.requires_grad])
 
-    def held_run(self) -> Any:
+    def held_run(self) -> HeldRun | None:
         """The run that begins, if data ranks reduce nothing in it: one of several of a step."""
         return None if self.held is None else self.held.run()
 
-    def accumulate(self, fresh: list, scale: torch.Tensor | None, held: Any) -> None:
+    def accumulate(self, fresh: list, scale: torch.Tensor | None, held: HeldRun | None) -> None:
         """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.
 
         Args:

@@ -103,7 +103,7 @@ class _StandIn:
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _no_messages
 
 
-def _schedule(name: str, stage: Any, micro_batches: int) -> Any:
+def _schedule(name: str, stage: _StandIn | list[_StandIn], micro_batches: int) -> Any:
     make = torch_schedules.get_schedule_class(name.replace("_", ""))
     return make(stage, micro_batches, loss_fn=lambda output, target: output)
 
@@ -122,12 +122,12 @@ def _run_single(name: str, stages: int, virtual: int, micro_batches: int) -> Ord
 
 def _read_looped(name: str, stages: int, virtual: int, micro_batches: int) -> Order:
     """These schedules run what they publish: the order of all ranks, with None where one is expected to wait."""
-    local: list[Any] = [_StandIn(0, index, stages, stages * virtual) for index in range(virtual)]
+    local = [_StandIn(0, index, stages, stages * virtual) for index in range(virtual)]
     published = _schedule(name, local, micro_batches).pipeline_order
     return {rank: [_translate(action) for action in published[rank] if action] for rank in range(stages)}
 
 
-def _translate(action: Any) -> Action:
+def _translate(action: torch_schedules._Action) -> Action:
     parts = tuple(_translate(part) for part in action.sub_actions or ())
     micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
     return Action(_KINDS[action.computation_type.value], action.stage_index, micro_batch, parts)

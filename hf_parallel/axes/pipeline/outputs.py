@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers.utils import ModelOutput
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from hf_parallel.axes.pipeline.batches import Batch
+    from hf_parallel.collectives.context import Context
+
 
 Gradients = list[torch.Tensor | None]
 
@@ -34,12 +41,12 @@ class PipelineLoss(ModelOutput):
         )
 
 
-def wants(config: Any, batch: dict[str, Any], key: str) -> bool:
+def wants(config: PretrainedConfig, batch: Batch, key: str) -> bool:
     """Does the call, or else the model's config, ask for these outputs?"""
     return bool(getattr(config, key, False) if batch.get(key) is None else batch[key])
 
 
-def refuse_partial_outputs(config: Any, batch: dict[str, Any], balances: bool) -> None:
+def refuse_partial_outputs(config: PretrainedConfig, batch: Batch, balances: bool) -> None:
     """What each stage would have only a part of.
 
     Args:
@@ -62,14 +69,16 @@ class _Node(torch.autograd.Function):
     """Values computed elsewhere; backward hands their gradients to a function and returns none."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, finish: Callable[[Gradients], None], *values: torch.Tensor) -> Any:
+    def forward(
+        ctx: Context, anchor: torch.Tensor, finish: Callable[[Gradients], None], *values: torch.Tensor
+    ) -> tuple:
         ctx.finish = finish
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(value for value in values if not value.is_floating_point()))
         return tuple(value.clone() for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple:
+    def backward(ctx: Context, *gradients: torch.Tensor | None) -> tuple:
         ctx.finish(list(gradients))
         return (None, None, *(None for _ in gradients))
 
@@ -90,7 +99,7 @@ class _Slot:
 
 
 def share(
-    result: Any, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
+    result: object, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
 ) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
     """Send what the last stage computed to all stages.
 
@@ -105,14 +114,14 @@ def share(
     """
     last, tensors = group.rank() == source, list[torch.Tensor]()
 
-    def take(leaf: Any) -> Any:
+    def take(leaf: object) -> object:
         if not torch.is_tensor(leaf):
             return leaf
         # Logits that are cut over tp ranks, or not made yet: those of the last stage make them whole together.
         tensors.append(leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf)
         return _Slot(len(tensors) - 1, tensors[-1].shape, tensors[-1].dtype)
 
-    note: list[Any] = [tree_map(take, result) if last else None]
+    note: list[object] = [tree_map(take, result) if last else None]
     dist.broadcast_object_list(note, group=control, group_src=source)
     if not last:
         slots = sorted((s for s in tree_leaves(note[0]) if isinstance(s, _Slot)), key=lambda slot: slot.index)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from packaging.version import Version
@@ -25,6 +25,9 @@ from hf_parallel.model.experts import has_known_balance
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PretrainedConfig, PreTrainedModel
+
     from hf_parallel.config import ParallelConfig
 
 _ONE_STAGE = "pp_size=1 works"
@@ -47,7 +50,7 @@ class StageFacts:
         return f"{self.backbone}.{self.plan.layers}"
 
 
-def read_stages(model: Any) -> StageFacts:
+def read_stages(model: PreTrainedModel) -> StageFacts:
     """The order in which the model runs its modules, what each costs, and whether its ends share a weight."""
     backbone = backbone_of(model)
     plan = backbone_plan(backbone) if backbone is not None else None
@@ -59,7 +62,7 @@ def read_stages(model: Any) -> StageFacts:
     return StageFacts(None, names[id(backbone)], plan, block_costs(model, backbone, plan), tied)
 
 
-def _why_whole(model: Any, backbone: Any, plan: Backbone | None) -> str | None:
+def _why_whole(model: PreTrainedModel, backbone: nn.Module, plan: Backbone | None) -> str | None:
     """Why the model cannot be cut into stages, with what works."""
     name, base = type(model).__name__, getattr(model, "base_model", model)
     beside = backbone is not None and {id(p) for p in base.parameters()} - {id(p) for p in backbone.parameters()}
@@ -78,7 +81,7 @@ def _why_whole(model: Any, backbone: Any, plan: Backbone | None) -> str | None:
     return _why_not_by_config(name, model.config, text_config(model))
 
 
-def _why_not_by_config(name: str, config: Any, text: Any) -> str | None:
+def _why_not_by_config(name: str, config: PretrainedConfig, text: PretrainedConfig) -> str | None:
     """Settings under which layers need more than the one before them."""
     if getattr(text, "num_kv_shared_layers", 0):
         return f"{name}'s last layers use keys and values of earlier ones; {_ONE_STAGE}"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,10 @@ import torch.distributed as dist
 from hf_parallel.axes.pipeline import picture
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from hf_parallel.axes.pipeline.timeline import Span, Timeline, with_communication
+
+if TYPE_CHECKING:
+    pass
+
 
 _NOTHING = contextlib.nullcontext()
 
@@ -51,7 +55,7 @@ class Recorder:
         whole, half = stage.backward_one_chunk, stage.backward_weight_one_chunk
         forward, index = stage.forward_one_chunk, stage.stage_index
 
-        def forward_one_chunk(micro_batch: int, *args: Any, **kwargs: Any) -> object:
+        def forward_one_chunk(micro_batch: int, *args: object, **kwargs: object) -> object:
             with self.span(FORWARD, index, micro_batch):
                 return forward(micro_batch, *args, **kwargs)
 
@@ -59,7 +63,7 @@ class Recorder:
             with self.span(BACKWARD if full_backward else BACKWARD_INPUT, index, micro_batch):
                 whole(micro_batch, *args, full_backward=full_backward, **kwargs)
 
-        def backward_weight_one_chunk(micro_batch: int, *args: Any, **kwargs: Any) -> None:
+        def backward_weight_one_chunk(micro_batch: int, *args: object, **kwargs: object) -> None:
             with self.span(BACKWARD_WEIGHT, index, micro_batch):
                 half(micro_batch, *args, **kwargs)
 

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
     from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.unscheduled import Session
     from hf_parallel.mesh import ParallelMesh
 
 
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
 class Pipelines:
     """`engines`: weak references, in the same order on all ranks. `session`: answers a script's calls of them."""
 
-    engines: list[Any] = field(default_factory=list)
-    session: Any = None  # while a script runs on the last stage alone
+    engines: list[weakref.ref[PipelineEngine]] = field(default_factory=list)
+    session: Session | None = None  # while a script runs on the last stage alone
 
     def add(self, engine: PipelineEngine) -> int:
         """Its number."""

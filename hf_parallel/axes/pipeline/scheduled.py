@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,12 @@ from hf_parallel.axes.pipeline.schedules import build_schedule
 from hf_parallel.axes.pipeline.stages import StageView
 
 if TYPE_CHECKING:
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-Run = Callable[[StageView, torch.Tensor | None, int], Any]
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.outputs import Gradients
+
+Run = Callable[[StageView, torch.Tensor | None, int], torch.Tensor]
 
 
 def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
@@ -38,7 +41,7 @@ def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run
     losses: list[torch.Tensor] = []
     with _autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
 
-        def work(view: StageView, hidden: torch.Tensor | None, i: int) -> Any:
+        def work(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             output = run(view, hidden, i)
             return output if scale is None or view.index != engine.last_index else output * scale
 
@@ -56,13 +59,13 @@ def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run
     loss = loss if scale is None else loss / scale
     dist.broadcast(loss, group=engine.group, group_src=engine.last_rank)
 
-    def hand_over(gradients: Any) -> None:
+    def hand_over(gradients: Gradients) -> None:
         engine.accumulate(fresh, _over(gradients[0], scale), held)
 
     return detached_node([loss], hand_over)[0]
 
 
-def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tensor) -> Any:
+def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tensor) -> _PipelineSchedule:
     """The schedule for this number of micro-batches, told the shape of what travels in this step."""
     boundary = engine.boundary(tokens, "meta").requires_grad_()
     if micro_batches not in engine.schedules:
@@ -78,7 +81,7 @@ def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tens
 
 
 @contextlib.contextmanager
-def _autocast_per_stage(engine: PipelineEngine) -> Iterator[Callable[[], Any]]:
+def _autocast_per_stage(engine: PipelineEngine) -> Iterator[Callable[[], torch.autocast]]:
     """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
     kind = engine.mesh.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

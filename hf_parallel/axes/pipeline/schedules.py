@@ -11,6 +11,8 @@ dualpipe_v                2, in a V         forward beside backward             
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,6 +30,10 @@ from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.axes.pipeline.torch_stage import TorchStage
 from hf_parallel.config import ParallelConfig
 from hf_parallel.spec import SpecError, refuse
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
 
 _SCHEDULES: dict[str, type] = {
     "1f1b": schedules.Schedule1F1B,
@@ -114,7 +120,7 @@ def build_schedule(
     boundary: torch.Tensor,
     recorder: Recorder,
     connected: bool,
-) -> tuple[object, list[TorchStage]]:
+) -> tuple[_PipelineSchedule, list[TorchStage]]:
     """One torch schedule, and its stages, for one number of micro-batches, of any shape.
 
     Args:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,16 @@ from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
 from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, describe, free
 
+if TYPE_CHECKING:
+    from typing import NoReturn
+
+    from transformers.utils import ModelOutput
+
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.stages import StageView
+    from hf_parallel.config import ParallelConfig
+
+
 _OTHERWISE = (
     "hf_parallel: the loss called its models otherwise than in its first step; in a pipeline every step must call the "
     "same ones in the same order, with the same arguments"
@@ -31,6 +41,7 @@ _OTHERWISE = (
 
 Loss = Callable[[Batch], torch.Tensor]
 Quietly = Callable[[], contextlib.AbstractContextManager]
+Answer: TypeAlias = Any  # the output of a call, or a function of who is called with what
 
 
 @dataclass(frozen=True)
@@ -67,7 +78,7 @@ class Plan:
 
 
 def find_plan(
-    engine: Any, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
+    engine: PipelineEngine, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> Plan | None:
     """How the loss may be scheduled, or None if it needs whole batches. Collective over all ranks.
 
@@ -87,7 +98,7 @@ def find_plan(
             Session(engine).run(lambda: verdicts.copy_(_verdicts(engine, batch, made, loss_of)))
     dist.all_reduce(verdicts, op=dist.ReduceOp.MIN)  # all ranks go the same way
     cut = next((cut for cut, holds in zip(CUTS, verdicts.tolist(), strict=True) if holds), None)
-    calls: list[Any] = [[one.call for one in made]]
+    calls = [[one.call for one in made]]
     dist.broadcast_object_list(calls, group=engine.control, group_src=engine.last_rank)
     return None if cut is None else Plan(calls[0], cut)
 
@@ -95,11 +106,11 @@ def find_plan(
 class Prepared(Session):
     """Every call has its answer ready: an output, or a function of who is called with what."""
 
-    def __init__(self, engine: Any, answers: list[Any]) -> None:
+    def __init__(self, engine: PipelineEngine, answers: list[Answer]) -> None:
         super().__init__(engine)
         self.answers = list(answers)
 
-    def answer(self, engine: Any, kwargs: Batch) -> Any:
+    def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
         if not self.answers:
             raise RuntimeError(_OTHERWISE)
         ready = self.answers.pop(0)
@@ -111,7 +122,7 @@ class Prepared(Session):
             raise RuntimeError(_OTHERWISE)
 
 
-def _verdicts(engine: Any, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
+def _verdicts(engine: PipelineEngine, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
     """For each of `CUTS`: is the loss of disturbed outputs what it makes of parts of them?"""
     generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
     disturbed = _disturbed_batch(engine, batch, generator)
@@ -121,7 +132,9 @@ def _verdicts(engine: Any, batch: Batch, made: list[Made], loss_of: Loss) -> tor
         return torch.tensor([_holds(cut, whole, engine, disturbed, outputs, loss_of) for cut in CUTS]).float()
 
 
-def _holds(cut: Cut, whole: torch.Tensor, engine: Any, batch: Batch, outputs: list[Any], loss_of: Loss) -> bool:
+def _holds(
+    cut: Cut, whole: torch.Tensor, engine: PipelineEngine, batch: Batch, outputs: list[ModelOutput], loss_of: Loss
+) -> bool:
     rows = row_count(batch)
     if rows % cut.rows or not can_be_cut(rows // cut.rows, engine.config):
         return False
@@ -140,14 +153,14 @@ def _holds(cut: Cut, whole: torch.Tensor, engine: Any, batch: Batch, outputs: li
     return telling and torch.allclose(total, whole, rtol=1e-4 if exact else 2e-2)
 
 
-def _disturbed(output: Any, generator: torch.Generator) -> Any:
+def _disturbed(output: ModelOutput, generator: torch.Generator) -> ModelOutput:
     """So that a policy differs from its reference, and one example from the next, as they will later."""
     hidden = output["last_hidden_state"].detach()
     noise = torch.randn(hidden.shape, generator=generator).to(hidden)
     return _with_hidden(output, hidden + noise * hidden.float().std().to(hidden.dtype))
 
 
-def _disturbed_batch(engine: Any, batch: Batch, generator: torch.Generator) -> Batch:
+def _disturbed_batch(engine: PipelineEngine, batch: Batch, generator: torch.Generator) -> Batch:
     """The second half of each row loses tokens, another number in each: a mean over tokens is none over examples."""
     padding = getattr(engine.model.config, "pad_token_id", None)
     changed = dict(batch)
@@ -172,7 +185,7 @@ def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def counted(engine: Any, batch: Batch, wanted: bool) -> Iterator[None]:
+def counted(engine: PipelineEngine, batch: Batch, wanted: bool) -> Iterator[None]:
     """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
     if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
         engine.items = count_targets(batch)
@@ -188,14 +201,14 @@ def counted(engine: Any, batch: Batch, wanted: bool) -> Iterator[None]:
 # ---- the other steps ------------------------------------------------------------------------------------------------
 
 
-def takes(plan: Plan, batch: Batch, config: Any) -> bool:
+def takes(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
     """Can the schedule cut this batch?"""
     rows = row_count(batch)
     return rows % plan.cut.rows == 0 and can_be_cut(rows // plan.cut.rows, config)
 
 
 def run_plan(
-    engine: Any, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
+    engine: PipelineEngine, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> torch.Tensor:
     """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then."""
     rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
@@ -205,7 +218,7 @@ def run_plan(
     with counted(engine, batch, counts):
         calls = _main_calls(engine, plan, parts, beside, loss_of, quietly)
 
-        def run(view: Any, hidden: Any, i: int) -> Any:
+        def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
                 with engine.as_described(calls[i]):
                     return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
@@ -218,7 +231,7 @@ def run_plan(
         return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
-def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> list[Any]:
+def _beside(engine: PipelineEngine, plan: Plan, call: Call, batch: Batch, count: int) -> list[ModelOutput | None]:
     """The outputs of a call without gradient, by micro-batch: the whole batch runs before the schedule starts."""
     if call.grad or plan.is_repeated(call):
         return [None] * count
@@ -234,13 +247,13 @@ def _beside(engine: Any, plan: Plan, call: Call, batch: Batch, count: int) -> li
 
 
 def _main_calls(
-    engine: Any, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
+    engine: PipelineEngine, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
 ) -> list[Call]:
     """The call with gradient, for each micro-batch. Tensors that the script makes for it the last stage tells."""
     main = plan.calls[plan.main]
     if not main.has_tensors:
         return [main] * len(parts)
-    told: list[Any] = [[]]
+    told: list[list] = [[]]
     if engine.last:
         for i, part in enumerate(parts):
             answers = _answers(engine, plan, part, [outputs[i] for outputs in beside], None)
@@ -251,14 +264,16 @@ def _main_calls(
     return told[0]
 
 
-def _leave_with_call(part: Batch, engine: Any, kwargs: Batch) -> Any:
+def _leave_with_call(part: Batch, engine: PipelineEngine, kwargs: Batch) -> NoReturn:
     raise LeaveAtExit(describe(engine, kwargs, part))
 
 
-def _answers(engine: Any, plan: Plan, part: Batch, outputs: list[Any], hidden: torch.Tensor | None) -> list[Any]:
+def _answers(
+    engine: PipelineEngine, plan: Plan, part: Batch, outputs: list[ModelOutput | None], hidden: torch.Tensor | None
+) -> list[Answer]:
     """What each call of the loss of one micro-batch gets, on the last stage."""
 
-    def answer(expected: Call, output: Any, caller: Any, kwargs: Batch) -> Any:
+    def answer(expected: Call, output: ModelOutput | None, caller: PipelineEngine, kwargs: Batch) -> ModelOutput:
         if not describe(caller, kwargs, part, values=False).alike(expected):
             raise RuntimeError(_OTHERWISE)
         if output is not None:
@@ -268,13 +283,13 @@ def _answers(engine: Any, plan: Plan, part: Batch, outputs: list[Any], hidden: t
     return [functools.partial(answer, call, output) for call, output in zip(plan.calls, outputs, strict=True)]
 
 
-def _picked(output: Any, count: int, rows_each: int, rows: int) -> list[Any]:
+def _picked(output: ModelOutput, count: int, rows_each: int, rows: int) -> list[ModelOutput]:
     """The output of a call for each micro-batch."""
     parts = split_examples({"hidden": output["last_hidden_state"]}, count, rows_each, rows)
     return [_with_hidden(output, part["hidden"]) for part in parts]
 
 
-def _with_hidden(output: Any, hidden: torch.Tensor) -> Any:
+def _with_hidden(output: ModelOutput, hidden: torch.Tensor) -> ModelOutput:
     changed = copy.copy(output)
     changed["last_hidden_state"] = hidden
     return changed

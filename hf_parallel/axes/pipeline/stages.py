@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.pipeline.axis import PipelinePart
 
-Swap = tuple[nn.Module, str, Any]  # owner, name, what stands there
+Swap = tuple[nn.Module, str, nn.Module | None]  # owner, name, what stands there
 
 
 @dataclass
@@ -110,7 +110,9 @@ def _remote_modules(model: nn.Module, whole: dict[str, nn.Module], kept: nn.Modu
     return RemoteModules({**{name: without_values(whole[name]) for name in gone}, **embedding})
 
 
-def _view(model: nn.Module, backbone: Any, plan: Backbone, ranges: list[tuple[int, int]], stage: int) -> StageView:
+def _view(
+    model: nn.Module, backbone: PreTrainedModel, plan: Backbone, ranges: list[tuple[int, int]], stage: int
+) -> StageView:
     layers, (first, last) = list(backbone.get_submodule(plan.layers)), ranges[stage]
     own, modules = layers[first:last], layers[first:last]
     shown: list[nn.Module] = [stand_in_for(layer, PassThrough) for layer in layers]

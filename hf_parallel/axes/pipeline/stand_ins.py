@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class Described(torch.Tensor):
@@ -58,7 +61,7 @@ _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "c
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _flat(values: Any) -> Iterator[object]:
+def _flat(values: Iterable[object]) -> Iterator[object]:
     for value in values:
         if isinstance(value, list | tuple):
             yield from _flat(value)
@@ -74,7 +77,7 @@ class StandIn(nn.Module):
     device_here: Callable[[], torch.device]
     same: dict[str, tuple[nn.Module, str]]  # parameters that a module of this rank holds too, being tied
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         raise RuntimeError(f"hf_parallel: {self.where}, so it cannot be called by itself here; call the model")
 
     __call__ = nn.Module.__call__  # the class behind may have one of its own, such as checkpointing
@@ -112,10 +115,10 @@ class PassThrough(StandIn):
 
     tuples = False  # do the layers it stands among return tuples?
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self._as_layer(args[0] if args else next(iter(kwargs.values())))
 
-    def _as_layer(self, hidden: Any) -> object:
+    def _as_layer(self, hidden: object) -> object:
         return (hidden, None) if self.tuples else hidden
 
 
@@ -124,7 +127,7 @@ class Entry(PassThrough):
 
     hidden: torch.Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return self._as_layer(self.hidden)
 
 
@@ -139,7 +142,7 @@ class LeaveAtExit(BaseException):  # not an Exception: model code that catches e
 class Exit(PassThrough):
     """Stands where the next stage's first layer was: what reaches it leaves for that stage."""
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         raise LeaveAtExit(args[0] if args else kwargs["hidden_states"])
 
 
@@ -152,7 +155,7 @@ class AddsNothing(PassThrough):
         )
 
 
-def stand_in_for(module: nn.Module, kind: type[StandIn] = StandIn) -> Any:
+def stand_in_for(module: nn.Module, kind: type[StandIn] = StandIn) -> StandIn:
     """What stands in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
@@ -169,13 +172,13 @@ def stand_in_for(module: nn.Module, kind: type[StandIn] = StandIn) -> Any:
 
 
 @functools.cache
-def _class(kind: type, real: Any) -> type:
+def _class(kind: type[StandIn], real: type[nn.Module]) -> type:
     return type(real.__name__, (kind, real), {"__module__": real.__module__})
 
 
-def stand_ins(model: nn.Module, prefix: str = "") -> dict[str, Any]:
+def stand_ins(model: nn.Module, prefix: str = "") -> dict[str, StandIn]:
     """Those in `model` by name, without those that are parts of another one."""
-    found: dict[str, Any] = {}
+    found: dict[str, StandIn] = {}
     for name, child in model.named_children():
         full = f"{prefix}{name}"
         found.update({full: child} if isinstance(child, StandIn) else stand_ins(child, f"{full}."))

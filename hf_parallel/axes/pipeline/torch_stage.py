@@ -9,11 +9,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch.distributed.pipelining.stage import _RecvInfo
 
 
 class TorchStage(PipelineStage):
@@ -101,7 +106,7 @@ class TorchStage(PipelineStage):
         self._fill_gradients(mb_index)
         return super().get_local_bwd_output(mb_index)
 
-    def _make_buffers(self, infos: Any) -> None:
+    def _make_buffers(self, infos: Iterable[_RecvInfo]) -> None:
         for info in infos:
             if not _is_root(info):
                 info.buffer = torch.empty_like(self.boundary, device=self.device, requires_grad=False)
@@ -116,12 +121,12 @@ class TorchStage(PipelineStage):
             )
 
 
-def _is_root(info: Any) -> bool:
+def _is_root(info: _RecvInfo) -> bool:
     """Does it come from the script rather than from another stage? torch 2.11 has a class of its own for that."""
     return getattr(info, "is_root_arg", not hasattr(info, "buffer"))
 
 
-def _forget(infos: Any) -> None:
+def _forget(infos: Iterable[_RecvInfo]) -> None:
     for info in infos:
         if not _is_root(info):
             info.buffer = None

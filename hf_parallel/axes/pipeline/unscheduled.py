@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 from hf_parallel.autocast import autocast_dtype
 from hf_parallel.axes.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from transformers.utils import ModelOutput
+
+    from hf_parallel.axes.data.held_gradients import Run as HeldRun
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.stages import StageView
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,10 +51,10 @@ class Call:
     """One call of a backbone, as the last stage describes it to the others."""
 
     model: int  # the how manyth pipelined model of the mesh
-    kwargs: dict[str, Any]
+    kwargs: Batch
     grad: bool
     autocast: torch.dtype | None
-    adapters: Any  # which of them are on, if the model has any
+    adapters: object  # which of them are on, if the model has any
 
     def alike(self, other: Call) -> bool:
         """The same call but for the values of tensors that are not in the batch?"""
@@ -56,7 +69,7 @@ class Call:
     def arguments(self, batch: Batch, device: torch.device) -> Batch:
         """The arguments on a stage that has this batch."""
 
-        def resolve(value: Any) -> Any:
+        def resolve(value: object) -> object:
             if isinstance(value, FromBatch):
                 return batch[value.key]
             return value.to(device) if torch.is_tensor(value) else value
@@ -64,7 +77,7 @@ class Call:
         return tree_map(resolve, self.kwargs)
 
 
-def _without_tensors(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _without_tensors(kwargs: Batch) -> Batch:
     return tree_map(lambda value: torch.Tensor if torch.is_tensor(value) else value, kwargs)
 
 
@@ -81,26 +94,26 @@ class Pass:
 class Made:
     """A call that was made: its passes, and on the last stage what it returned."""
 
-    engine: Any
+    engine: PipelineEngine
     call: Call
     passes: list[dict[int, Pass]] = field(default_factory=list)
-    output: Any = None
+    output: Any = None  # ModelOutput, on the last stage
     balance: Any = None  # what routers choose, where a loss asks for it
 
 
 class Session:
     """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: PipelineEngine) -> None:
         self.engine = engine
 
-    def run(self, script: Callable[[], Any]) -> Any:
+    def run(self, script: Callable[[], T]) -> T:
         """`script()`, on the last stage, inside its FSDP2 root: there embedding, norm and head are whole."""
         with self.active():
             return self.within(self.engine, script)
 
     @contextlib.contextmanager
-    def active(self) -> Any:
+    def active(self) -> Iterator[None]:
         """In here models know that a script runs on this stage alone."""
         pipelines = self.engine.pipelines
         former, pipelines.session = pipelines.session, self
@@ -109,12 +122,12 @@ class Session:
         finally:
             pipelines.session = former
 
-    def within(self, engine: Any, call: Callable[[], Any]) -> Any:
+    def within(self, engine: PipelineEngine, call: Callable[[], T]) -> T:
         """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
         view, handler = engine.views[-1], functools.partial(self.answer, engine)
         return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
 
-    def answer(self, engine: Any, kwargs: Batch) -> Any:
+    def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
         """The output of the backbone for one call."""
         raise NotImplementedError
 
@@ -122,26 +135,26 @@ class Session:
 class Serving(Session):
     """Every call runs through all stages at once; see the module's docstring."""
 
-    def __init__(self, engine: Any, batch: Batch) -> None:
+    def __init__(self, engine: PipelineEngine, batch: Batch) -> None:
         super().__init__(engine)
         self.batch, self.made = batch, list[Made]()
 
-    def drive(self, script: Callable[[], Any]) -> Any:
+    def drive(self, script: Callable[[], T]) -> T:
         """On the last stage: run the script, then let the others go."""
         result = self.run(script)
         self._tell(None)
         return result
 
-    def serve(self) -> Any:
+    def serve(self) -> object:
         """On the other stages: run layers until the script has ended."""
-        told: list[Any] = [None]
+        told: list[Call | None] = [None]
         while True:
             dist.broadcast_object_list(told, group=self.engine.control, group_src=self.engine.last_rank)
             if told[0] is None:
                 return None
             self.forward(told[0], self.batch)
 
-    def answer(self, engine: Any, kwargs: Batch) -> Any:
+    def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
         call = describe(engine, kwargs, self.batch)
         if call.grad and engine is not self.engine:
             raise NotImplementedError("hf_parallel: a loss in a pipeline trains one model; freeze the other")
@@ -151,7 +164,7 @@ class Serving(Session):
     def _tell(self, call: Call | None) -> None:
         dist.broadcast_object_list([call], group=self.engine.control, group_src=self.engine.last_rank)
 
-    def forward(self, call: Call, batch: Batch) -> Any:
+    def forward(self, call: Call, batch: Batch) -> ModelOutput | None:
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
         engine = self.engine.pipelines.engine(call.model)
         made = Made(engine, call)
@@ -173,7 +186,7 @@ class Serving(Session):
                 made.output["router_logits"] = made.balance.stand_in(local.numel())
         return made.output
 
-    def backward(self, tensors: list[torch.Tensor], gradients: list, held: Any) -> None:
+    def backward(self, tensors: list[torch.Tensor], gradients: list, held: HeldRun | None) -> None:
         """Send the gradients of the results, known to every rank, back through the stages.
 
         Args:
@@ -199,7 +212,7 @@ class Serving(Session):
         engine.accumulate(fresh, None, held)
 
 
-def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, list[Made]]:
+def served(engine: PipelineEngine, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
     session = Serving(engine, batch)
@@ -216,7 +229,7 @@ def served(engine: Any, batch: Batch, script: Callable[[], Any]) -> tuple[Any, l
     return rebuilt(values), session.made
 
 
-def free(engine: Any) -> None:
+def free(engine: PipelineEngine) -> None:
     """Without a backward pass nothing else frees gathered weights, and `parameters()` would show plain tensors.
 
     After all that was asked, not after each pass through a stage: data ranks with fewer rows make fewer passes.
@@ -226,11 +239,11 @@ def free(engine: Any) -> None:
             module.reshard()
 
 
-def describe(engine: Any, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
+def describe(engine: PipelineEngine, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
     """A call of `engine`'s backbone in a form that other stages understand; or one to compare, without `values`."""
     entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
 
-    def name(value: Any) -> Any:
+    def name(value: object) -> object:
         if not torch.is_tensor(value) or id(value) in entries:
             return entries.get(id(value), value)
         return value.detach().cpu() if values else value
@@ -241,7 +254,7 @@ def describe(engine: Any, kwargs: Batch, batch: Batch, values: bool = True) -> C
     return Call(engine.number, tree_map(name, kwargs), grad, autocast_dtype(engine.mesh.device), adapters)
 
 
-def _pass_count(engine: Any, rows: int) -> int:
+def _pass_count(engine: PipelineEngine, rows: int) -> int:
     """Into how many micro-batches so many rows are cut: as many on all data ranks whose tokens meet at experts."""
     config, count = engine.config, min(rows, 2 * engine.config.pp_size)
     if config.ep_size <= config.cp_size * config.tp_size and config.expert_capacity_factor is None:
@@ -254,7 +267,7 @@ def _pass_count(engine: Any, rows: int) -> int:
 # ---- one micro-batch ------------------------------------------------------------------------------------------------
 
 
-def _forward_pass(made: Made, part: Batch) -> Any:
+def _forward_pass(made: Made, part: Batch) -> ModelOutput | None:
     """One micro-batch through this rank's stages in turn; returns what leaves the last layer of the model, if here."""
     engine, passes = made.engine, dict[int, Pass]()
     made.passes.append(passes)
@@ -273,7 +286,7 @@ def _forward_pass(made: Made, part: Batch) -> Any:
     return output
 
 
-def _layers(made: Made, view: Any, part: Batch, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
+def _layers(made: Made, view: StageView, part: Batch, hidden: torch.Tensor | None, micro_batch: int) -> torch.Tensor:
     with _listening(made) as logits:
         output = made.engine.layers(view, hidden, part)
     return _attached(made, output, logits, part)
@@ -288,7 +301,7 @@ def _attached(made: Made, output: torch.Tensor, logits: Any, part: Batch) -> tor
     return output if made.balance is None else made.balance.attach(output, logits, part)
 
 
-def _receive(engine: Any, index: int, batch: Batch) -> torch.Tensor:
+def _receive(engine: PipelineEngine, index: int, batch: Batch) -> torch.Tensor:
     """What stage `index` works on, from the stage before it."""
     source = engine.config.rank_of_stage(index - 1)
     if source == engine.group.rank():
@@ -299,7 +312,7 @@ def _receive(engine: Any, index: int, batch: Batch) -> torch.Tensor:
     return hidden.requires_grad_(torch.is_grad_enabled())
 
 
-def _send(engine: Any, tensor: torch.Tensor, index: int) -> None:
+def _send(engine: PipelineEngine, tensor: torch.Tensor, index: int) -> None:
     """Hand a stage's output, or its input's gradient, to stage `index`."""
     target = engine.config.rank_of_stage(index)
     if target == engine.group.rank():
@@ -308,7 +321,7 @@ def _send(engine: Any, tensor: torch.Tensor, index: int) -> None:
         dist.send(tensor.contiguous(), group=engine.group, group_dst=target)
 
 
-def _backward_pass(engine: Any, index: int, done: Pass) -> None:
+def _backward_pass(engine: PipelineEngine, index: int, done: Pass) -> None:
     assert done.output is not None
     if done.handed_on is not None:
         gradient = done.handed_on.grad
@@ -321,7 +334,7 @@ def _backward_pass(engine: Any, index: int, done: Pass) -> None:
         _send(engine, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
 
 
-def _receive_gradient(engine: Any, index: int, output: torch.Tensor) -> torch.Tensor:
+def _receive_gradient(engine: PipelineEngine, index: int, output: torch.Tensor) -> torch.Tensor:
     source = engine.config.rank_of_stage(index + 1)
     if source == engine.group.rank():
         return engine.take_over()
@@ -330,7 +343,7 @@ def _receive_gradient(engine: Any, index: int, output: torch.Tensor) -> torch.Te
     return gradient
 
 
-def _reduce_in(stage: Any, last: bool) -> None:
+def _reduce_in(stage: nn.Module, last: bool) -> None:
     """FSDP2 reduces a stage's gradients, and frees its weights, after the last micro-batch only.
 
     So the number of collectives does not depend on the number of rows, which data ranks may differ in.

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from hf_parallel.axes.axis import Building
+    from hf_parallel.axes.pipeline.batches import Batch
     from hf_parallel.axes.tensor.read import SplitFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -59,7 +61,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         if config.tp_overlap and config.tp_size == 1:
             refuse("tp_overlap=true", "tp_size=1 communicates nothing", "tp_size=2 or tp_overlap=false")
 
-    def read(self, model: Any, config: ParallelConfig) -> SplitFacts:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
         """Which module could be split how."""
         from hf_parallel.axes.tensor.read import read_split
 
@@ -77,7 +79,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
         asked = part.whole_sequences in (None, "sequence_parallel=false")
         return [] if asked else [f"no sequence parallelism: {part.whole_sequences}"]
 
-    def apply(self, model: Any, part: TensorPart, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""
         from hf_parallel.axes.tensor.experts import split_experts
         from hf_parallel.axes.tensor.region import SequenceParallelFlag
@@ -95,7 +97,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
             sequence_parallel(model, mesh, device, flag)
             building.whole_tokens.append(functools.partial(_whole_tokens, building))
 
-    def finish(self, model: Any, part: TensorPart, building: Building) -> None:
+    def finish(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Whole logits for whoever reads them; padding for lengths that tp does not divide."""
         from hf_parallel.axes.tensor.sequence_parallel import pad_sequences
         from hf_parallel.axes.tensor.vocab_parallel import gather_when_read
@@ -106,7 +108,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
             pad_sequences(model, building.mesh.size("tp"), building.sequence_flag, caches=building.pipeline is None)
 
 
-def _whole_tokens(building: Building, tensor: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
+def _whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """[rows, own tokens, …] -> [rows, tokens, …], those of this rank's part of the sequence."""
     from hf_parallel.collectives import join_sequence
     from hf_parallel.model.batches import tokens_of

@@ -14,7 +14,7 @@ as they are, as they do where anything else reads them, such as adapters.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,17 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.autocast import as_autocast, no_autocast
 from hf_parallel.axes import eight_bit
-from hf_parallel.axes.eight_bit import G, Split, X, recipe_of
+from hf_parallel.axes.eight_bit import Float8, G, Int8, Split, X, recipe_of
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.collectives import all_reduce, parts_of_sequence, start_all_gather, start_reduce_scatter
 from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
+
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Any, split: Split
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Float8 | Int8, split: Split
 ) -> torch.Tensor:
     """`F.linear` of what has entered a region, whole or in codes."""
     codes, version = getattr(x, "_codes", (None, 0))
@@ -64,13 +67,13 @@ def has_recipe(owner: nn.Module) -> bool:
     return any(recipe_of(module) is not None for module in owner.modules())
 
 
-def recipe_of_all(owner: nn.Module) -> Any:
+def recipe_of_all(owner: nn.Module) -> Float8 | None:
     """The recipe by which all linears of a region multiply codes, or None: others, such as adapters, read values."""
     found = [recipe_of(module) for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)]
     return found[0] if found and all(recipe is not None and recipe.tensorwise for recipe in found) else None
 
 
-def gather(part: torch.Tensor, recipe: Any, group: dist.ProcessGroup) -> torch.Tensor:
+def gather(part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h] with one byte per number on the way: a tensor whose codes `linear` multiplies."""
     made: list[Any] = []
     whole: Any = _GatherCodes.apply(part, recipe, group, made)
@@ -84,7 +87,9 @@ class _GatherCodes(torch.autograd.Function):
     """All-gather of codes forward, reduce-scatter backward: rounding has the gradient of the identity."""
 
     @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, recipe: Any, group: dist.ProcessGroup, made: list[Any]) -> torch.Tensor:
+    def forward(
+        ctx: Context, part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup, made: list[Any]
+    ) -> torch.Tensor:
         ctx.group = group
         with no_autocast(part.device.type):
             sent, codes = _gathered(part, recipe, X, group)
@@ -94,11 +99,13 @@ class _GatherCodes(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         return start_reduce_scatter(parts_of_sequence(gradient, ctx.group), ctx.group).wait(), None, None, None
 
 
-def _gathered(part: torch.Tensor, recipe: Any, dims: Any, group: dist.ProcessGroup) -> tuple[torch.Tensor, Any]:
+def _gathered(
+    part: torch.Tensor, recipe: Float8, dims: tuple[str, str], group: dist.ProcessGroup
+) -> tuple[torch.Tensor, Any]:
     """This rank's part in codes, as bytes; and the whole operand [tokens, features]."""
     operand = recipe.part_of_whole(part.flatten(0, -2), dims, Split("tokens", group))
     sent = operand._data.view(torch.uint8)
@@ -109,7 +116,7 @@ def _gathered(part: torch.Tensor, recipe: Any, dims: Any, group: dist.ProcessGro
 # ---- rows: the way out ---------------------------------------------------------------------------------------------
 
 
-def row(x: torch.Tensor, weight: torch.Tensor, recipe: Any, group: dist.ProcessGroup) -> torch.Tensor:
+def row(x: torch.Tensor, weight: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks, this rank's part of the sequence; its gradient is gathered in codes."""
     return _Row.apply(as_autocast(x), weight, recipe, group)
 
@@ -119,7 +126,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any, group: dist.ProcessGroup
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, recipe: Float8, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.recipe, ctx.group, ctx.split = recipe, group, Split("in", group)
         with no_autocast(x.device.type):
@@ -131,7 +138,7 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         recipe, of_x, of_weight = ctx.recipe, None, None
         with no_autocast(gradient.device.type):
@@ -159,14 +166,14 @@ def share_gradient(output: torch.Tensor, rows: torch.Tensor, total: int, group: 
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, output: torch.Tensor, rows: torch.Tensor, total: int, group: dist.ProcessGroup
+        ctx: Context, output: torch.Tensor, rows: torch.Tensor, total: int, group: dist.ProcessGroup
     ) -> torch.Tensor:
         ctx.rows, ctx.total, ctx.group = rows, total, group
         return output.view_as(output)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         tokens = gradient.flatten(0, -2)
         whole = tokens.new_zeros(len(tokens) + 1, ctx.total)
         whole[:-1, ctx.rows], whole[-1, ctx.rows] = tokens, 1.0  # the last one counts the ranks

@@ -30,7 +30,9 @@ from hf_parallel.local import holding, local, with_added
 from hf_parallel.model.experts import ExpertFacts, expert_facts
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
 
 
 class SplitExperts(TensorParallelLayer):
@@ -70,10 +72,10 @@ class SplitExperts(TensorParallelLayer):
         return copy_weight_to_group(weight, self.region.group) * float(self.region.group.rank() == 0)
 
 
-def gather_router_logits(reader: Any, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
+def gather_router_logits(reader: nn.Module, group: dist.ProcessGroup, switch: SequenceParallelFlag) -> None:
     """Let a backbone return the router logits [rows * length, experts] of all tokens, not of this rank's."""
 
-    def gathered(module: Any, args: Any, output: Any) -> Any:
+    def gathered(module: nn.Module, args: tuple, output: ModelOutput) -> ModelOutput:
         logits = getattr(output, "router_logits", None)
         if not switch.on or not logits or output[0].dim() != 3:
             return output

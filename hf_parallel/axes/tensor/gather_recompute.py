@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from torch.autograd.function import once_differentiable
 
 from hf_parallel.autocast import no_autocast
 from hf_parallel.collectives import begin_gather_sequence, gather_sequence
+
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
 
 
 def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -56,7 +59,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, whole: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin
+        ctx: Context, whole: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, origin: Origin
     ) -> torch.Tensor:
         output = F.linear(whole, weight, bias)
         part, ctx.gathered_again = origin.read_by(ctx, output.dtype)
@@ -66,7 +69,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         part, weight = ctx.saved_tensors
         ctx.gathered_again.begin(ctx, part)
         # In the forward's dtype, whatever the caller's context; autograd casts to the dtype of each input.
@@ -78,6 +81,12 @@ class _Linear(torch.autograd.Function):
         return of_whole, of_weight, of_bias, None
 
 
+class Reader(Protocol):
+    """Who reads a gathered input in the backward."""
+
+    passes: Any  # over the graph, counted by `GatheredAgain`
+
+
 class Origin:
     """What a gathered tensor was gathered from; dies with that tensor."""
 
@@ -85,7 +94,7 @@ class Origin:
         self.part, self.group, self.version = part, group, version
         self._kept: dict[torch.dtype, tuple[torch.Tensor, GatheredAgain]] = {}
 
-    def read_by(self, reader: Any, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
+    def read_by(self, reader: Context | Reader, dtype: torch.dtype) -> tuple[torch.Tensor, GatheredAgain]:
         """The part in the dtype the reader computes in, one copy for all readers; autocast may lower it."""
         if dtype not in self._kept:
             self._kept[dtype] = self.part.to(dtype), GatheredAgain(self.group)
@@ -104,17 +113,17 @@ class GatheredAgain:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.passes = group, 0
-        self.readers: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.readers: weakref.WeakSet[Context | Reader] = weakref.WeakSet()
         self._wait: Callable[[], torch.Tensor] | None = None
         self._whole: torch.Tensor | None = None
 
-    def begin(self, reader: Any, part: torch.Tensor) -> None:
+    def begin(self, reader: Reader, part: torch.Tensor) -> None:
         """Start to gather, unless another reader has in this pass over the graph."""
         if reader.passes == self.passes:
             self.passes += 1
             self._wait = begin_gather_sequence(part, self.group)
 
-    def take(self, reader: Any) -> torch.Tensor:
+    def take(self, reader: Reader) -> torch.Tensor:
         """The whole input as [rows, h], after `begin`."""
         if self._wait is not None:
             self._whole, self._wait = self._wait().flatten(0, -2), None

@@ -19,7 +19,7 @@ from hf_parallel.model.anatomy import attention_heads
 from hf_parallel.model.families import HEAD_WIDTHS
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _COUNTS_IN_CONFIG = ("num_attention_heads", "num_key_value_heads", "num_heads", "num_kv_heads", "n_head", "n_heads")
 #: Widths of all heads: `output.reshape(batch, length, self.inner_dim)`, `qkv.split((self.split_size, …))`.
@@ -73,7 +73,7 @@ def _declared_widths(kind: type) -> tuple[str, ...]:
     return tuple(HEAD_WIDTHS[base.__name__] for base in kind.__mro__ if base.__name__ in HEAD_WIDTHS)
 
 
-def _use_local_config(owner: Any, local: dict[int, int]) -> None:
+def _use_local_config(owner: PreTrainedModel, local: dict[int, int]) -> None:
     """Whatever an attention reads its number of heads for, it means its own."""
     config = getattr(owner, "config", None)
     counts = {key: local[value] for key in _COUNTS_IN_CONFIG if (value := getattr(config, key, None)) in local}

@@ -27,15 +27,15 @@ class TensorParallelLayer(nn.Module):
     """Mixin of all split layers: the region they are in, and what the classes behind them hold."""
 
     region: Region
-    weight: Any
-    bias: Any
+    weight: torch.Tensor
+    bias: torch.Tensor | None
     adapted = False  # then a wrapper around this layer enters and leaves in its place: `lora.py`
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
         """What the layer multiplies; twice is as once."""
         return input
 
-    def leave(self, output: Any) -> Any:
+    def leave(self, output: torch.Tensor) -> torch.Tensor:
         """The layer's result, from what this rank has computed."""
         return output
 
@@ -75,7 +75,7 @@ class RowParallel(TensorParallelLayer):
         return output + bias
 
 
-def summed(layer: Any) -> contextlib.AbstractContextManager:
+def summed(layer: nn.Module) -> contextlib.AbstractContextManager:
     """Around the product of a row-parallel layer with adapters: is their sum over ranks all that reads it?"""
     return summed_next() if layer.adapted and layer.only_added else contextlib.nullcontext()
 
@@ -120,7 +120,7 @@ class HeadsEmbedding(TensorParallelLayer):
 class LocalHeads(TensorParallelLayer):
     """Mixin for an attention that keeps numbers per head, such as sinks: it computes with this rank's."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         own = {name: local(self._parameters[name]) for name in OF_HEADS if name in self._parameters}
         with holding(self, own):
             return super().forward(*args, **kwargs)
@@ -132,7 +132,7 @@ class PartialGradient(TensorParallelLayer):
     Summing in the backward of each micro-batch, not in the accumulated gradient, keeps accumulation right.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         own = {
             name: copy_weight_to_group(p, self.region.group) for name, p in self._parameters.items() if p is not None
         }
@@ -147,7 +147,7 @@ class SplitNorm(PartialGradient):
     weight per head (Command R+): it is this rank's heads'. Over one head: as it is.
     """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         group, input = self.region.group, args[0]
         if self.weight.dim() == 2 and self.weight.shape[0] in self.region.heads:
             heads = self.weight.shape[0]
@@ -162,7 +162,7 @@ class SplitNorm(PartialGradient):
         return super().forward(gathered, *args[1:], **kwargs).chunk(group.size(), dim=-1)[group.rank()]
 
 
-def local_weight(module: Any) -> torch.Tensor:
+def local_weight(module: nn.Module) -> torch.Tensor:
     """This rank's weight as [out, in]; a Conv1D keeps it the other way round."""
     weight = local(module.weight)
     return weight.t() if isinstance(module, Conv1D) else weight

@@ -10,7 +10,7 @@ import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,20 +18,23 @@ from torch.utils._pytree import tree_map_only
 
 from hf_parallel.axes.tensor.log_probs import Scaling
 
+if TYPE_CHECKING:
+    from torch import nn
+
 
 @dataclass(frozen=True)
 class Source:
     """Of what logits are made. `done`: what the model has done with them, in order."""
 
-    head: Any
+    head: nn.Module
     hidden: torch.Tensor
     weight: torch.Tensor
     bias: torch.Tensor | None
     plain: Callable[[], torch.Tensor]
     done: tuple[tuple[str, float], ...] = ()
-    repeat: tuple[Callable[[Any], Any], ...] = ()
+    repeat: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = ()
 
-    def then(self, step: tuple[tuple[str, float], ...], function: Callable[[Any], Any]) -> Source:
+    def then(self, step: tuple[tuple[str, float], ...], function: Callable[[torch.Tensor], torch.Tensor]) -> Source:
         """After one more step."""
         return replace(self, done=self.done + step, repeat=(*self.repeat, function))
 
@@ -67,7 +70,7 @@ class LazyLogits(torch.Tensor):
         lazy.source, lazy.made = source, None
         return lazy
 
-    def plain(self) -> Any:
+    def plain(self) -> torch.Tensor:
         """As the model's own head makes them: a vocabulary that is cut over ranks stays so."""
         if self.made is None:
             logits = self.source.plain()
@@ -111,7 +114,7 @@ _OF_SHAPE = {
 }
 
 
-def _pending(func: Any, args: tuple, kwargs: dict[str, object]) -> LazyLogits | None:
+def _pending(func: Callable, args: tuple, kwargs: dict[str, object]) -> LazyLogits | None:
     """The result, still not made, of a step that the loss can do by itself."""
     name, lazy = getattr(func, "__name__", ""), args[0] if args else None
     if not isinstance(lazy, LazyLogits) or lazy.made is not None or kwargs:

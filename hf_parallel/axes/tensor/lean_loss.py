@@ -39,6 +39,8 @@ from hf_parallel.model.targets import item_count, targets_of
 from hf_parallel.model.unread_logits import logits_are_unread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
     from hf_parallel.collectives.context import Context
@@ -57,13 +59,13 @@ class _HeadForward:
     """The forward of a model's head. A copy of the head alone, as adapters make, has its own."""
 
     wanted: _Wanted
-    model: Any
-    head: Any
+    model: PreTrainedModel
+    head: nn.Linear
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         return _forward(self.wanted, self.model, self.head, input)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+    def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[torch.Tensor] | None:
         head = memo.get(id(self.head))
         return None if head is None else functools.partial(type(head).forward, head)
 
@@ -86,7 +88,7 @@ def attach(model: PreTrainedModel, always: bool, in_loops: bool) -> None:
         _listen(model, wanted)
 
 
-def _listen(model: Any, wanted: _Wanted) -> None:
+def _listen(model: PreTrainedModel, wanted: _Wanted) -> None:
     """Whoever trains with labels is about to compute the model's own loss."""
     forward = model.forward
     names = list(inspect.signature(forward).parameters)
@@ -109,7 +111,7 @@ def finish(model: PreTrainedModel) -> None:
     model.register_forward_hook(functools.partial(whole_logits, LazyLogits))
 
 
-def why_whole(model: Any, held: bool) -> str | None:
+def why_whole(model: PreTrainedModel, held: bool) -> str | None:
     """Why the head that the model has by now gives whole logits; None if it need not.
 
     Args:
@@ -129,7 +131,7 @@ def why_whole(model: Any, held: bool) -> str | None:
     return None
 
 
-def fewest_tokens_of(head: Any, dtype: torch.dtype) -> int:
+def fewest_tokens_of(head: nn.Linear, dtype: torch.dtype) -> int:
     """From how many tokens on chunks need less memory than the head's whole logits of this dtype."""
     split = isinstance(head, VocabParallelHead)
     return fewest_tokens(head.in_features, head.weight.requires_grad, dtype.itemsize, split)
@@ -139,7 +141,7 @@ def _has_labels(batch: dict[str, object]) -> bool:
     return batch.get("labels") is not None or batch.get("shift_labels") is not None
 
 
-def _forward(wanted: _Wanted, model: PreTrainedModel, head: Any, input: torch.Tensor) -> torch.Tensor:
+def _forward(wanted: _Wanted, model: PreTrainedModel, head: nn.Linear, input: torch.Tensor) -> torch.Tensor:
     """The head's forward; what it is by then, tp and FSDP2 have decided."""
     dtype = autocast_dtype(input.device) or input.dtype
     if not _is_lean(wanted, head, input, dtype):
@@ -150,7 +152,7 @@ def _forward(wanted: _Wanted, model: PreTrainedModel, head: Any, input: torch.Te
     return LazyLogits.of(source, torch.Size((*input.shape[:-1], head.out_features)), dtype)
 
 
-def _is_lean(wanted: _Wanted, head: Any, input: torch.Tensor, dtype: torch.dtype) -> bool:
+def _is_lean(wanted: _Wanted, head: nn.Linear, input: torch.Tensor, dtype: torch.dtype) -> bool:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     if getattr(head, "adapted", False) or not _multiplies(head) or _has_backward_hooks(head):
@@ -199,7 +201,7 @@ def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: i
 
 
 def lean_loss(
-    own: Any,
+    own: Callable[..., torch.Tensor],
     logits: torch.Tensor,
     labels: torch.Tensor | None,
     vocab_size: int,
@@ -220,7 +222,9 @@ def lean_loss(
     return _of_source(logits.source, target, scaling, ignore_index, items)
 
 
-def _of_source(source: Source, target: torch.Tensor, scaling: Scaling, ignore_index: int, items: Any) -> torch.Tensor:
+def _of_source(
+    source: Source, target: torch.Tensor, scaling: Scaling, ignore_index: int, items: torch.Tensor | int
+) -> torch.Tensor:
     rows, group, first = source.hidden.flatten(0, -2), None, 0
     if isinstance(source.head, VocabParallelHead):
         group = source.head.region.group
@@ -238,14 +242,14 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: Context,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         target: torch.Tensor,
         counts: torch.Tensor,
         scaling: Scaling,
-        items: Any,
+        items: torch.Tensor | int,
         group: dist.ProcessGroup | None,
     ) -> torch.Tensor:
         dtype = autocast_dtype(hidden.device) or hidden.dtype
@@ -270,7 +274,7 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         factor = gradient / ctx.divide
         found = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
         return (
@@ -295,7 +299,7 @@ def _of_chunk(
     target: torch.Tensor,
     counts: torch.Tensor,
     scaling: Scaling,
-    divisor: Any,
+    divisor: torch.Tensor | int,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The loss of a chunk of tokens, and over the divisor its gradient with respect to what the head gives."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -122,7 +122,9 @@ class _LogProbs(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Context, of_log_probs: torch.Tensor | None, of_entropy: torch.Tensor | None, *_: object) -> Any:
+    def backward(
+        ctx: Context, of_log_probs: torch.Tensor | None, of_entropy: torch.Tensor | None, *_: object
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, targets, log_total, entropy = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:3]
         tensors = (hidden, weight, bias)

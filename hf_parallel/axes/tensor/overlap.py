@@ -15,7 +15,7 @@ memory (`torch.ops.symm_mem`) cut finer, one piece per rank, but need NVLink and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -31,13 +31,16 @@ from hf_parallel.collectives import (
 )
 from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
+if TYPE_CHECKING:
+    from hf_parallel.collectives.context import Context
+
 
 def row_linear(
     x: torch.Tensor, weight: torch.Tensor, group: dist.ProcessGroup, sequence_parallel: bool
 ) -> torch.Tensor:
     """x […, s, in / n] Wᵀ summed over ranks: […, s, out], or this rank's part of the sequence […, s / n, out]."""
     x = as_autocast(x)  # weights are cast again in the backward: a copy would be kept beside one that lives anyway
-    kept: list[Any] = []
+    kept: list[Context] = []
     # The way of a gradient to x must not lead to the weight too, or who asks for one would get both.
     x = _Keep.apply(x, weight.detach() if x.requires_grad else weight, weight.requires_grad, kept)
     # A view of the weight: `is_wanted` cannot ask about leaves.
@@ -52,14 +55,16 @@ class _Keep(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, weight_wanted: bool, kept: list[Any]) -> torch.Tensor:
+    def forward(
+        ctx: Context, x: torch.Tensor, weight: torch.Tensor, weight_wanted: bool, kept: list[Context]
+    ) -> torch.Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x if weight_wanted else None, weight if ctx.needs_input_grad[0] else None)
         kept.append(ctx)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Context, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
         return gradient, None, None, None
 
 
@@ -68,7 +73,12 @@ class _RowLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, kept: list[Any], group: dist.ProcessGroup, by_parts: bool
+        ctx: Context,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        kept: list[Context],
+        group: dist.ProcessGroup,
+        by_parts: bool,
     ) -> torch.Tensor:
         ctx.kept, ctx.group, ctx.by_parts = kept, group, by_parts
         product = _scattered_product if by_parts else _reduced_product
@@ -77,7 +87,7 @@ class _RowLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx: Any, gradient: torch.Tensor
+        ctx: Context, gradient: torch.Tensor
     ) -> tuple[torch.Tensor | None, torch.Tensor | None, None, None, None]:
         x, weight = ctx.kept[0].saved_tensors
         weight = weight.to(gradient.dtype) if weight is not None and is_wanted(ctx, 0) else None
@@ -144,7 +154,7 @@ def _of_all(parts: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
     return whole_sequence(parts.unflatten(1, own.shape[:-1]))
 
 
-def is_wanted(ctx: Any, index: int) -> bool:
+def is_wanted(ctx: Context, index: int) -> bool:
     """Does this pass over the graph ask for the gradient of a Function's tensor number `index`?
 
     Zero-bubble schedules ask for gradients of inputs and of weights in two passes; `needs_input_grad` is true in both.

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,10 @@ from hf_parallel.axes.tensor.lowering import only_multiplied
 from hf_parallel.axes.tensor.overlap import row_linear
 from hf_parallel.collectives import copy_to_group, reduce_from_group, reduce_scatter_sequence
 from hf_parallel.collectives.kept import COLLECTIVE, keeps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 #: Styles of layers that read the residual stream.
 READERS = {
@@ -65,7 +69,7 @@ class Region:
 
     def __init__(
         self,
-        owner: Any,
+        owner: PreTrainedModel,
         group: dist.ProcessGroup,
         switch: SequenceParallelFlag,
         at_owner: bool = False,
@@ -97,7 +101,7 @@ class Region:
         entered = tuple(self._enter_named(name, value) for name, value in named)
         return entered, {name: self._enter_named(name, value) for name, value in kwargs.items()}
 
-    def _enter_named(self, name: str, value: Any) -> Any:
+    def _enter_named(self, name: str, value: Any) -> object:
         if name == self._first:
             return self._open(value)
         if name in _READ_BESIDES:
@@ -121,7 +125,7 @@ class Region:
         assert self._entered is not None
         return self._entered
 
-    def column(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def column(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Enter with x […, in] and multiply by the layer's weight; a late one serves for one call."""
         # A wrapper has entered, with a tensor that FSDP2 may have replaced on its way into the layer.
         entered = x if layer.adapted else self.enter(x)
@@ -132,14 +136,14 @@ class Region:
             return gather_recompute.linear(entered, self.columns[layer](), bias)
         return column_linear(entered, late, bias)
 
-    def product(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def product(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x […, in / tp] times the weight of a row-parallel layer: this rank's part of a sum."""
         recipe = recipe_of(layer)
         if recipe is None:
             return F.linear(x, weight)
         return eight_bit.linear(x, weight, None, recipe, Split("in", self.group))
 
-    def row(self, layer: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def row(self, layer: nn.Module, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The same, and leave."""
         recipe = recipe_of(layer)
         if recipe is not None and self.sequence_parallel:
@@ -158,7 +162,7 @@ class Region:
         self.scope.end()
         return (reduce_scatter_sequence if self.sequence_parallel else reduce_from_group)(tensor, self.group)
 
-    def close(self, *args: Any) -> None:
+    def close(self, *args: object) -> None:
         """Forget the input, whose memory would else live until the next one. Also a forward hook."""
         self.scope.end()
         self._input = self._entered = None

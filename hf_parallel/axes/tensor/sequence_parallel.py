@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,8 @@ from hf_parallel.model.experts import named_experts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from transformers.utils import ModelOutput
 
 
 def obstacle(model: nn.Module, styles: dict[str, str]) -> str | None:
@@ -104,7 +106,11 @@ def _split_input(
 
 
 def _join_output(
-    group: dist.ProcessGroup, switch: SequenceParallelFlag, module: nn.Module, args: Any, output: Any
+    group: dist.ProcessGroup,
+    switch: SequenceParallelFlag,
+    module: nn.Module,
+    args: tuple,
+    output: tuple | torch.Tensor,
 ) -> object:
     if not switch.on:
         return output
@@ -129,13 +135,13 @@ def pad_sequences(model: nn.Module, multiple: int, switch: SequenceParallelFlag,
 
 
 def _padded_forward(
-    reader: Any, multiple: int, switch: SequenceParallelFlag, caches: bool, bidirectional: bool
-) -> Any:
+    reader: nn.Module, multiple: int, switch: SequenceParallelFlag, caches: bool, bidirectional: bool
+) -> Callable[..., object]:
     forward = reader.forward
     names = list(inspect.signature(forward).parameters)
 
     @functools.wraps(forward)
-    def padded(*args: Any, **kwargs: Any) -> object:
+    def padded(*args: object, **kwargs: object) -> object:
         batch = by_name(names, args, kwargs, reader)
         cached = batch.get("use_cache", getattr(reader.config, "use_cache", False)) and not torch.is_grad_enabled()
         if caches and (cached or batch.get("past_key_values") is not None):
@@ -180,7 +186,7 @@ def _padded_batch(batch: dict[str, object], shape: torch.Size, extra: int, bidir
     return padded
 
 
-def _padded_mask(mask: Any, length: int, extra: int) -> torch.Tensor | None:
+def _padded_mask(mask: object, length: int, extra: int) -> torch.Tensor | None:
     """[…, queries, keys], true or zero where a query looks: no token looks at the padding, which looks everywhere."""
     if mask is None:
         return None
@@ -193,7 +199,7 @@ def _padded_mask(mask: Any, length: int, extra: int) -> torch.Tensor | None:
     return F.pad(F.pad(mask, (0, extra), value=closed), (0, 0, 0, extra), value=open)
 
 
-def _cut(outputs: Any, length: int, extra: int) -> object:
+def _cut(outputs: ModelOutput, length: int, extra: int) -> object:
     hidden = outputs[0]
     if torch.is_tensor(hidden) and hidden.dim() == 3 and hidden.shape[1] == length + extra:
         if isinstance(outputs, tuple):

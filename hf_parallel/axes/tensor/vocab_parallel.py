@@ -27,6 +27,8 @@ from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.targets import item_count, targets_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from transformers import PreTrainedModel
 
 
@@ -67,8 +69,8 @@ def gather_when_read(model: nn.Module) -> None:
 class VocabParallel(TensorParallelLayer):
     """ids […] -> […, hidden]: each rank looks up the rows it holds, the others count as zero."""
 
-    num_embeddings: Any
-    padding_idx: Any
+    num_embeddings: int
+    padding_idx: int | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.adapted:  # with the rows that `locate` gave, and the padding
@@ -94,9 +96,9 @@ class VocabParallel(TensorParallelLayer):
 class VocabParallelHead(ColumnParallel):
     """x […, hidden] -> logits […, V] as a DTensor cut along V, or whole where `whole` is set."""
 
-    out_features: Any
-    mesh: Any
-    whole: Any = False
+    out_features: int
+    mesh: DeviceMesh
+    whole: bool = False
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         logits = super().forward(input)
@@ -113,7 +115,7 @@ class VocabParallelHead(ColumnParallel):
 
 
 def causal_loss(
-    whole_loss: Any,
+    whole_loss: Callable[..., torch.Tensor],
     logits: torch.Tensor,
     labels: torch.Tensor | None,
     vocab_size: int,
@@ -156,7 +158,7 @@ def _full(logits: Any) -> torch.Tensor:
     return logits.full_tensor()
 
 
-def whole_logits(kind: type, model: nn.Module, args: Any, output: object) -> None:
+def whole_logits(kind: type, model: nn.Module, args: tuple, output: object) -> None:
     """A forward hook: logits of this kind, which knows its `full_tensor`, are whole once they are read."""
     if isinstance(output, dict) and isinstance(dict.get(output, "logits"), kind):
         whole_when_read(output, "logits", _full)

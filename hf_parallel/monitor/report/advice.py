@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.pipeline.schedules import micro_batch_count, predicted_bubble
 from hf_parallel.config import ParallelConfig, SpecError
@@ -19,6 +19,10 @@ from hf_parallel.monitor.report.facts import Facts, number
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.search import search
 from hf_parallel.planner.shape import shape_of
+
+if TYPE_CHECKING:
+    from hf_parallel.planner.shape import ModelShape
+
 
 #: Shares of a step from which they are worth a line, and how much faster a layout must be.
 WAITS, BUBBLE, DATA, FASTER = 0.1, 0.15, 0.05, 1.1
@@ -159,7 +163,7 @@ def _named(config: ParallelConfig, instead_of: ParallelConfig) -> str:
     return ",".join([*changed, *(part for part in config.to_spec().split(",") if not part.endswith("=1"))])
 
 
-def _shape(folder: str) -> Any:
+def _shape(folder: str) -> ModelShape | None:
     """The model's, from the config that was saved with it."""
     import transformers
 

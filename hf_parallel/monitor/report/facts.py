@@ -11,7 +11,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.monitor import record
@@ -19,6 +19,8 @@ from hf_parallel.spec import refuse
 
 _MOST_RANKS = 1 << 20  # a larger number is no layout
 LAYOUT, STATE, HANGS = "hf_parallel.json", "trainer_state.json", "hangs"
+
+Line: TypeAlias = dict[str, Any]  # of a file that the run wrote
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,11 @@ class Facts:
     """
 
     folder: str
-    run: dict[str, Any] = field(default_factory=dict)
-    layout: dict[str, Any] = field(default_factory=dict)
-    metrics: list[dict[str, Any]] = field(default_factory=list)
-    notes: list[dict[str, Any]] = field(default_factory=list)
-    log: list[dict[str, Any]] = field(default_factory=list)
+    run: Line = field(default_factory=dict)
+    layout: Line = field(default_factory=dict)
+    metrics: list[Line] = field(default_factory=list)
+    notes: list[Line] = field(default_factory=list)
+    log: list[Line] = field(default_factory=list)
     runs: int = 0
     hangs: list[tuple[str, str]] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Facts:
         return config if config is not None and 0 < config.world_size <= _MOST_RANKS else None
 
     @property
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> Line:
         """The planner's prediction, if there is one."""
         return mapping(self.run.get("plan"))
 
@@ -80,7 +82,7 @@ class Facts:
         return bool(self.plan) and self.run.get("device") != "cpu"
 
     @property
-    def warm(self) -> list[dict[str, Any]]:
+    def warm(self) -> list[Line]:
         """The metrics without the first, which holds what happens once."""
         return self.metrics[1:] or self.metrics
 
@@ -136,14 +138,14 @@ def _json(path: str) -> Any:
         return None
 
 
-def _record(folder: str) -> list[dict[str, Any]]:
+def _record(folder: str) -> list[Line]:
     try:
         return [line for line in record.read(folder) if isinstance(line, dict)]
     except (SpecError, OSError, UnicodeDecodeError):
         return []
 
 
-def _history(folder: str) -> list[dict[str, Any]]:
+def _history(folder: str) -> list[Line]:
     """Of the newest state: the folder's own is written at the end, those of checkpoints on the way."""
     places = [folder, *glob.glob(_within(folder, "checkpoint-*"))]
     states = [state for place in places if (state := mapping(_json(os.path.join(place, STATE))))]
@@ -152,12 +154,12 @@ def _history(folder: str) -> list[dict[str, Any]]:
     return [line for line in log if isinstance(line, dict) and "step" in line] if isinstance(log, list) else []
 
 
-def _as_history(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _as_history(metrics: list[Line]) -> list[Line]:
     """Where nothing was saved: without the loss."""
     return [{"step": line.get("step"), **mapping(line.get("perf"))} for line in metrics]
 
 
-def _by_step(metrics: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _by_step(metrics: list[Line]) -> list[Line]:
     """In order; of a step that was trained twice the later one."""
     found = {number(line.get("step")): line for line in metrics}
     return [found[step] for step in sorted(step for step in found if math.isfinite(step))]
@@ -185,7 +187,7 @@ def _hangs(folder: str, since: float) -> list[tuple[str, str]]:
     return found + [(name, _place(ranks[name])) for name in sorted(ranks, key=lambda name: (_number_in(name), name))]
 
 
-def _place(own: dict[str, Any]) -> str:
+def _place(own: Line) -> str:
     """In words: the error or the place, and the collective that it waits in."""
     words = [str(own[key]) for key in ("absent", "error", "place") if own.get(key)]
     pending = own.get("pending")
@@ -222,24 +224,24 @@ def _number_in(path: str) -> int:
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
-def mapping(value: Any) -> dict[str, Any]:
+def mapping(value: object) -> Line:
     """Itself, if it is one."""
     return value if isinstance(value, dict) else {}
 
 
-def number(value: Any, otherwise: float = math.nan) -> float:
+def number(value: object, otherwise: float = math.nan) -> float:
     """A float; `otherwise` of what is none."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return otherwise
     return float(value)
 
 
-def numbers(value: Any) -> dict[str, float]:
+def numbers(value: object) -> dict[str, float]:
     """The entries of a mapping that are finite numbers."""
     return {str(k): found for k, v in mapping(value).items() if math.isfinite(found := number(v))}
 
 
-def _rows(line: dict[str, Any]) -> list[dict[str, float]]:
+def _rows(line: Line) -> list[dict[str, float]]:
     rows = line.get("ranks")
     return [numbers(row) for row in rows] if isinstance(rows, list) else []
 

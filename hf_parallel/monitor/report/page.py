@@ -8,11 +8,15 @@ import math
 import os
 from collections.abc import Iterable
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.monitor.report.advice import advice
 from hf_parallel.monitor.report.facts import Facts, mapping, number
 from hf_parallel.monitor.report.figures import curve_figures, layout, memory, time
+
+if TYPE_CHECKING:
+    from hf_parallel.monitor.report.facts import Line
+
 
 #: How much of a folder's pictures and lines goes into a page.
 _PROFILES, _PICTURE_BYTES, _LINES = 4, 2 << 20, 50
@@ -155,7 +159,7 @@ def _notes(facts: Facts) -> str:
     return _table(("step", "about", "what"), rows[-_LINES:]) if rows else '<p class="quiet">Nothing was said.</p>'
 
 
-def _step(note: dict[str, Any]) -> str:
+def _step(note: Line) -> str:
     step = number(note.get("step"))
     return f"{step:.0f}" if math.isfinite(step) else ""
 
@@ -186,7 +190,7 @@ def _size(count: float) -> str:
 
 def _logged(facts: Facts) -> str:
     """The newest value of all that is logged, whatever its name."""
-    newest: dict[str, Any] = {}
+    newest: Line = {}
     for line in facts.log:
         newest |= line
     rows = [(str(name), f"{number(value):.6g}" if math.isfinite(number(value)) else str(value)[:200])

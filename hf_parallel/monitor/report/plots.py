@@ -10,9 +10,13 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 #: Colours that the page has as --c0, --c1, …
 COLOURS = 9
@@ -56,7 +60,7 @@ def curves(name: str, lines: Sequence[Curve], unit: str) -> str:
         for line in lines:
             values = [value if math.isfinite(value) else math.nan for value in line.values]
             few = "o" if len(values) < 40 else None
-            style: Any = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
+            style: dict[str, Any] = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
             axes.plot(line.steps, values, label=_plain(line.label), **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
@@ -81,7 +85,7 @@ def bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
     return drawing.text
 
 
-def _stacked(axes: Any, group: Sequence[Bar]) -> dict[str, Any]:
+def _stacked(axes: Axes, group: Sequence[Bar]) -> dict[str, Any]:
     """Draw a group; a handle for each kind of part."""
     seen: dict[str, Any] = {}
     for row, bar in enumerate(group):
@@ -126,7 +130,7 @@ class _figure:
         finally:
             self._settings.__exit__(*error)
 
-    def legend(self, axes: Any, entries: dict[str, Any] | None = None) -> None:
+    def legend(self, axes: Axes, entries: dict[str, Any] | None = None) -> None:
         """Below the diagram."""
         handles, labels = axes.get_legend_handles_labels()
         if entries is not None:
