@@ -17,7 +17,7 @@ from tests.distributed import run, run_alone
 
 SIZES = {"num_hidden_layers": 3, "vocab_size": 515}
 ROWS = torch.randint(0, 515, (4, 2, 11, 33), generator=torch.Generator().manual_seed(5))  # of a step, of a rank
-CASES = ("nothing", "loaded", "assigned", "assigned_slices", "to", "swapped", "evaluated", "skipped", "tied", "late")
+CASES = ("nothing", "loaded", "assigned", "assigned_slices", "to", "evaluated", "skipped", "tied", "late")
 
 
 class Low(nn.Module):
@@ -68,12 +68,6 @@ def happen(case, step, model):
         layer.register_forward_hook(lambda module, args, output: output + module.low(*args))
 
 
-def swap(model):
-    """Put other memory under each parameter, as optimizers do that keep theirs in one piece."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-
-
 def train(case, ranks, model, after=lambda model: None, held=None):
     """The losses of these ranks' rows, and the weights in the end."""
     losses = []
@@ -88,8 +82,6 @@ def train(case, ranks, model, after=lambda model: None, held=None):
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if case == "swapped":
-            swap(model)
         losses.append(float(loss))
     return losses, {name: whole(p).float() for name, p in model.named_parameters()}
 
