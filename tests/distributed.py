@@ -31,6 +31,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar per rank hid
 
 import torch
 import torch.distributed as dist
+import torch.distributed.pipelining
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 

@@ -40,6 +40,8 @@ def lend(held: Any) -> None:
 class _Lent(FSDPParam):
     """What torch gathers is what is stored: copying it to itself does nothing, and it is never freed."""
 
+    lent: torch.Tensor | None = None  # what is computed with now, where that is what is stored
+
     @property
     def _lends(self) -> bool:
         """Is it computed with as it is stored, in memory of its own? torch would resize what is larger."""
@@ -49,16 +51,19 @@ class _Lent(FSDPParam):
         return own and not packed and self.param_dtype is None and not self.offload_to_cpu
 
     def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
-        stored = self._sharded_param_data
-        if not self._lends:
-            super().init_all_gather_outputs(*args, **kwargs)
-        elif not self.all_gather_outputs or self.all_gather_outputs[0] is not stored:  # also after `to` and loading
-            self.all_gather_outputs = [stored]
+        stored = self._sharded_param_data if self._lends else None
+        if self.lent is not stored:  # also after `to`, after loading, and where autocast begins or ends
+            self.all_gather_outputs = []
             if hasattr(self, "_unsharded_param"):
                 del self._unsharded_param
+        self.lent = stored
+        if stored is None:
+            super().init_all_gather_outputs(*args, **kwargs)
+        else:
+            self.all_gather_outputs = [stored]
 
     def free_unsharded_param(self) -> None:
-        if not (self.all_gather_outputs and self.all_gather_outputs[0] is self._sharded_param_data):
+        if self.lent is None:  # else somebody may hold it, as a state dict from before it was replaced
             super().free_unsharded_param()
 
 

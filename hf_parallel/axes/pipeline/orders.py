@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.pipelining import schedules as torch_schedules
 
 from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.spec import refuse
@@ -104,7 +103,9 @@ class _StandIn:
 
 
 def _schedule(name: str, stage: _StandIn | list[_StandIn], micro_batches: int) -> Any:
-    make = torch_schedules.get_schedule_class(name.replace("_", ""))
+    from torch.distributed.pipelining.schedules import get_schedule_class  # slow to import: for pipelines only
+
+    make = get_schedule_class(name.replace("_", ""))
     return make(stage, micro_batches, loss_fn=lambda output, target: output)
 
 

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import schedules
 
 from hf_parallel.axes.pipeline import timeline
 from hf_parallel.axes.pipeline.axis import (
@@ -27,23 +26,13 @@ from hf_parallel.axes.pipeline.axis import (
     recomputes_in_parts,
 )
 from hf_parallel.axes.pipeline.recorder import Recorder
-from hf_parallel.axes.pipeline.torch_stage import TorchStage
 from hf_parallel.config import ParallelConfig
 from hf_parallel.spec import SpecError, refuse
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-
-_SCHEDULES: dict[str, type] = {
-    "1f1b": schedules.Schedule1F1B,
-    "gpipe": schedules.ScheduleGPipe,
-    "interleaved_1f1b": schedules.ScheduleInterleaved1F1B,
-    "looped_bfs": schedules.ScheduleLoopedBFS,
-    "interleaved_zero_bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv_zero_bubble": schedules.ScheduleZBVZeroBubble,
-    "dualpipe_v": schedules.ScheduleDualPipeV,
-}
+    from hf_parallel.axes.pipeline.torch_stage import TorchStage
 
 
 def choose_schedule(config: ParallelConfig, layers: int, tied: bool) -> str:
@@ -129,6 +118,10 @@ def build_schedule(
             here keeps torch from running a shape-inference pass, which fails on new shapes and can drop gradients.
         connected: these ranks have exchanged messages before.
     """
+    from torch.distributed.pipelining.schedules import get_schedule_class  # slow to import: for pipelines only
+
+    from hf_parallel.axes.pipeline.torch_stage import TorchStage
+
     count = config.pipeline_stages
     stages = [
         TorchStage(
@@ -146,7 +139,7 @@ def build_schedule(
         stage.boundary, stage.connected = boundary, connected
         recorder.watch(stage)
     single = config.pipeline_schedule in SINGLE_SCHEDULES
-    schedule = _SCHEDULES[config.pipeline_schedule]
+    schedule: Any = get_schedule_class(config.pipeline_schedule.replace("_", ""))
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
     built = schedule(
         stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False
