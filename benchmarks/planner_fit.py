@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import random
 import statistics
@@ -77,10 +78,12 @@ def leave_out_of_mixtures(dense: list[published.Row], mixtures: list[published.R
     """Each series of mixtures by efficiencies that were fitted on the dense rows of other series."""
     every: list[tuple[published.Row, float]] = []
     family = gpu_family(dense, "h100-80gb")
-    known: dict[int, dict[str, float]] = {}
+    fitted = functools.cache(
+        lambda left_out: fit("h100-80gb", [row for row in family if row["series"] != left_out], seconds)
+    )
+    dense_too = {row["series"] for row in family}
     for name in sorted({row["series"] for row in mixtures}):
-        others = [row for row in family if row["series"] != name]
-        values = known[len(others)] = known.get(len(others)) or fit("h100-80gb", others, seconds)
+        values = fitted(name if name in dense_too else None)
         every += _print(f"mixtures    {name}", [row for row in mixtures if row["series"] == name], values)
     _summarise("mixtures    all left out", every)
 

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed these two; the former names warn.
+# torch 2.13 renamed gathers and this one; the former names warn.
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: Any) -> dist.Work | None:
+def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: object) -> dist.Work | None:
     """Looked up at each call: who counts or watches collectives replaces them in torch.distributed."""
     return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, **settings)
 

@@ -107,9 +107,13 @@ def _given(terms: list[Term], layout: Layout, length: int) -> float:
     return sum(_cut(term, layout, length) for term in kept)
 
 
+def is_cut(term: Term, layout: Layout) -> bool:
+    """Has each tp rank a part of it?"""
+    return term.cut == "tp" or (term.cut == "sp" and layout.sequence_parallel)
+
+
 def _cut(term: Term, layout: Layout, length: int) -> float:
-    parts = layout.tp if term.cut == "tp" or (term.cut == "sp" and layout.sequence_parallel) else 1
-    return (term.bytes + term.squared * length) / parts
+    return (term.bytes + term.squared * length) / (layout.tp if is_cut(term, layout) else 1)
 
 
 # ---- of a job -------------------------------------------------------------------------------------------------------
@@ -152,8 +156,6 @@ def score_gradients(block: Block, shape: ModelShape, layout: Layout, job: Job) -
 
     They are in 32 bits and in those of the products (measured); the layer's MLP is done by then.
     """
-    if job.attention != EAGER:
-        return 0.0
     squared = _SCORE_GRADIENT * sum(part.heads for part in block.attentions) * job.seq / layout.tp
     if job.each_recomputed == "selective":  # what is kept of the layer stays until its backward ends
         return squared

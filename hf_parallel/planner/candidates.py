@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_parallel.axes.context.axis import AUTO, RING
 from hf_parallel.axes.context.choose import choice
+from hf_parallel.axes.loss import why_not_in
 from hf_parallel.axes.pipeline.axis import recomputes_in_parts
 from hf_parallel.axes.precision import gathers_codes
 from hf_parallel.config import ParallelConfig
@@ -256,5 +257,5 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         eight_bit=config.precision,
         engine="hf_parallel",
         calls=count // (in_a_call or count),
-        lean_loss=config.lean_loss != "false",
+        lean_loss=config.lean_loss != "false" and why_not_in(config) is None,
     )

@@ -12,7 +12,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from hf_parallel.axes.loss import CHUNK, ONE_WAITS, fewest_tokens
+from hf_parallel.axes.loss import CHUNK, fewest_tokens
 from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.planner.activations import (
     Moment,
@@ -321,9 +321,8 @@ class _Rank:
         """
         if self.layout.quantize_gradients != "none":
             return False
-        waits = self.layout.pp > 1 and self.layout.schedule not in ONE_WAITS
         fewest = fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
-        return self.job.lean_loss and not waits and self.tokens >= fewest
+        return self.job.lean_loss and self.tokens >= fewest
 
     def _gradients_of_loss(self) -> float:
         """Of hidden states and of the head, in fp32."""
@@ -353,13 +352,12 @@ class _Rank:
 
     def _scores(self, stage: Stage) -> float:
         """While an eager layer's scores have gradients: these, and what was computed again."""
-        if not stage.counts:
+        if not stage.counts or self.job.attention != EAGER:
             return 0.0
         block = stage.counts[-1][0]
         one = self._alone(block)
         again = self._kept(one, "none") - self._kept(one, self.job.each_recomputed)
-        more = score_gradients(block, self.shape, self.layout, self.job)
-        return self.tokens * (again + more) if more else 0.0
+        return self.tokens * (again + score_gradients(block, self.shape, self.layout, self.job))
 
     @property
     def _mask(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.planner.candidates import Goal, configured
-from hf_parallel.planner.choices import Choice, predicted
+from hf_parallel.planner.choices import Choice, TooLarge, predicted
 
 
 def reasons(goal: Goal, choice: Choice) -> Iterator[str]:
@@ -16,6 +16,7 @@ def reasons(goal: Goal, choice: Choice) -> Iterator[str]:
         yield f"adapters of rank {goal.lora}: the frozen weights have neither gradients nor optimizer states"
     yield from _sharding(goal, choice)
     yield _recomputing(goal, choice)
+    yield from _chunks(goal, choice)
     yield from attending(goal, choice)
 
 
@@ -39,7 +40,8 @@ def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:
         return
     ranks = config.dp_replicate_size * config.dp_shard_size
     whole = _other(goal, choice, dp_replicate_size=ranks, dp_shard_size=1, zero_stage=3, hierarchical_shard=None)
-    yield f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}: whole weights on each rank {whole}"
+    less = "" if config.zero_stage == 3 else f", zero_stage=3 {_other(goal, choice, zero_stage=3)}"
+    yield f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}: whole weights on each rank {whole}{less}"
 
 
 def _recomputing(goal: Goal, choice: Choice) -> str:
@@ -54,10 +56,23 @@ def _recomputing(goal: Goal, choice: Choice) -> str:
     return f"{asked}: {', '.join(lines)}"
 
 
+def _chunks(goal: Goal, choice: Choice) -> Iterator[str]:
+    """Where it rests on a loss in chunks, which loops and scripts that compute the loss themselves do not have."""
+    whole = _beside(goal, choice, lean_loss="false")
+    if isinstance(whole, Choice) and not whole.prediction.fits:
+        said = _other(goal, choice, lean_loss="false")
+        yield f"lean_loss={choice.config.lean_loss}: a Trainer's step with the model's own loss; whole logits {said}"
+
+
+def _beside(goal: Goal, choice: Choice, **settings: Any) -> Choice | TooLarge | None:
+    """The same layout with other settings."""
+    config = configured(choice.config, **settings)
+    return predicted(goal, config, choice.prediction.job.micro_batch, measure=True)
+
+
 def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
     """What the same layout with other settings would need and take, in words."""
-    config = configured(choice.config, **settings)
-    other = predicted(goal, config, choice.prediction.job.micro_batch, measure=True)
+    other = _beside(goal, choice, **settings)
     if not isinstance(other, Choice):
         return "cannot be predicted"
     there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row

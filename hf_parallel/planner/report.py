@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from hf_parallel.planner.activations import kept_bytes, terms_of
+from hf_parallel.planner.activations import is_cut, kept_bytes, terms_of
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.memory import fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
@@ -243,7 +243,7 @@ def _activations(p: Prediction) -> Iterable[str]:
     for term in terms_of(block, p.shape, job):
         size = (term.bytes + term.squared * job.seq) / hidden
         if size:
-            cut = f"/ tp={layout.tp}" if term.cut == "tp" or layout.sequence_parallel else "whole on each tp rank"
+            cut = f"/ tp={layout.tp}" if is_cut(term, layout) else "whole on each tp rank"
             yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
     kept = kept_bytes(block, p.shape, layout, job)
     yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"

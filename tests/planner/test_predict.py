@@ -182,6 +182,13 @@ def test_explanation_names_sources_and_numbers():
         assert part in text
 
 
+def test_explanation_says_what_tp_leaves_whole():
+    layout = {"tp": 2, "dp": 32, "sequence_parallel": True}
+    text = changed(layout=layout, attention="masked", engine="hf_parallel").explain()
+    (mask,) = [line for line in text.splitlines() if "mask of queries by keys" in line]
+    assert mask.endswith("whole on each tp rank")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -212,3 +212,31 @@ def test_reasons_compare_as_many_rows():
     found = searched(gpus=4, gpu="a100-pcie-80gb", seq=32768, global_batch=None, rows=1, expected="dp_replicate=4")
     (reason,) = [text for who, text in found.why_not if who.startswith("yours")]
     assert "additional attention" not in reason, reason
+
+
+def test_layers_are_counted_with_whole_logits(monkeypatch):
+    """65,536 tokens by chunks of 512 are many operations, which a count of layers has no use for."""
+    from hf_parallel.planner import search as module
+
+    asked, count = [], module.dry_run
+    monkeypatch.setattr(module, "dry_run", lambda *args, **given: asked.append(args[1]) or count(*args, **given))
+    module.measured_shape(models.llama(), "bf16")
+    assert asked == ["dp_shard=1,lean_loss=false"] * 2
+
+
+@pytest.mark.parametrize(
+    ("spec", "chunks"),
+    [
+        ("dp_shard=2", True),
+        ("dp_shard=2,lean_loss=false", False),
+        ("pp=2", True),
+        ("pp=2,pipeline_schedule=gpipe", False),
+        ("pp=2,pipeline_schedule=gpipe,lean_loss=true", True),
+    ],
+)
+def test_a_loss_in_chunks_is_planned_where_it_runs(spec, chunks):
+    from hf_parallel.planner.candidates import Goal, to_job
+    from hf_parallel.planner.shape import shape_of
+
+    goal = Goal(shape_of(LLAMA_8B), make_cluster("h100-80gb", 2), 4096, 8)
+    assert to_job(goal, ParallelConfig.parse(spec).resolve(2), 1, 4).lean_loss is chunks

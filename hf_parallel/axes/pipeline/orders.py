@@ -128,7 +128,7 @@ def _read_looped(name: str, stages: int, virtual: int, micro_batches: int) -> Or
     return {rank: [_translate(action) for action in published[rank] if action] for rank in range(stages)}
 
 
-def _translate(action: torch_schedules._Action) -> Action:
+def _translate(action: _Action) -> Action:
     parts = tuple(_translate(part) for part in action.sub_actions or ())
     micro_batch = -1 if action.microbatch_index is None else action.microbatch_index
     return Action(_KINDS[action.computation_type.value], action.stage_index, micro_batch, parts)

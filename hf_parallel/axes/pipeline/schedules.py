@@ -11,7 +11,7 @@ dualpipe_v                2, in a V         forward beside backward             
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
