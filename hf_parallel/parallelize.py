@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -181,8 +182,15 @@ def clip_grad_norm(model: nn.Module, max_norm: float, norm_type: float = 2.0) ->
     state = state_of(model)
     if state is None:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm, norm_type)
-    copies = state.pipeline.copies if state.pipeline else ()
-    return clip_over_mesh(model.parameters(), max_norm, state.mesh, norm_type, copies)
+    return clip_together(model.parameters(), [state], max_norm, norm_type)
+
+
+def clip_together(
+    parameters: Iterable[torch.Tensor], states: list[ParallelState], max_norm: float, norm_type: float = 2.0
+) -> torch.Tensor:
+    """Clip gradients of one or several parallel models of one mesh by their joint norm, which is returned."""
+    copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
+    return clip_over_mesh(parameters, float(max_norm), states[0].mesh, float(norm_type), copies)
 
 
 def default_device() -> torch.device:

@@ -17,10 +17,10 @@ from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import Patch, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
+from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,10 +52,8 @@ def parallelize(
 
 def _check(config: ParallelConfig) -> None:
     """Before the model is changed."""
-    asked = "padding_free=true" if config.padding_free else f"pack_tokens={config.pack_tokens}"
-    if config.padding_free or config.pack_tokens:
-        works = "padding_free=false" if config.padding_free else "pack_tokens=0"
-        refuse(asked, "a loop written by hand makes its own batches", works)
+    if asked_by(config)[1]:
+        refuse_joining("a loop written by hand makes its own batches", config=config)
 
 
 def withdraw() -> None:

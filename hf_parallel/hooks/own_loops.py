@@ -11,10 +11,9 @@ from typing import Any
 
 import torch
 
-from hf_parallel.axes.data.gradients import clip_grad_norm
-from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.mesh import stored
+from hf_parallel.parallelize import clip_together
 from hf_parallel.whole import parallel_models
 
 
@@ -44,8 +43,7 @@ def clip_grad_norm_(
     states = _states_of(parameters)
     if not states:
         return original(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-    copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
-    norm = clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
+    norm = clip_together(parameters, states, max_norm, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(f"hf_parallel: the norm of the gradients is {float(norm):g} (error_if_nonfinite=True)")
     return norm

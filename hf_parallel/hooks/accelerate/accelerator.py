@@ -18,7 +18,6 @@ from transformers.utils import ModelOutput
 
 from hf_parallel.axes.compile import check_compiled, compile_layers
 from hf_parallel.axes.data import host_step
-from hf_parallel.axes.data.gradients import clip_grad_norm
 from hf_parallel.axes.data.mixed_precision import compute_in
 from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.axes.pipeline.batches import count_targets
@@ -34,7 +33,7 @@ from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.peft.settings import check_optimizer
 from hf_parallel.hooks.trainer import bad_numbers, means
 from hf_parallel.model.anatomy import transformer_blocks
-from hf_parallel.parallelize import parallelize
+from hf_parallel.parallelize import clip_together, parallelize
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -280,8 +279,7 @@ def clip_grad_norm_(
     if not states:
         return original(self, parameters, max_norm, norm_type)
     self.unscale_gradients()
-    copies = {i for state in states if state.pipeline for i in state.pipeline.copies}
-    norm = clip_grad_norm(parameters, float(max_norm), runtime.mesh(), float(norm_type), copies)
+    norm = clip_together(parameters, states, max_norm, norm_type)
     bad_numbers.norm_is(norm)
     return norm
 

@@ -2,37 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
 
-_alone = ("pack_tokens", 0)  # what one process was asked for, which has no layout to ask
+if TYPE_CHECKING:
+    from hf_parallel.config import ParallelConfig
+
+_alone: ParallelConfig | None = None  # of one process, which has no layout to ask
 
 
-def set_alone(key: str, value: int | bool) -> None:
+def set_alone(config: ParallelConfig | None) -> None:
     """One process was asked for this."""
     global _alone
-    _alone = key, value
+    _alone = config
 
 
 def asked() -> tuple[str, int | bool]:
     """The key that asks for joined batches, and its value; a value of nothing: none does."""
     current = runtime.current()
-    if current is None:
-        return _alone
-    config = current.config
+    config = _alone if current is None else current.config
+    return ("pack_tokens", 0) if config is None else asked_by(config)
+
+
+def asked_by(config: ParallelConfig) -> tuple[str, int | bool]:
+    """The same, of this config."""
     return ("padding_free", True) if config.padding_free else ("pack_tokens", config.pack_tokens)
 
 
-def refuse_joining(why: str, works: str | None = None) -> NoReturn:
-    """Of what cannot be joined."""
-    key, value = asked()
-    if key == "padding_free" or not value:
-        refuse("padding_free=true", why, works or "padding_free=false")
-    refuse(f"pack_tokens={value}", why, works or "pack_tokens=0")
+def refuse_joining(why: str, works: str | None = None, config: ParallelConfig | None = None) -> NoReturn:
+    """Of what cannot be joined.
+
+    Args:
+        config: who asks for it, if not the layout in force.
+    """
+    key, value = asked() if config is None else asked_by(config)
+    off = "false" if key == "padding_free" else "0"
+    refuse(f"{key}={str(value).lower()}", why, works or f"{key}={off}")
 
 
 def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
@@ -41,13 +50,20 @@ def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     return {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
 
 
-def _without_padding(row: dict[str, Any]) -> dict[str, torch.Tensor]:
+def why_not_joined(row: dict[str, Any]) -> str | None:
+    """Why a row as the collator gives it cannot be joined to others."""
     tokens: Any = row.get("input_ids")
     if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
-        refuse_joining("the script's collator gives no rows of input_ids and labels")
+        return "the script's collator gives no rows of input_ids and labels"
     odd = [key for key, value in row.items() if not torch.is_tensor(value) or value.shape != tokens.shape]
-    if odd:
-        refuse_joining(f"the script's collator gives {odd[0]}, which is not of one number per token")
+    return f"the script's collator gives {odd[0]}, which is not of one number per token" if odd else None
+
+
+def _without_padding(row: dict[str, Any]) -> dict[str, torch.Tensor]:
+    why = why_not_joined(row)
+    if why is not None:
+        refuse_joining(why)
+    tokens = row["input_ids"]
     mask = row.get("attention_mask", torch.ones_like(tokens))[0].bool()
     part = {key: value[:, mask] for key, value in row.items() if key != "attention_mask"}
     part.setdefault("position_ids", torch.arange(int(mask.sum()))[None])

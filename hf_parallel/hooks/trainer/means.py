@@ -26,8 +26,6 @@ from hf_parallel.hooks.patching import patch
 if TYPE_CHECKING:
     from transformers import Trainer
 
-    pass
-
 Given: TypeAlias = dict[str, Any]  # arguments by name
 _signature = functools.cache(inspect.signature)
 

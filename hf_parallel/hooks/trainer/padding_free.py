@@ -17,7 +17,8 @@ import torch.distributed as dist
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.joining import asked, joined
-from hf_parallel.spec import SpecError
+from hf_parallel.hooks.trainer.joining import why_not_joined as why_row_not_joined
+from hf_parallel.hooks.trl import trainers as trl
 
 _MUCH = 0.1  # of the tokens: so much padding is worth a line
 _GAIN = 0.95  # of the step time: less is below what the planner can tell
@@ -117,7 +118,7 @@ def _why_not(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str |
     why = cannot(trainer)
     if why is not None:
         return why
-    if trainer.compute_loss_func is not None or (losses.overrides(trainer) and not _of_trl(trainer)):
+    if trainer.compute_loss_func is not None or (losses.overrides(trainer) and not trl.is_sft(trainer)):
         return "the script's own loss may look at rows"
     collate = trainer.data_collator
     first = [rows[index] for index in range(trainer.args.per_device_train_batch_size)]
@@ -136,17 +137,16 @@ def _kept_columns(trainer: Any, row: dict) -> dict:
     return {key: value for key, value in row.items() if key in trainer._signature_columns}
 
 
-def _of_trl(trainer: Any) -> bool:
-    """TRL's SFT: the model's own loss, and figures of it."""
-    return any(kind.__module__.startswith("trl.") and kind.__name__ == "SFTTrainer" for kind in type(trainer).__mro__)
-
-
 def differs(collate: Callable[[list], Any], rows: list) -> str | None:
     """Is what the collator makes of these rows together, less padding, what it makes of each? Else why not."""
     try:
-        together, apart = dict(collate(rows)), Joined(collate)(rows)
-    except (SpecError, KeyError, TypeError, ValueError) as error:
-        return " ".join(str(error).split()).removeprefix("padding_free=true: ").partition("; padding_free")[0]
+        together, alone = dict(collate(rows)), [dict(collate([row])) for row in rows]
+        why = next(filter(None, map(why_row_not_joined, alone)), None)
+        apart = joined(alone) if why is None else {}
+    except (KeyError, TypeError, ValueError) as error:
+        why = " ".join(str(error).split())
+    if why is not None:
+        return why
     mask = together.get("attention_mask")
     if not torch.is_tensor(mask):
         return "the script's collator makes no attention_mask, which tells padding"

@@ -39,7 +39,7 @@ def budget() -> int:
 
 def patches_alone(config: Any) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
-    set_alone(*(("padding_free", True) if config.padding_free else ("pack_tokens", config.pack_tokens)))
+    set_alone(config)
     why = "packs by tokens"
     made = functools.partial(Patch, "transformers.trainer:Trainer.__init__", around(_checked), why)
     return [made(), Patch("transformers.trainer:Trainer.get_train_dataloader", around(get_train_dataloader), why)]
@@ -49,7 +49,7 @@ def stop() -> None:
     """Forget what one process was asked for."""
     global _known
     _known = False
-    set_alone("pack_tokens", 0)
+    set_alone(None)
     padding_free.stop()
 
 

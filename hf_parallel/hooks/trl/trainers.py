@@ -83,9 +83,14 @@ def rows_per_example(trainer: Trainer) -> int | None:
     return 1 if _is_one_of(trainer, (*_TOKENS, *_EXAMPLES)) else None
 
 
+def is_sft(trainer: Trainer) -> bool:
+    """Is it TRL's SFT: the model's own loss, and figures of it?"""
+    return _is_one_of(trainer, _TOKENS)
+
+
 def targets_of_mean(trainer: Trainer, batch: dict) -> torch.Tensor | None:
     """Over how many targets SFT's own loss is a mean where it is given no count, as before an evaluation in 5.23."""
-    if not _is_one_of(trainer, _TOKENS) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
+    if not is_sft(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None:
         return None
     return (batch["labels"][..., 1:] != -100).sum().float()
 
