@@ -6,7 +6,7 @@ collectives do the same with three to five times the overhead.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 _reduce_scatter_op = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: object) -> dist.Work | None:
+def all_gather_op(output: torch.Tensor, own: torch.Tensor, **settings: Any) -> Any:
     """Looked up at each call: who counts or watches collectives replaces them in torch.distributed."""
     return (getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor)(output, own, **settings)
 

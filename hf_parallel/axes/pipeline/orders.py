@@ -11,12 +11,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _Action
 
 FORWARD, BACKWARD, OVERLAP = "forward", "backward", "overlap"
 BACKWARD_INPUT, BACKWARD_WEIGHT = "backward_input", "backward_weight"
