@@ -196,7 +196,7 @@ def held(root, spec: str, limit: int) -> tuple[dict, int]:
         return whole
 
     stream.gathered = counted
-    generation = SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(root))
+    generation = SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(root), _weight_metadata=[])
     return dict(VLLMGeneration._iter_named_params(generation)), max(sizes)
 
 
