@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _aten: Any = torch.ops.aten
 WIDEST = 256
+#: The gradient of the output, then q, k, v, the output and the log-sum-exp over all keys.
+Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def fits(q: torch.Tensor) -> bool:
@@ -63,7 +65,7 @@ class Flash:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Call, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output [t, h, d], log-sum-exp [t, h] in fp32."""
-        out, lse = self._forward(q, k, v, part, _scale(q, scores), scores.cap or 0.0)
+        out, lse = self._forward((q, k, v), part, _scale(q, scores), scores.cap or 0.0)
         return out, lse.T
 
     def backward(
@@ -79,79 +81,42 @@ class Flash:
     ) -> Tensors:
         """The call's share of the gradients of q, k and v."""
         given = gradient.contiguous(), q, k, v, out.contiguous(), lse.T.contiguous()
-        return self._backward(*given, part, _scale(q, scores), scores.cap or 0.0)
+        return self._backward(given, part, _scale(q, scores), scores.cap or 0.0)
 
-    def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         raise NotImplementedError
 
-    def _backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-        scale: float,
-        cap: float,
-    ) -> Tensors:
+    def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
         raise NotImplementedError
 
 
 class TorchFlash(Flash):
     """torch's own, which has no soft cap."""
 
-    def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
         return _aten._flash_attention_forward(
-            *(q, k, v, *call.ends, *call.longest, 0.0, call.causal, False), scale=scale, **_sides(call)
+            *(*given, *call.ends, *call.longest, 0.0, call.causal, False), scale=scale, **_sides(call)
         )[:2]
 
-    def _backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-        scale: float,
-        cap: float,
-    ) -> Tensors:
-        random = q.new_empty(2, dtype=torch.uint64), q.new_empty((), dtype=torch.uint64)  # of dropout: never read
-        given = gradient, q, k, v, out, lse, *call.ends, *call.longest, 0.0, call.causal, *random
-        return _aten._flash_attention_backward(*given, scale=scale, **_sides(call))
+    def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
+        lse = given[-1]
+        random = lse.new_empty(2, dtype=torch.uint64), lse.new_empty((), dtype=torch.uint64)  # of dropout: never read
+        return _aten._flash_attention_backward(
+            *(*given, *call.ends, *call.longest, 0.0, call.causal, *random), scale=scale, **_sides(call)
+        )
 
 
 class FlashAttention2(Flash):
     """Of the package flash-attn, since 2.7."""
 
-    def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        given = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap, **_sides(call)}
-        return _flash_attn()._flash_attn_varlen_forward(q, k, v, *call.ends, *call.longest, **given)[:2]
+    def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+        told = {"dropout_p": 0.0, "softmax_scale": scale, "causal": call.causal, "softcap": cap, **_sides(call)}
+        return _flash_attn()._flash_attn_varlen_forward(*given, *call.ends, *call.longest, **told)[:2]
 
-    def _backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-        scale: float,
-        cap: float,
-    ) -> Tensors:
-        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
+        found = _like(given)
         _flash_attn()._flash_attn_varlen_backward(
-            *(gradient, q, k, v, out, lse, *found, *call.ends, *call.longest),
+            *(*given, *found, *call.ends, *call.longest),
             dropout_p=0.0,
             softmax_scale=scale,
             causal=call.causal,
@@ -166,26 +131,13 @@ class FlashAttention2(Flash):
 class FlashAttention3(Flash):
     """Of the package flash-attn-3: the operators that its module registers, as torch itself calls them."""
 
-    def _forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, scale: float, cap: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _flash_attn_3().fwd(q, k, v, **_lengths(call), softmax_scale=scale, softcap=cap, **_seen(call))[:2]
+    def _forward(self, given: Tensors, call: Call, scale: float, cap: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return _flash_attn_3().fwd(*given, **_lengths(call), softmax_scale=scale, softcap=cap, **_seen(call))[:2]
 
-    def _backward(
-        self,
-        gradient: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
-        call: Call,
-        scale: float,
-        cap: float,
-    ) -> Tensors:
-        found = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    def _backward(self, given: Given, call: Call, scale: float, cap: float) -> Tensors:
+        found = _like(given)
         _flash_attn_3().bwd(
-            *(gradient, q, k, v, out, lse, *found),
+            *(*given, *found),
             **_lengths(call),
             softmax_scale=scale,
             softcap=cap,
@@ -193,6 +145,12 @@ class FlashAttention3(Flash):
             **_seen(call),
         )
         return found
+
+
+def _like(given: Given) -> Tensors:
+    """Room for the gradients of q, k and v."""
+    _, q, k, v, _, _ = given
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def _scale(q: torch.Tensor, scores: Scores) -> float:
