@@ -68,8 +68,7 @@ def place(model: Any, put: Callable[[], object], asked: str) -> None:
         elif not _placed(former, getattr(forward, "__func__", forward)):
             left_out.add(_name(forward))
             _restore(former)
-    if left_out and asked not in state.said:
-        state.said.add(asked)
+    if left_out and state.is_first(asked):
         state.notes.append(f"{asked}: not used on split layers: {', '.join(sorted(left_out))}")
 
 

@@ -51,6 +51,12 @@ class ParallelState:
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are said once
 
+    def is_first(self, line: str) -> bool:
+        """Is this asked for the first time of a line that is said once?"""
+        first = line not in self.said
+        self.said.add(line)
+        return first
+
     @property
     def config(self) -> ParallelConfig:
         """The config in force."""

@@ -165,8 +165,7 @@ _IN_LOOPS = (
 
 
 def _say_once(state: ParallelState, message: str) -> None:
-    if message not in state.said:
-        state.said.add(message)
+    if state.is_first(message):
         report.say_here(state.mesh, message)
 
 

@@ -88,7 +88,6 @@ def apply_liger_kernel(original: Callable, model: Any, kernel_config: dict[str, 
         reason = "its loss of experts' balance is of one process"
     if reason is not None and told.get(FUSED, True):
         told[FUSED] = False
-        if FUSED not in state.said:
-            state.said.add(FUSED)
+        if state.is_first(FUSED):
             state.notes.append(f"use_liger_kernel: the layout's own loss, not Liger's: {reason}")
     place(base, functools.partial(original, model, told), "use_liger_kernel")
