@@ -50,7 +50,7 @@ PEER_LOST = (
     "Socket Timeout",
     "recvValue failed",
 )
-GRACE_S = 5.0  # how long the other ranks may take to report their own error after the first one
+GRACE_S = 10.0  # for the other ranks to report their own error after the first: a watchdog's ANSWER_S, ERROR_S and load
 
 
 class RankFailure(RuntimeError):

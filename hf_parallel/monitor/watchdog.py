@@ -196,9 +196,8 @@ class Watchdog:
     def _verdict(self, number: int, why: str) -> str:
         """What the rank that tells has found: end, fail (for one has left), goes on, or nothing to say."""
         told, end = f"told/{number}", time.monotonic() + ANSWER_S + (2 * LOOK_S if self.rank else 0.0)
-        answers = [f"answer/{number}/{rank}" for rank in range(self.world_size)]
         while time.monotonic() < end and not self.store.check([told]):
-            if self.rank == 0 and self.store.check(answers):
+            if self.rank == 0 and all(self._can_be_told(number, rank) for rank in range(self.world_size)):
                 break
             time.sleep(LOOK_S / 20)
         if self.store.check([told]) or self.store.compare_set(f"speaker/{number}", "", str(self.rank)) != (
@@ -208,6 +207,12 @@ class Watchdog:
         verdict = self._tell(number, why)
         self.store.set(told, verdict)
         return verdict
+
+    def _can_be_told(self, number: int, rank: int) -> bool:
+        """Has a rank answered, or is its process known to be gone?"""
+        if self.store.check([f"answer/{number}/{rank}"]):
+            return True
+        return self.store.check([f"beat/{rank}"]) and self._of(number, rank).get("state") == "gone"
 
     def _get(self, key: str) -> str:
         end = time.monotonic() + ANSWER_S

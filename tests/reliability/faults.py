@@ -91,9 +91,9 @@ def _before(act: Callable) -> None:
 
 
 def _small_files(act: Callable) -> None:
-    from transformers import Trainer
+    from hf_parallel.hooks.trainer import checkpoints
 
-    _first(Trainer, "_save_rng_state", act)
+    _first(checkpoints, "save_rng_state", act)
 
 
 def _weights(act: Callable) -> None:
