@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.data.late_parameters import have_gathered
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import save_pretrained
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.kernels import inner_forward, place, set_inner_forward

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.axes.data.late_parameters import add_late_parameters, remove_late_parameters
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.pipeline.stand_ins import StandIn
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_parallel.axes.data.units import groups_of
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
@@ -73,7 +74,7 @@ def with_accelerate(spec):
     assert evaluated.logits.dtype == torch.float32
     assert drawn.shape == (ROWS // 2, 8)
     units = (module for module in model.modules() if isinstance(module, FSDPModule))
-    held = [p for unit in units for group in fully_shard.state(unit)._fsdp_param_groups for p in group.fsdp_params]
+    held = [p for unit in units for group in groups_of(unit) for p in group.fsdp_params]
     assert sum(buffer.untyped_storage().nbytes() for p in held for buffer in p.all_gather_outputs) == 0
     return losses, {kind: count / size for kind, count in counted.whole.items()}
 

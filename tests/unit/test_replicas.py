@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.axes.data import replicas
-from hf_parallel.axes.data.reduction import parameter_groups
+from hf_parallel.axes.data.units import parameter_groups
 from tests import models
 from tests.distributed import run, run_alone
 

@@ -23,11 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import _get_device_handle
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data import units
 from hf_parallel.collectives.asynchronous import all_gather_op
 from hf_parallel.collectives.quantized import pack, packed_bytes, reduce_scatter, unpack
 from hf_parallel.mesh import ParallelMesh, axis_ranks
@@ -52,9 +51,9 @@ def compress(root: nn.Module, mesh: ParallelMesh) -> None:
     """Give the units below `root` the collectives that the mesh's config asks for. Collective at a mesh's first."""
     config = mesh.config
     nodes = None if config.hierarchical_shard is None else _nodes_of(mesh, config.hierarchical_shard)
-    for unit in sharded_modules(root):
+    for unit in units.sharded_modules(root):
         if nodes is not None or config.quantize_weights != "none":
-            for group in fully_shard.state(unit)._fsdp_param_groups:  # type: ignore[attr-defined]
+            for group in units.groups_of(unit):
                 unit.set_custom_all_gather(GatherWeights(group, config.quantize_weights, nodes))
         if config.quantize_gradients != "none":
             unit.set_custom_reduce_scatter(

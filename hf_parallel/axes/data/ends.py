@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.utils._pytree import tree_leaves
 
+from hf_parallel.axes.data.units import groups_of, state_of
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from transformers import PreTrainedModel
 
 
@@ -53,8 +53,7 @@ def gather(unit: Any) -> None:
 
     `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
     """
-    state: FSDPState = fully_shard.state(unit)  # type: ignore[attr-defined]
-    for group in state._fsdp_param_groups if state._is_root is False else ():  # else it runs by itself
+    for group in groups_of(unit) if state_of(unit)._is_root is False else ():  # else it runs by itself
         group.unshard()
         group.wait_for_unshard()
 
@@ -81,8 +80,7 @@ def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list
         units[-1].set_modules_to_forward_prefetch([head])
 
     def gather_unless_done(*_: object) -> None:
-        groups = fully_shard.state(head)._fsdp_param_groups  # type: ignore[attr-defined]
-        if all(group._training_state != TrainingState.POST_BACKWARD for group in groups):
+        if all(group._training_state != TrainingState.POST_BACKWARD for group in groups_of(head)):
             gather(head)  # gradients of outputs that come after the head's, as of router logits, must leave it freed
 
     def gather_in_backward(module: nn.Module, args: tuple, output: object) -> None:

@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from hf_parallel.axes.data.reduction import parameter_groups
+from hf_parallel.axes.data.units import parameter_groups, state_of
 from hf_parallel.axes.eight_bit import W, largest_number, recipe_of
 from hf_parallel.collectives import all_reduce
 from hf_parallel.mesh import ParallelMesh
@@ -63,7 +62,7 @@ class Scales:
     def before(self, root: nn.Module, args: tuple) -> None:
         """Weights may have been loaded, or replaced, since the root's last forward pass."""
         self.forget()
-        fully_shard.state(root)._lazy_init()  # type: ignore[attr-defined]
+        state_of(root)._lazy_init()
         held_by_root = (held for group in parameter_groups(root) for held in group.fsdp_params)
         found = [(held, _recipe(held)) for held in held_by_root]
         self.weights = [_coded(held, recipe, self) for held, recipe in found if recipe is not None]

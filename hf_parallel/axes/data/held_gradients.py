@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
-from hf_parallel.axes.data.reduction import parameter_groups
+from hf_parallel.axes.data.units import parameter_groups, state_of
 from hf_parallel.mesh import stored
 
 if TYPE_CHECKING:
@@ -99,4 +99,4 @@ def _reduce(stage: Any) -> None:
         setting(True)
     for group in parameter_groups(stage):
         group.post_backward()
-    fully_shard.state(stage)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    state_of(stage)._root_post_backward_final_callback()

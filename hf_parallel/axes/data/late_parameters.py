@@ -11,24 +11,22 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, cast
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import _get_param_module_infos
 
 from hf_parallel.axes.data.replicas import lend
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.units import groups_of, sharded_modules
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import ParamModuleInfo
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 
 def add_late_parameters(root: nn.Module) -> None:
     """Shard what lies in the units below `root` and is in no group yet; whole and equal on all data ranks."""
     for unit in sharded_modules(root):
-        state: FSDPState = fully_shard.state(unit)  # type: ignore[attr-defined]
-        groups = state._fsdp_param_groups
+        groups = groups_of(unit)
         known = {place for group in groups for held in group.fsdp_params for place in _places(held._module_info)}
         modules = tuple(_own_modules(cast(nn.Module, unit)))
         named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
@@ -46,16 +44,14 @@ def remove_late_parameters(root: nn.Module, changed: Iterable[nn.Module] = ()) -
     """Let the units below `root` forget parameters whose modules are no longer in them, or get others."""
     gone = {id(module) for module in changed}
     for unit in sharded_modules(root):
-        state: FSDPState = fully_shard.state(unit)  # type: ignore[attr-defined]
         here = {id(module) for module in _own_modules(cast(nn.Module, unit))} - gone
-        for group in state._fsdp_param_groups:
+        for group in groups_of(unit):
             group.fsdp_params[:] = [held for held in group.fsdp_params if id(held._module_info.module) in here]
 
 
 def have_gathered(unit: FSDPModule) -> bool:
     """Has this unit run, so that it has memory for whole weights?"""
-    groups = fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
-    return any(held.all_gather_outputs for group in groups for held in group.fsdp_params)
+    return any(held.all_gather_outputs for group in groups_of(unit) for held in group.fsdp_params)
 
 
 def _places(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:

@@ -14,17 +14,14 @@ to change it: a unit's state and its parameter groups are its internals, looked 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from hf_parallel.autocast import autocast_dtype
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-
+from hf_parallel.axes.data.units import groups_of, parameter_groups, sharded_modules, state_of
 
 _HALF = (torch.bfloat16, torch.float16)
 _SETTLED = "_hf_parallel_computes_in"
@@ -65,8 +62,7 @@ def lowered_dtype(root: nn.Module, device: torch.device) -> torch.dtype | None:
 
 def computed_in(root: nn.Module) -> torch.dtype | None:
     """The dtype that `root` gathers its weights in; None: in their own."""
-    state: FSDPState | None = fully_shard.state(root) if isinstance(root, FSDPModule) else None  # type: ignore[attr-defined]
-    return None if state is None else state._mp_policy.param_dtype
+    return state_of(root)._mp_policy.param_dtype if isinstance(root, FSDPModule) else None
 
 
 def change(root: nn.Module, dtype: torch.dtype | None) -> None:
@@ -76,31 +72,25 @@ def change(root: nn.Module, dtype: torch.dtype | None) -> None:
     first = next(_weights(root), None)  # this is asked before each forward pass
     if first is None or (dtype is not None and first.dtype != torch.float32):
         return
-    states = list(_states(root))
-    held = [parameter for state in states for group in state._fsdp_param_groups for parameter in group.fsdp_params]
+    held = [parameter for group in parameter_groups(root) for parameter in group.fsdp_params]
     if any(p.sharded_state.name != "SHARDED" or p.unsharded_accumulated_grad is not None for p in held):
         return
     if dtype is not None and any(weight.dtype != torch.float32 for weight in _weights(root)):
         return
     policy = policy_for(root, dtype)
-    for state in states:
-        _set(state, policy)
-
-
-def _states(root: nn.Module) -> Iterator[FSDPState]:
-    units = (unit for unit in root.modules() if isinstance(unit, FSDPModule))
-    return (fully_shard.state(unit) for unit in units)  # type: ignore[attr-defined]
+    for unit in sharded_modules(root):
+        _set(unit, policy)
 
 
 def _weights(root: nn.Module) -> Iterator[torch.Tensor]:
     """What units of `root` store, but for packed weights, which are integers."""
-    for group in (group for state in _states(root) for group in state._fsdp_param_groups):
+    for group in parameter_groups(root):
         yield from (p.sharded_param for p in group.fsdp_params if p.sharded_param.is_floating_point())
 
 
-def _set(state: FSDPState, policy: MixedPrecisionPolicy) -> None:
-    state._mp_policy = policy
-    for group in state._fsdp_param_groups:
+def _set(unit: FSDPModule, policy: MixedPrecisionPolicy) -> None:
+    state_of(unit)._mp_policy = policy
+    for group in groups_of(unit):
         group.mp_policy = policy
         for held in group.fsdp_params:
             held.mp_policy = policy

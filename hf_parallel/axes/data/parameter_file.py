@@ -17,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from hf_parallel.axes.data.reduction import parameter_groups
 from hf_parallel.axes.data.state_file import StateFile, StatePart
+from hf_parallel.axes.data.units import parameter_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
+
+from hf_parallel.axes.data.units import parameter_groups
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,13 +87,6 @@ def round_after_backward(root: nn.Module) -> None:
 
 def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
-
-
-def parameter_groups(root: nn.Module) -> Iterator[Any]:
-    """What torch has made of the units below `root`: the parameters that are gathered and reduced together."""
-    for unit in root.modules():
-        if isinstance(unit, FSDPModule):
-            yield from fully_shard.state(unit)._fsdp_param_groups  # type: ignore[attr-defined]
 
 
 def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -17,15 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-from hf_parallel.axes.data.reduction import parameter_groups
+from hf_parallel.axes.data.units import parameter_groups
 
 
 def work_in_place(root: nn.Module) -> None:
     """Let the units below `root` whose weights no other rank has a part of compute with the stored ones."""
     for group in parameter_groups(root):
-        if group.mesh_info.shard_mesh_size == 1:
+        if isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1:
             group._reduce_scatter_comm = _OneBuffer()
             for held in group.fsdp_params:
                 lend(held)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -28,12 +27,15 @@ from hf_parallel.axes.data.ends import shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
+from hf_parallel.axes.data.units import groups_of, sharded_modules, state_of
 from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    pass
 
 
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
@@ -159,15 +161,12 @@ def forget_root(model: nn.Module) -> None:
     torch has no call for this: a unit's state is its internal, looked at in torch 2.13.
     """
     for module in sharded_modules(model):
-        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        state = state_of(module)
         state._is_root = None
-        for group in state._fsdp_param_groups if state._auto_reshard_after_forward else ():
-            group.post_forward_mesh_info = group.mesh_info  # a root keeps its weights for the backward pass
-
-
-def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
-    """The modules under FSDP2, outermost first."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+        for group in groups_of(module) if state._auto_reshard_after_forward else ():
+            group.post_forward_mesh_info = cast(
+                "FSDPMeshInfo", group.mesh_info
+            )  # a root keeps its weights for the backward pass
 
 
 def without_sharding(module: nn.Module) -> nn.Module:
@@ -177,7 +176,7 @@ def without_sharding(module: nn.Module) -> nn.Module:
     """
     if not isinstance(module, FSDPModule):
         return module
-    state: FSDPState = fully_shard.state(module)  # type: ignore[attr-defined]
+    state = state_of(module)
     kind: Any = next(base for base in type(module).__mro__ if not issubclass(base, FSDPModule))  # from before
     plain = kind.__new__(kind)
     vars(plain).update(vars(module))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters import lora
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.collectives import assert_all_ranks

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters.four_bit import FourBit
 from hf_parallel.axes.data.late_parameters import remove_late_parameters
-from hf_parallel.axes.data.zero import sharded_modules
+from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, holding, local
 from hf_parallel.checkpoint.slices import local_part, read

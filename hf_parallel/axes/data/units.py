@@ -1,0 +1,37 @@
+"""What torch keeps of an FSDP2 unit. There is no call for it: these are its internals, of torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+
+def state_of(unit: nn.Module | FSDPModule) -> FSDPState:
+    """The record that the hooks of a unit share."""
+    return cast("FSDPState", fully_shard.state(unit))  # type: ignore[attr-defined]
+
+
+def groups_of(unit: nn.Module | FSDPModule) -> list[FSDPParamGroup]:
+    """The parameters of one unit that are gathered and reduced together; torch 2.11 has one such group at most."""
+    state = state_of(unit)
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def sharded_modules(root: nn.Module) -> Iterator[FSDPModule]:
+    """The units from `root` on, outermost first."""
+    return (module for module in root.modules() if isinstance(module, FSDPModule))
+
+
+def parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
+    """The groups of all units from `root` on."""
+    for unit in sharded_modules(root):
+        yield from groups_of(unit)
