@@ -14,14 +14,15 @@ LENGTHS = (33, 7, 13)
 def kept(schedule: str) -> tuple[int, int, int]:
     """Schedules, bytes of their buffers and votes after steps of several lengths."""
     votes = 0
-    vote = PipelineStage._warmup_forward_vote
+    voting = "_warmup_forward_vote" if hasattr(PipelineStage, "_warmup_forward_vote") else "_get_init_p2p_neighbors_ops"
+    vote = getattr(PipelineStage, voting)
 
     def counted(self, *args, **kwargs):
         nonlocal votes
         votes += 1
         return vote(self, *args, **kwargs)
 
-    PipelineStage._warmup_forward_vote = counted
+    setattr(PipelineStage, voting, counted)  # torch 2.11 tries connections
     model = parallelize(models.build("llama").train(), f"pp=2,pipeline_schedule={schedule}")
     for length in LENGTHS:
         ids = torch.arange(4 * length).view(4, length) % models.VOCABULARY

@@ -68,6 +68,11 @@ class TorchStage(PipelineStage):
     def _validate_fwd_outputs(self, *args: object, **kwargs: object) -> None:
         """The same in torch 2.11."""
 
+    def clear_runtime_states(self) -> None:
+        """Buffers and their gradients are gone by the end of a step; torch 2.11 would look for them."""
+        self.fwd_cache.clear()
+        self.output_chunks.clear()
+
     def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
         """Another run of the step is to add to what this one has left, or has done so."""
         if self.reduces:
