@@ -14,7 +14,9 @@ LENGTHS = (33, 7, 13)
 def kept(schedule: str) -> tuple[int, int, int]:
     """Schedules, bytes of their buffers and votes after steps of several lengths."""
     votes = 0
-    voting = "_warmup_forward_vote" if hasattr(PipelineStage, "_warmup_forward_vote") else "_get_init_p2p_neighbors_ops"
+    voting = (
+        "_warmup_forward_vote" if hasattr(PipelineStage, "_warmup_forward_vote") else "_get_init_p2p_neighbors_ops"
+    )
     vote = getattr(PipelineStage, voting)
 
     def counted(self, *args, **kwargs):
@@ -32,7 +34,8 @@ def kept(schedule: str) -> tuple[int, int, int]:
     infos = [
         info for s in stages for kind in (s.args_recv_info, s.grad_recv_info) for one in kind.values() for info in one
     ]
-    held = sum(i.buffer.nbytes for i in infos if i.buffer is not None and not i.buffer.is_meta)
+    buffers = [getattr(info, "buffer", None) for info in infos]  # torch 2.11 has none for what comes from the script
+    held = sum(buffer.nbytes for buffer in buffers if buffer is not None and not buffer.is_meta)
     return len(found), held, votes // len(stages)
 
 
