@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hf_parallel import ParallelConfig, SpecError
-from hf_parallel.axes.pipeline.read import check_overlap
+from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.hooks import patching
 from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
@@ -160,11 +160,13 @@ def test_torch(versions, monkeypatch):
         check_torch()
 
 
-def test_overlap_before_torch_2_13(monkeypatch):
-    asked = ParallelConfig.parse("tp=2,pp=2,tp_overlap=true,pipeline_schedule=zbv_zero_bubble")
-    check_overlap(asked)
+@pytest.mark.parametrize("key", ["tp_overlap", "lean_loss"])
+def test_own_functions_before_torch_2_13(monkeypatch, key):
+    split = "tp=2,pp=2,pipeline_schedule=zbv_zero_bubble"
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
     monkeypatch.setattr(torch, "__version__", "2.12.0")
-    with pytest.raises(SpecError, match="tp_overlap=true: with pipeline_schedule=zbv_zero_bubble needs torch 2.13"):
-        check_overlap(asked)
-    check_overlap(ParallelConfig.parse("tp=2,pp=2,tp_overlap=true,pipeline_schedule=1f1b"))
-    check_overlap(ParallelConfig.parse("tp=2,pp=2,pipeline_schedule=zbv_zero_bubble"))
+    with pytest.raises(SpecError, match=f"{key}=true: with pipeline_schedule=zbv_zero_bubble needs torch 2.13"):
+        check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
+    check_own_functions(ParallelConfig.parse(f"tp=2,pp=2,{key}=true,pipeline_schedule=1f1b"))
+    check_own_functions(ParallelConfig.parse(split))

@@ -103,7 +103,7 @@ def resolve_stages(config: ParallelConfig, facts: StageFacts, sums_over_tokens: 
     tied = facts.tied_embedding is not None
     config = _with_schedule(config, len(facts.costs.layers), tied)
     _check_tied_in_a_v(config, tied)
-    check_overlap(config)
+    check_own_functions(config)
     _check_split(len(facts.costs.layers), config)
     costs = with_recomputation(facts.costs, config.activation_checkpointing)
     counts = config.pipeline_split or balance(costs, config.pipeline_stages)
@@ -129,19 +129,20 @@ def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
         )
 
 
-def check_overlap(config: ParallelConfig) -> None:
+def check_own_functions(config: ParallelConfig) -> None:
     """Before 2.13 torch loses the nodes of own functions between the two halves of a split backward pass.
 
     Raises:
-        SpecError: they are needed, to overlap collectives with products.
+        SpecError: a weight is in one: to overlap collectives with products, or for head and loss in chunks.
     """
     old = Version(torch.__version__).release[:2] < (2, 13)
-    if old and config.tp_overlap and config.pipeline_schedule in SPLIT_BACKWARD:
-        refuse(
-            "tp_overlap=true",
-            f"with pipeline_schedule={config.pipeline_schedule} needs torch 2.13, here is {torch.__version__}",
-            "tp_overlap=false",
-        )
+    if not old or config.pipeline_schedule not in SPLIT_BACKWARD:
+        return
+    needs = f"with pipeline_schedule={config.pipeline_schedule} needs torch 2.13, here is {torch.__version__}"
+    if config.tp_overlap:
+        refuse("tp_overlap=true", needs, "tp_overlap=false")
+    if config.lean_loss == "true":
+        refuse("lean_loss=true", needs, "lean_loss=auto")
 
 
 def _check_split(layers: int, config: ParallelConfig) -> None:
