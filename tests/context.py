@@ -54,7 +54,7 @@ def steps(name: str, kind: str, spec: str | None, own: bool = True, **changes: A
     checkpointed = changes.pop("checkpointed", False)
     model = models.build(name, **changes)
     if checkpointed:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     model.train()
     if spec:
         hf_parallel.parallelize(model, hf_parallel.ParallelConfig.parse(spec))

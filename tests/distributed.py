@@ -50,7 +50,7 @@ PEER_LOST = (
     "Socket Timeout",
     "recvValue failed",
 )
-GRACE_S = 10.0  # for the others to report their own error after the first: more than a watchdog takes to tell
+GRACE_S = 10.0  # for the others to report their own error after the first; a watchdog tells sooner
 
 
 class RankFailure(RuntimeError):

@@ -23,8 +23,9 @@ each replacement.
 
 Those of libraries that not every script uses are put in place when a script imports them. One whose target is gone, or
 takes other parameters than it is known to take, is refused by name. The last column: *private*, the name begins with
-an underscore; *since*, the version that introduced it; *copies*, modules that have imported it by name get the
-replacement too. Functions that change together (`{{grpo,rloo}}_trainer:pad`) share one replacement, a function here.
+an underscore; *since*, the version that introduced it; *before*, the one that made the patch needless; *copies*,
+modules that have imported it by name get the replacement too. Functions that change together
+(`{{grpo,rloo}}_trainer:pad`) share one replacement, a function here.
 
 {counts}
 
@@ -114,6 +115,7 @@ def _rows(patches: list[Patch]) -> list[str]:
 def _row(patch: Patch) -> str:
     notes = ["private"] * patch.is_private + ["copies"] * patch.copies
     notes += [f"since {patch.since}"] if patch.since else []
+    notes += [f"before {patch.before}"] if patch.before else []
     by = patch.room.removeprefix("hf_parallel.hooks.").replace(".", "/")
     return f"| `{patch.target}` | {patch.reason} | {by}.py | {', '.join(notes)} |".replace("  ", " ")
 

@@ -1,7 +1,8 @@
 """`hf_parallel.parallelize`: what a loop written by hand calls, without a layout for the whole process.
 
 Of all patches only those of PEFT and bitsandbytes are put in place, when the script imports these libraries: adapters
-come into a parallel model, and a model with adapters becomes parallel, as under the runner.
+come into a parallel model, and a model with adapters becomes parallel, as under the runner. And how a layer is
+recomputed, where transformers is older than that.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from hf_parallel import hooks
 from hf_parallel.axes.axis import Packing
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.patching import Patch, apply_when_imported, undo
+from hf_parallel.hooks.patching import DECLARED, Patch, apply, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
+from hf_parallel.hooks.transformers import checkpointed
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of
@@ -63,6 +65,7 @@ def withdraw() -> None:
 
 def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
+    _undo_list.extend(apply([patch for patch in DECLARED if patch.room == checkpointed.__name__]))
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
         _undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))

@@ -47,6 +47,7 @@ class Patch:
     make: Callable[[Any], Any]
     reason: str
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
+    before: str | None = None  # from this version of the library on, the original does what is wanted
     adds: bool = False  # instances have the attribute, the class does not yet
     copies: bool = False  # replace it in every module that has imported it by name, too
     without_layout: bool = False  # in place where no layout is active, and only there
@@ -180,6 +181,8 @@ def refuse_unpatched(*modules: str) -> None:
 
 
 def _apply(patch: Patch, done: list[Undo]) -> None:
+    if patch.before is not None and library_version(patch.library) >= Version(patch.before):
+        return
     try:
         owner, name = patch.owner_and_name()
         # The descriptor itself, also if it is inherited.

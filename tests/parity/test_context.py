@@ -213,7 +213,7 @@ def sent(spec: str, checkpointed: bool, calls: bool = False) -> tuple[int, ...]:
 
     model = models.build("llama").train()
     if checkpointed:
-        model.activation_checkpointing_enable()
+        model.gradient_checkpointing_enable()
     hf_parallel.parallelize(model, spec)
     counter, tokens = Sent(), torch.arange(128).view(2, 64)
     loss = model(input_ids=tokens, labels=tokens).loss
