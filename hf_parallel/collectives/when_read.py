@@ -20,7 +20,7 @@ class WholeWhenRead:
 
     _parts: dict[str, list[Whole]] = {}  # of an output that a script has made of one
 
-    def __getitem__(self, key: Any) -> object:
+    def __getitem__(self, key: str | int | slice) -> object:
         if not isinstance(key, str):
             return tuple(self.values())[key]
         return self._whole(key, dict.__getitem__(self, key))  # type: ignore[index]

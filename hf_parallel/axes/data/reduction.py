@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_leaves
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     from hf_parallel.axes.data.held_gradients import HeldGradients
     from hf_parallel.config import ParallelConfig
@@ -87,7 +89,7 @@ def _queue(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
-def parameter_groups(root: nn.Module) -> Iterator[Any]:
+def parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
     """What torch has made of the units below `root`: the parameters that are gathered and reduced together."""
     for unit in root.modules():
         if isinstance(unit, FSDPModule):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from hf_parallel.axes.data.reduction import parameter_groups
@@ -25,13 +26,13 @@ from hf_parallel.axes.data.reduction import parameter_groups
 def work_in_place(root: nn.Module) -> None:
     """Let the units below `root` whose weights no other rank has a part of compute with the stored ones."""
     for group in parameter_groups(root):
-        if group.mesh_info.shard_mesh_size == 1:
+        if isinstance(group.mesh_info, FSDPMeshInfo) and group.mesh_info.shard_mesh_size == 1:
             group._reduce_scatter_comm = _OneBuffer()
             for held in group.fsdp_params:
                 lend(held)
 
 
-def lend(held: Any) -> None:
+def lend(held: FSDPParam) -> None:
     """Let a parameter that is whole on each rank be computed with where it is stored."""
     if held.mesh_info.shard_mesh_size == 1:
         held.__class__ = _Lent
@@ -72,8 +73,10 @@ class _OneBuffer(DefaultReduceScatter):
 
     _given: torch.Tensor | None = None
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         given, self._given = self._given, None
-        if given is None or given.shape != torch.Size(size) or given.dtype != dtype:
+        if given is None or given.shape != tuple(size) or given.dtype != dtype:
             given = self._given = super().allocate(size, dtype=dtype, device=device)
         return given

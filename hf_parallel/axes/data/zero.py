@@ -102,7 +102,7 @@ def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
                     tensor.data = tensor.data.to(device)
 
 
-def resting(mesh: ParallelMesh) -> dict[str, Any]:
+def resting(mesh: ParallelMesh) -> dict[str, CPUOffloadPolicy]:
     """Parameters and gradients that rest on the host; if not in files, in memory that a GPU copies from by itself."""
     offload = mesh.config.offload
     if not parameters_rest(offload):

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hf_parallel.axes.pipeline.batches import Batch
+    from hf_parallel.axes.axis import Batch
     from hf_parallel.collectives.context import Context
 
 

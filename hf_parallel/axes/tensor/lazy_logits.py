@@ -10,7 +10,7 @@ import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -104,7 +104,7 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_TENSOR: Any = torch.Tensor
+_TENSOR = torch.Tensor
 #: What can be asked without logits.
 _OF_SHAPE = {
     *(getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),
