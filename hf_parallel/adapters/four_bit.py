@@ -156,7 +156,9 @@ _MIXINS: dict[type, type[FourBit]] = {
 _MIXINS |= {PartialGradient: FourBitPartial, nn.Linear: FourBit}
 
 
-def pack_linear(module: nn.Linear, quant_type: str, double: bool, compute_dtype: torch.dtype) -> None:
+def pack_linear(
+    module: nn.Linear | TensorParallelLayer, quant_type: str, double: bool, compute_dtype: torch.dtype
+) -> None:
     """Let a linear that is split already, and on the meta device, expect and use a packed weight of whole blocks."""
     packing = Packing(module.weight.detach(), quant_type, double, compute_dtype)
     if isinstance(module, ColumnParallel | SharedHeads):

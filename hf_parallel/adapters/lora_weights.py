@@ -44,8 +44,8 @@ class AdaptedWeight(nn.Module):
 
     base_layer: TensorParallelLayer
     parameter_name: str
-    lora_A: Mapping[str, nn.Linear]
-    lora_B: Mapping[str, nn.Linear]
+    lora_A: Mapping[str, nn.Linear | WholeAdapter]
+    lora_B: Mapping[str, nn.Linear | WholeAdapter]
     scaling: dict[str, float]
     active_adapters: list[str]
     disable_adapters: bool
@@ -77,7 +77,7 @@ class AdaptedWeight(nn.Module):
         return total
 
 
-def _factor(half: nn.Linear) -> torch.Tensor:
+def _factor(half: nn.Linear | WholeAdapter) -> torch.Tensor:
     """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
     return (
         copy_weight_to_group(half.weight, half.region.group) if isinstance(half, WholeAdapter) else local(half.weight)

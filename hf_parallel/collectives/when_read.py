@@ -43,14 +43,14 @@ class WholeWhenRead:
     def _whole(self, key: str, value: Any) -> Any:
         for function in self._parts.pop(key, ()):
             value = function(value)
-            self[key] = value  # type: ignore[index]
+            self[key] = value
         return value
 
     def items(self) -> list[tuple[str, object]]:
-        return [(key, self[key]) for key in self.keys()]  # type: ignore[attr-defined]
+        return [(key, self[key]) for key in self.keys()]
 
     def values(self) -> list:
-        return [self[key] for key in self.keys()]  # type: ignore[attr-defined]
+        return [self[key] for key in self.keys()]
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
@@ -25,16 +25,26 @@ from torch.utils._pytree import tree_leaves
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
     from transformers import PreTrainedModel
 
 
-def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, **settings: Any) -> None:
+class Settings(TypedDict, total=False):
+    """Of `fully_shard`, the same for all units of a model."""
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter]
+
+
+def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, settings: Settings) -> None:
     """Give embedding and head groups of their own where each has its weight for itself.
 
     Args:
         keeps: weights stay gathered from the forward to the backward.
-        settings: of `fully_shard`.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     embedding, head, backbone = input_embedding(model), _head(model), backbone_of(model)

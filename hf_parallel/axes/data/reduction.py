@@ -86,7 +86,7 @@ def round_after_backward(root: nn.Module) -> None:
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:

@@ -122,7 +122,7 @@ class _Along(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple:
         return gradient, ctx.factors, None
 
 

@@ -68,10 +68,10 @@ class TorchStage(PipelineStage):
     def _validate_fwd_outputs(self, *args: object, **kwargs: object) -> None:
         """The same in torch 2.11."""
 
-    def perform_reduce_grad(self, *args: int) -> None:
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Another run of the step is to add to what this one has left, or has done so."""
         if self.reduces:
-            super().perform_reduce_grad(*args)
+            super().perform_reduce_grad(grad_scale_factor)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 

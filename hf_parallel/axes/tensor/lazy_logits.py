@@ -64,9 +64,7 @@ class LazyLogits(torch.Tensor):
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
         """Logits of this shape, from this source."""
-        lazy = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            LazyLogits, shape, dtype=dtype, device=source.hidden.device
-        )
+        lazy = torch.Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=source.hidden.device)
         lazy.source, lazy.made = source, None
         return lazy
 
