@@ -33,13 +33,19 @@ class Groups:
         self.device, self.rank = device, dist.get_rank()
         self._known: dict[tuple, dist.ProcessGroup | None] = {}
 
-    def along(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
-        """This rank's group of `partition`, None if it is in none. Collective over all ranks at the first time.
+    def along(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup:
+        """This rank's group of `partition`, which all ranks are in. Collective over them at the first time.
 
         Args:
             urgent: what is computed waits for its messages: on CUDA they go before what runs already.
             apart: whose messages must not wait for others of the same ranks: a name, with a group of its own.
         """
+        group = self.among(partition, urgent, apart)
+        assert group is not None
+        return group
+
+    def among(self, partition: Partition, urgent: bool = False, apart: str = "") -> dist.ProcessGroup | None:
+        """The same of groups that leave ranks out: None on these."""
         options = _high_priority(self.device) if urgent else None
         key = (options is not None, apart, *map(tuple, partition))
         if key not in self._known:

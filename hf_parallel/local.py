@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from hf_parallel.collectives.context import Context
+
+Mixin = TypeVar("Mixin", bound="nn.Module")
 
 
 @contextlib.contextmanager
@@ -71,9 +73,18 @@ class _Local(torch.autograd.Function):
 
 
 @functools.cache
-def in_front(mixin: Any, cls: type) -> type:
+def in_front(mixin: type, cls: type) -> type:
     """The class `cls` with a mixin before it, by the same name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
+
+
+def put_in_front(mixin: type[Mixin], module: nn.Module) -> Mixin:
+    """Let a module compute as a mixin says; its class keeps its name, and its parameters stay."""
+    front: type = mixin
+    behind: type = type(module)
+    module.__class__ = in_front(front, behind)
+    assert isinstance(module, mixin)
+    return module
 
 
 #: Of a class that `in_front` or `computing` has made: the one that it was.

@@ -115,7 +115,7 @@ class ParallelMesh:
     device: torch.device
     device_mesh: DeviceMesh
     rank: int
-    data_group: dist.ProcessGroup | None = field(repr=False)
+    data_group: dist.ProcessGroup = field(repr=False)
     groups: Groups = field(repr=False)
     expert_mesh: DeviceMesh | None = None  # the second view, where there is expert parallelism
 
@@ -149,9 +149,7 @@ class ParallelMesh:
     @functools.cached_property
     def attention_group(self) -> dist.ProcessGroup:
         """The ranks along cp once more: keys travel while the other groups gather weights. Collective at first."""
-        group = self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
-        assert group is not None
-        return group
+        return self.groups.along(axis_ranks(self.config, "cp"), apart="attention")
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
         return self._view(axes)[axes]
@@ -206,12 +204,12 @@ class ParallelMesh:
 
     def first_and_last_stage_group(self) -> dist.ProcessGroup | None:
         """The group that keeps two copies of a tied embedding equal; None between them. Collective over all ranks."""
-        return self.groups.along([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
+        return self.groups.among([[ranks[0], ranks[-1]] for ranks in axis_ranks(self.config, "pp")])
 
 
 def _mesh(groups: Groups, config: ParallelConfig, sizes: dict[str, int]) -> DeviceMesh:
     """One view of the ranks, with a group for each of its axes."""
-    along: Any = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
+    along = [groups.along(axis_ranks(config, axis), urgent=axis == "tp") for axis in sizes]
     ranks = torch.arange(config.world_size).view(tuple(sizes.values()))
     return DeviceMesh.from_group(along, groups.device.type, ranks, mesh_dim_names=tuple(sizes))
 

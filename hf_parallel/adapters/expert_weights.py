@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from torch import nn
 from hf_parallel.axes.experts.layers import SharedOut
 from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.collectives import copy_weight_to_group
-from hf_parallel.local import adding, in_front
+from hf_parallel.local import adding, put_in_front
 from hf_parallel.model.packed import StoredOrder
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 class AdaptedExperts(nn.Module):
     """Mixin for a wrapper of one weight of experts; several may stand around each other."""
 
-    parameter_name: Any
-    lora_A: Any
-    lora_B: Any
-    scaling: Any
-    get_base_layer: Any
+    parameter_name: str
+    lora_A: Mapping[str, nn.Linear]
+    lora_B: Mapping[str, nn.Linear]
+    scaling: dict[str, float]
+    get_base_layer: Callable[[], SplitExperts | SharedOut]
 
     @contextlib.contextmanager
     def _activate_lora(self, active: list[str]) -> Iterator[None]:
@@ -67,7 +67,7 @@ class AdaptedExperts(nn.Module):
         return torch.einsum("ore,eri->eio" if base.is_transposed else "ore,eri->eoi", up, down) * scaling
 
 
-def _own_rows(base: Any, name: str) -> torch.Tensor:
+def _own_rows(base: SplitExperts, name: str) -> torch.Tensor:
     """Which of a weight's columns or rows this rank has, as the model counts them."""
     order: StoredOrder | None = getattr(base, "stored_orders", {}).get(name)
     group, facts = base.region.group, base.expert_facts
@@ -77,11 +77,13 @@ def _own_rows(base: Any, name: str) -> torch.Tensor:
 
 def can_adapt(base: nn.Module, name: str) -> bool:
     """Is this a weight of experts of which ranks hold parts?"""
-    held: Any = base._parameters[name]
-    return isinstance(base, SplitExperts | SharedOut) and held.dim() == 3 and not base.expert_facts.dense
+    if not isinstance(base, SplitExperts | SharedOut) or base.expert_facts.dense:
+        return False
+    held = base._parameters[name]
+    return held is not None and held.dim() == 3
 
 
 def adapt(wrapper: BaseTunerLayer) -> None:
     """Let a wrapper of a weight of experts add this rank's part."""
     if not isinstance(wrapper, AdaptedExperts):
-        wrapper.__class__ = in_front(AdaptedExperts, cast(Any, type(wrapper)))
+        put_in_front(AdaptedExperts, wrapper)

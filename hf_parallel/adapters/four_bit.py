@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from hf_parallel.axes.tensor.layers import (
     PartialGradient,
     RowParallel,
     SharedHeads,
+    TensorParallelLayer,
     local,
     rows_on,
     summed,
@@ -31,6 +32,8 @@ from hf_parallel.axes.tensor.layers import (
 from hf_parallel.collectives import copy_weight_to_group
 
 if TYPE_CHECKING:
+    from bitsandbytes.functional import QuantState
+
     from hf_parallel.collectives.context import Context
 
 BLOCK = 64
@@ -55,7 +58,7 @@ class Packing:
         """Of the packed part."""
         return self.shape.numel() // 2 + self.shape.numel() // BLOCK * 4
 
-    def opened(self, packed: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def opened(self, packed: torch.Tensor) -> tuple[torch.Tensor, QuantState]:
         """Codes and bitsandbytes' description of them."""
         from bitsandbytes import functional
 
@@ -96,9 +99,8 @@ class FourBit(nn.Module):
     """Mixin for a linear whose weight is packed."""
 
     packing: Packing
-    weight: Any
-    bias: Any
-    region: Any
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """x […, in] times the weight of this rank, in `compute_dtype` whatever x has, as bitsandbytes does."""
@@ -108,18 +110,15 @@ class FourBit(nn.Module):
         return _plus(self.product(input), self.bias)
 
 
-class FourBitColumn(FourBit):
-    """In front of ColumnParallel."""
+class FourBitColumn(FourBit, ColumnParallel):
+    """In front of a column-parallel linear."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _plus(self.product(self.region.enter(input)), local(self.bias))
 
 
-class FourBitRow(FourBit):
-    """In front of RowParallel."""
-
-    adapted: Any
-    leave: Any
+class FourBitRow(FourBit, RowParallel):
+    """In front of a row-parallel linear."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         with summed(self):
@@ -127,10 +126,8 @@ class FourBitRow(FourBit):
         return output if self.adapted else self.leave(output)
 
 
-class FourBitShared(FourBit):
-    """In front of SharedHeads."""
-
-    rows: torch.Tensor
+class FourBitShared(FourBit, SharedHeads):
+    """In front of a linear to heads that ranks share."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.product(self.region.enter(input))
@@ -138,8 +135,8 @@ class FourBitShared(FourBit):
         return _plus(output, bias)[..., rows_on(self, input.device)]
 
 
-class FourBitPartial(FourBit):
-    """In front of PartialGradient."""
+class FourBitPartial(FourBit, TensorParallelLayer):
+    """In front of a whole linear inside a region."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _plus(
@@ -151,11 +148,17 @@ def _plus(output: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return output if bias is None else output + bias.to(output.dtype)
 
 
-_MIXINS: dict[type, type] = {ColumnParallel: FourBitColumn, RowParallel: FourBitRow, SharedHeads: FourBitShared}
+_MIXINS: dict[type, type[FourBit]] = {
+    ColumnParallel: FourBitColumn,
+    RowParallel: FourBitRow,
+    SharedHeads: FourBitShared,
+}
 _MIXINS |= {PartialGradient: FourBitPartial, nn.Linear: FourBit}
 
 
-def pack_linear(module: Any, quant_type: str, double: bool, compute_dtype: torch.dtype) -> None:
+def pack_linear(
+    module: nn.Linear | TensorParallelLayer, quant_type: str, double: bool, compute_dtype: torch.dtype
+) -> None:
     """Let a linear that is split already, and on the meta device, expect and use a packed weight of whole blocks."""
     packing = Packing(module.weight.detach(), quant_type, double, compute_dtype)
     if isinstance(module, ColumnParallel | SharedHeads):
@@ -166,10 +169,12 @@ def pack_linear(module: Any, quant_type: str, double: bool, compute_dtype: torch
     module._parameters["weight"] = nn.Parameter(
         torch.empty(packing.nbytes, dtype=torch.uint8, device="meta"), requires_grad=False
     )
-    kind: Any = type(module)
-    module.packing, module.__class__ = packing, _in_front(mixin, kind)
+    kinds: tuple[type, type] = mixin, type(module)
+    module.__class__ = _in_front(*kinds)
+    assert isinstance(module, FourBit)
+    module.packing = packing
 
 
 @functools.cache
-def _in_front(mixin: Any, cls: type) -> type:
+def _in_front(mixin: type, cls: type) -> type:
     return type(f"{mixin.__name__}{cls.__name__}", (mixin, cls), {"__module__": cls.__module__})

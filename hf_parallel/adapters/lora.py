@@ -41,7 +41,7 @@ from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelHead
 from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_from_group
-from hf_parallel.local import holding, in_front, local
+from hf_parallel.local import holding, local, put_in_front
 from hf_parallel.model.packed import StoredOrder
 
 if TYPE_CHECKING:
@@ -53,15 +53,15 @@ if TYPE_CHECKING:
 class Adapted(nn.Module):
     """Mixin for a wrapper that holds a split linear as `base_layer`: it enters and leaves in that layer's place."""
 
-    base_layer: Any
+    base_layer: TensorParallelLayer
 
-    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         base = self.base_layer
         base.only_added = _only_adds(self)
         return base.leave(super().forward(base.enter(x), *args, **kwargs))
 
 
-def _only_adds(wrapper: Any) -> bool:
+def _only_adds(wrapper: nn.Module) -> bool:
     """Do its adapters add to the base's product without reading it, as those without magnitudes do?"""
     variants = getattr(wrapper, "lora_variant", {}) or any(getattr(wrapper, "use_dora", {}).values())
     return hasattr(wrapper, "lora_A") and not variants
@@ -70,9 +70,9 @@ def _only_adds(wrapper: Any) -> bool:
 class AdaptedEmbedding(nn.Module):
     """Mixin for a wrapper around a split embedding: ids […] -> […, hidden], each rank from the rows it holds."""
 
-    base_layer: Any
-    lora_embedding_A: Any
-    lora_embedding_B: Any
+    base_layer: VocabParallel
+    lora_embedding_A: nn.ParameterDict
+    lora_embedding_B: nn.ParameterDict
 
     def forward(self, ids: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         base, cut, whole = self.base_layer, self.lora_embedding_A, self.lora_embedding_B
@@ -82,7 +82,9 @@ class AdaptedEmbedding(nn.Module):
         try:
             with (
                 holding(cut, {name: local(p) for name, p in cut._parameters.items()}),
-                holding(whole, {name: copy_weight_to_group(p, group) for name, p in whole._parameters.items()}),
+                holding(
+                    whole, {name: copy_weight_to_group(p, group) for name, p in whole.named_parameters(recurse=False)}
+                ),
             ):
                 output = super().forward(rows, *args, **kwargs)
         finally:
@@ -95,8 +97,8 @@ def adapt(wrapper: BaseTunerLayer) -> None:
     if isinstance(wrapper, Adapted | AdaptedEmbedding):
         return
     mixin = AdaptedEmbedding if isinstance(wrapper.base_layer, VocabParallel) else Adapted
-    kind: Any = type(wrapper)
-    wrapper.__class__, wrapper.base_layer.adapted = in_front(mixin, kind), True
+    wrapper.base_layer.adapted = True
+    put_in_front(mixin, wrapper)
 
 
 # ---- A and B -------------------------------------------------------------------------------------------------------
@@ -131,7 +133,9 @@ class SharedRowsAdapter(TensorParallelLayer):
         return F.linear(input, copy_weight_to_group(self.weight, group)[rows], bias)
 
 
-def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.device) -> None:
+def split_linear(
+    base: TensorParallelLayer, down: nn.Module, up: nn.Module, mesh: DeviceMesh, device: torch.device
+) -> None:
     """Split one adapter of a linear: `down` [r, in] is A and `up` [out, r] is B, whole and equal on all ranks."""
     if isinstance(base, RowParallel):
         cut(down, base, 1, mesh, device)
@@ -141,13 +145,12 @@ def split_linear(base: Any, down: Any, up: Any, mesh: DeviceMesh, device: torch.
     if isinstance(base, ColumnParallel):
         cut(up, base, 0, mesh, device)
     elif isinstance(base, SharedHeads):
-        become(up, SharedRowsAdapter, base.region)
-        up.rows = base.rows
+        become(up, SharedRowsAdapter, base.region).rows = base.rows
     else:
         become(up, WholeAdapter, base.region)
 
 
-def cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
+def cut(adapter: Any, base: TensorParallelLayer, dim: int, mesh: DeviceMesh, device: torch.device) -> None:
     """Cut A (dim 1) or B (dim 0), whole and equal on all ranks, in the order in which the base's weight is stored."""
     order = getattr(base, "stored_orders", {}).get("weight")
     names = ("weight", "bias") if dim == 0 else ("weight",)
@@ -161,7 +164,7 @@ def cut(adapter: Any, base: Any, dim: int, mesh: DeviceMesh, device: torch.devic
     become(adapter, CutAdapter, base.region)
 
 
-def split_embedding(down: Any, name: str, mesh: DeviceMesh, device: torch.device) -> None:
+def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.device) -> None:
     """Split one adapter of an embedding: the entry `name` of `down` is A [r, V]; B stays whole."""
     shard_parameter(down, name, mesh, 1, device)
 
@@ -184,15 +187,15 @@ class SplitMagnitude(TensorParallelLayer):
         self,
         x: torch.Tensor,
         *,
-        lora_A: Any,
-        lora_B: Any,
+        lora_A: nn.Linear,
+        lora_B: nn.Linear,
         scaling: float,
-        base_layer: Any,
-        base_result: Any = None,
+        base_layer: TensorParallelLayer,
+        base_result: torch.Tensor | None = None,
         **_: object,
     ) -> torch.Tensor:
         weight, bias = local_weight(base_layer), local(base_layer.bias)
-        rows = rows_on(base_layer, x.device) if hasattr(base_layer, "rows") else None
+        rows = rows_on(base_layer, x.device) if isinstance(base_layer, SharedHeads) else None
         magnitude, up = local(self.weight), local(lora_B.weight)
         if not isinstance(base_layer, ColumnParallel):
             magnitude = copy_weight_to_group(magnitude, self.region.group)
@@ -211,7 +214,7 @@ class SplitMagnitude(TensorParallelLayer):
         return (scale - 1) * base_result + scale * lora_B(lora_A(x)) * scaling
 
 
-def split_magnitude(base: Any, magnitude: Any, mesh: DeviceMesh, device: torch.device) -> None:
+def split_magnitude(base: TensorParallelLayer, magnitude: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split the magnitudes [out] of one adapter, whole and equal on all ranks."""
     if isinstance(base, ColumnParallel):
         order = getattr(base, "stored_orders", {}).get("weight")
@@ -276,11 +279,13 @@ class OwnDropout(TensorParallelLayer):
 _numbers = itertools.count()
 
 
-def split_dropout(base: Any, dropout: Any) -> None:
+def split_dropout(base: TensorParallelLayer, dropout: nn.Module) -> None:
     """Random numbers as the adapter of `base` needs them: one mask for a column's input, parts of one for a row's."""
     if not isinstance(dropout, nn.Dropout) or isinstance(dropout, TensorParallelLayer):
         return
-    split: Any = dropout
-    become(split, OwnDropout if isinstance(base, RowParallel) else SharedDropout, base.region)
-    split.number = next(_numbers)
+    number = next(_numbers)
+    if isinstance(base, RowParallel):
+        become(dropout, OwnDropout, base.region)
+    else:
+        become(dropout, SharedDropout, base.region).number = number
     look_again()

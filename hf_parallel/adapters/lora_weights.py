@@ -11,8 +11,8 @@ nothing              whole         whole          the weight: the layer sums tha
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -28,11 +28,12 @@ from hf_parallel.axes.tensor.layers import (
     PartialGradient,
     RowParallel,
     SharedHeads,
+    TensorParallelLayer,
     become,
 )
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.collectives import copy_weight_to_group
-from hf_parallel.local import holding, in_front, local
+from hf_parallel.local import holding, local, put_in_front
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -41,11 +42,14 @@ if TYPE_CHECKING:
 class AdaptedWeight(nn.Module):
     """Mixin for a wrapper of one weight of a split layer, its `base_layer`."""
 
-    base_layer: Any
-    parameter_name: Any
-    lora_A: Any
-    lora_B: Any
-    scaling: Any
+    base_layer: TensorParallelLayer
+    parameter_name: str
+    lora_A: Mapping[str, nn.Linear | WholeAdapter]
+    lora_B: Mapping[str, nn.Linear | WholeAdapter]
+    scaling: dict[str, float]
+    active_adapters: list[str]
+    disable_adapters: bool
+    merged: bool
 
     @contextlib.contextmanager
     def _activate_lora(self, active: list[str]) -> Iterator[None]:
@@ -61,8 +65,7 @@ class AdaptedWeight(nn.Module):
 
     def column(self) -> torch.Tensor:
         """This rank's part of the sum as [out, in]."""
-        wrapper: Any = self
-        total = self._sum([] if wrapper.disable_adapters or wrapper.merged else wrapper.active_adapters)
+        total = self._sum([] if self.disable_adapters or self.merged else self.active_adapters)
         return total.t() if isinstance(self.base_layer, Conv1D) else total
 
     def _sum(self, active: list[str]) -> torch.Tensor:
@@ -74,7 +77,7 @@ class AdaptedWeight(nn.Module):
         return total
 
 
-def _factor(half: Any) -> torch.Tensor:
+def _factor(half: nn.Linear | WholeAdapter) -> torch.Tensor:
     """A or B for this rank's part: of a whole one beside a cut one each rank has a part of the gradient."""
     return (
         copy_weight_to_group(half.weight, half.region.group) if isinstance(half, WholeAdapter) else local(half.weight)
@@ -83,9 +86,9 @@ def _factor(half: Any) -> torch.Tensor:
 
 def split_weight(wrapper: BaseTunerLayer, mesh: DeviceMesh, device: torch.device) -> None:
     """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split."""
-    base, kind = wrapper.base_layer, type(wrapper)
+    base = wrapper.base_layer
     if not isinstance(wrapper, AdaptedWeight):
-        wrapper.__class__ = in_front(AdaptedWeight, cast(Any, kind))
+        put_in_front(AdaptedWeight, wrapper)
     if base in base.region.columns:
         base.region.columns[base] = wrapper.column
     dim = _cut_dim(base)

@@ -11,12 +11,14 @@ what is no plain tensor stay.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+#: What autograd keeps: a tensor itself, or its copy with size and strides.
+Packed: TypeAlias = "torch.Tensor | tuple[Copy, torch.Size, tuple[int, ...]]"
 SMALL = 1 << 20  # bytes: a copy of less costs more than it frees
 
 
@@ -34,11 +36,11 @@ class Host:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: Any = None if device.type == "cpu" else torch.Stream(device)
+        self.stream = None if device.type == "cpu" else torch.Stream(device)
         self.open: list[Kept] = []
         self.last: Kept | None = None
 
-    def begin(self, place: int, parameters: list[dict[str, Any]]) -> None:
+    def begin(self, place: int, parameters: list[dict[str, nn.Parameter | None]]) -> None:
         """A layer starts."""
         if torch.is_grad_enabled():
             self.last = Kept(self, None if place == 0 else self.last, parameters)
@@ -52,31 +54,31 @@ class Host:
             kept.hooks.__exit__()
             kept.copied.clear()
 
-    def __deepcopy__(self, memo: Any) -> Host:
+    def __deepcopy__(self, memo: object) -> Host:
         return Host(self.device)
 
 
 class _Begin:
     """A forward pre-hook."""
 
-    def __init__(self, host: Host, place: int, parameters: list[dict[str, Any]]) -> None:
+    def __init__(self, host: Host, place: int, parameters: list[dict[str, nn.Parameter | None]]) -> None:
         self.host, self.place, self.parameters = host, place, parameters
 
-    def __call__(self, layer: nn.Module, args: Any) -> None:
+    def __call__(self, layer: nn.Module, args: tuple) -> None:
         self.host.begin(self.place, self.parameters)
 
 
 class Kept:
     """What one run of one layer has kept. `before`: that of the layer before it, whose backward comes next."""
 
-    def __init__(self, host: Host, before: Kept | None, parameters: list[dict[str, Any]]) -> None:
+    def __init__(self, host: Host, before: Kept | None, parameters: list[dict[str, nn.Parameter | None]]) -> None:
         self.host, self.before, self.parameters = host, before, parameters
         self.copies: list[Copy] = []
         #: Until the layer is done the originals live, or another tensor could come to lie in the same place.
         self.copied: dict[tuple, tuple[Copy, torch.Tensor]] = {}
-        self.hooks: Any = saved_tensors_hooks(self.pack, self.unpack)
+        self.hooks = saved_tensors_hooks(self.pack, self.unpack)
 
-    def pack(self, tensor: torch.Tensor) -> Any:
+    def pack(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps for the tensor."""
         if not self._goes(tensor):
             return tensor
@@ -90,9 +92,9 @@ class Kept:
         copy.readers += 1
         return copy, tensor.size(), tensor.stride()
 
-    def unpack(self, kept: Any) -> torch.Tensor:
+    def unpack(self, kept: Packed) -> torch.Tensor:
         """The tensor again; the first of a layer sets off the copies of the layer before it."""
-        if torch.is_tensor(kept):
+        if isinstance(kept, torch.Tensor):
             return kept
         copy, size, stride = kept
         if self.before is not None:

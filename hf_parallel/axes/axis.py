@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
 
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.tensor.region import SequenceParallelFlag
@@ -22,11 +23,13 @@ if TYPE_CHECKING:
     from hf_parallel.model.anatomy import Anatomy
     from hf_parallel.resolve import Plan
 
+Batch = dict[str, Any]  # what a model is called with, by name
+Value = TypeVar("Value")
 Facts = TypeVar("Facts")  # what an axis reads of a model
 Part = TypeVar("Part")  # what an axis will do: its part of the plan
 
 
-def key(default: Any, doc: str, choices: tuple[Any, ...] = (), shown: str | None = None) -> Any:
+def key(default: Value, doc: str, choices: tuple[object, ...] = (), shown: str | None = None) -> Value:
     """A spec key: a dataclass field with what the parser, the README's table and the planner need to know of it.
 
     Args:
@@ -57,10 +60,10 @@ class MeshAxis:
 class Packing(Protocol):
     """Gives a model weights of another kind, between splitting and sharding."""
 
-    def check(self, model: Any, plan: Plan) -> None:
+    def check(self, model: PreTrainedModel, plan: Plan) -> None:
         """Refuse, with a SpecError, what cannot be packed; the model is not changed."""
 
-    def __call__(self, model: Any) -> None:
+    def __call__(self, model: PreTrainedModel) -> None:
         """Pack what is split."""
 
 
@@ -75,7 +78,7 @@ class Building:
     sequence_flag: SequenceParallelFlag | None = None
     local_length: Callable[[int], int] | None = None  # tokens of a row -> those of it that a cp rank holds
     #: Router logits [rows, own tokens, experts] of a batch -> those of all its tokens, one axis after another.
-    whole_tokens: list[Callable[[torch.Tensor, dict[str, Any]], torch.Tensor]] = field(default_factory=list)
+    whole_tokens: list[Callable[[torch.Tensor, Batch], torch.Tensor]] = field(default_factory=list)
     pipeline: PipelineEngine | None = None
 
 
@@ -100,7 +103,7 @@ class Axis(Generic[Facts, Part]):
         """Does this config make the axis do anything?"""
         return any(getattr(config, f"{axis.name}_size") != 1 for axis in self.mesh_axes)
 
-    def read(self, model: Any, config: ParallelConfig) -> Facts | None:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> Facts | None:
         """What it needs to know of a model, which is not changed."""
         return None
 

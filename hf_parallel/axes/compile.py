@@ -61,7 +61,7 @@ def check_compiled(config: ParallelConfig, asked: str) -> None:
         refuse(asked, f"pipeline_schedule={config.pipeline_schedule} {why}", "pipeline_schedule=1f1b")
 
 
-def compile_layers(layers: Iterable[Any], **settings: Any) -> None:
+def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
     """Compile the forward of each, in place; `settings` are those of torch.compile."""
     import torch
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -29,23 +29,32 @@ from torch.autograd.function import once_differentiable
 
 from hf_parallel.autocast import as_autocast, no_autocast
 from hf_parallel.collectives import all_reduce
-from hf_parallel.local import in_front
+from hf_parallel.local import put_in_front
+
+if TYPE_CHECKING:
+    from torchao.float8.config import CastConfig
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
+    from hf_parallel.axes.tensor.gather_recompute import Origin
+    from hf_parallel.collectives.context import Context
 
 #: Dims of the three operands.
 X, W, G = ("tokens", "in"), ("out", "in"), ("tokens", "out")
 #: What torch's scaled products want sizes to be multiples of.
 ALIGNED = 16
+#: Of the two operands of a product, where others use them again.
+Scales = tuple[torch.Tensor | None, torch.Tensor | None]
 
 
 class Split(NamedTuple):
     """Which dim ranks of a group hold a part of."""
 
     dim: str | None = None
-    group: Any = None
+    group: dist.ProcessGroup | None = None
 
     def agree(self, largest: torch.Tensor, over: tuple[str, ...]) -> torch.Tensor:
         """The largest numbers over these dims, if a rank sees a part of one only."""
-        if self.dim not in over:
+        if self.group is None or self.dim not in over:
             return largest
         return all_reduce(largest.float(), self.group, dist.ReduceOp.MAX).to(largest.dtype)
 
@@ -103,28 +112,38 @@ class Float8:
         output = matmul_with_hp_or_float8_args.apply(x, weight.t(), type(self._products[0])(*mm), config)
         return output if bias is None else output + bias.to(output.dtype)
 
-    def output(self, x: Any, weight: Any, split: Split) -> tuple[torch.Tensor, Any]:
+    def output(self, x: torch.Tensor, weight: torch.Tensor, split: Split) -> tuple[torch.Tensor, Scales]:
         """x Wᵀ, and the scales that its gradients use again."""
         c = self.config
-        x = self.cast(x, X, "in", c.cast_config_input, split)
-        weight = self.cast(weight, W, "in", c.cast_config_weight, split)
-        return torch.mm(x, weight.t()), (x._scale, weight._scale) if self.tensorwise else (None, None)
+        rows = self.cast(x, X, "in", c.cast_config_input, split)
+        columns = self.cast(weight, W, "in", c.cast_config_weight, split)
+        return torch.mm(rows, columns.t()), (rows._scale, columns._scale) if self.tensorwise else (None, None)
 
-    def grad_input(self, gradient: Any, weight: Any, split: Split, scales: Any) -> tuple[torch.Tensor, Any]:
+    def grad_input(
+        self, gradient: torch.Tensor, weight: torch.Tensor, split: Split, scales: Scales
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """g W, and what `grad_weight` may use of g in the place of g."""
         c = self.config
         rounded = self.cast(gradient, G, "out", c.cast_config_grad_output, split)
         weight = self.cast(weight, W, "out", c.cast_config_weight_for_grad_input, split, scales[1])
         return torch.mm(rounded, weight), rounded if self.tensorwise else gradient
 
-    def grad_weight(self, gradient: Any, x: Any, split: Split, scales: Any) -> torch.Tensor:
+    def grad_weight(self, gradient: torch.Tensor, x: torch.Tensor, split: Split, scales: Scales) -> torch.Tensor:
         """gᵀ x."""
         c = self.config
         gradient = self.cast(gradient, G, "tokens", c.cast_config_grad_output_for_grad_weight, split)
         x = self.cast(x, X, "tokens", c.cast_config_input_for_grad_weight, split, scales[0])
         return torch.mm(gradient.t(), x)
 
-    def cast(self, tensor: Any, dims: tuple[str, str], over: str, how: Any, split: Split, scale: Any = None) -> Any:
+    def cast(
+        self,
+        tensor: torch.Tensor,
+        dims: tuple[str, str],
+        over: str,
+        how: CastConfig,
+        split: Split,
+        scale: torch.Tensor | None = None,
+    ) -> Float8TrainingTensor:
         """An operand with these dims in fp8, scaled as `how` says; `over`: the dim that its product sums over."""
         from torchao.float8.config import ScalingGranularity, ScalingType
         from torchao.float8.float8_training_tensor import Float8TrainingTensor, hp_tensor_and_scale_to_float8
@@ -140,14 +159,16 @@ class Float8:
         products = self._products[dims != W and tensor.shape[0] % ALIGNED != 0]
         return hp_tensor_and_scale_to_float8(tensor, scale, how.target_dtype, products, self._roles[dims], dim)
 
-    def of_codes(self, codes: torch.Tensor, scale: torch.Tensor, dims: tuple[str, str], dtype: torch.dtype) -> Any:
+    def of_codes(
+        self, codes: torch.Tensor, scale: torch.Tensor, dims: tuple[str, str], dtype: torch.dtype
+    ) -> Float8TrainingTensor:
         """The operand that `cast` would make of numbers in `dtype`."""
         from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
         products = self._products[dims != W and codes.shape[0] % ALIGNED != 0]
         return Float8TrainingTensor(codes, scale, dtype, products, self._roles[dims])
 
-    def part_of_whole(self, part: torch.Tensor, dims: tuple[str, str], split: Split) -> Any:
+    def part_of_whole(self, part: torch.Tensor, dims: tuple[str, str], split: Split) -> Float8TrainingTensor:
         """Cast a part of an operand as the whole would be, with one scale."""
         c = self.config
         how = {X: c.cast_config_input, G: c.cast_config_grad_output}[dims]
@@ -161,8 +182,6 @@ class Int8:
         scaling: `rowwise`, or `rowwise_with_gw_hp`, which leaves gradients of weights as they are.
     """
 
-    tensorwise = False
-
     def __init__(self, scaling: str) -> None:
         _import_torchao()
         self.rounds_grad_weight = scaling != "rowwise_with_gw_hp"
@@ -174,22 +193,24 @@ class Int8:
         config = Int8MixedPrecisionTrainingConfig(grad_weight=self.rounds_grad_weight)
         return int8_mixed_precision._Int8MixedPrecisionTrainingLinearFunction.apply(x, weight, bias, config)
 
-    def output(self, x: torch.Tensor, weight: torch.Tensor, split: Split) -> tuple[torch.Tensor, None]:
+    def output(self, x: torch.Tensor, weight: torch.Tensor, split: Split) -> tuple[torch.Tensor, Scales]:
         """x Wᵀ."""
-        return self._product(x, weight.to(x.dtype), X, W, "in", split), None
+        return self._product(x, weight.to(x.dtype), "in", split), (None, None)
 
-    def grad_input(self, gradient: torch.Tensor, weight: torch.Tensor, split: Split, _: None) -> tuple[Any, Any]:
+    def grad_input(
+        self, gradient: torch.Tensor, weight: torch.Tensor, split: Split, _: Scales
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """g W, and g for `grad_weight`."""
         weight = weight.to(gradient.dtype)
-        return self._product(gradient, weight.t(), G, W[::-1], "out", split), gradient
+        return self._product(gradient, weight.t(), "out", split), gradient
 
-    def grad_weight(self, gradient: torch.Tensor, x: torch.Tensor, split: Split, _: None) -> torch.Tensor:
+    def grad_weight(self, gradient: torch.Tensor, x: torch.Tensor, split: Split, _: Scales) -> torch.Tensor:
         """gᵀ x."""
         if not self.rounds_grad_weight:
             return gradient.t() @ x
-        return self._product(x.t(), gradient.t(), X[::-1], G[::-1], "tokens", split).t()
+        return self._product(x.t(), gradient.t(), "tokens", split).t()
 
-    def _product(self, a: Any, b: Any, a_dims: Any, b_dims: Any, over: str, split: Split) -> torch.Tensor:
+    def _product(self, a: torch.Tensor, b: torch.Tensor, over: str, split: Split) -> torch.Tensor:
         """a bᵀ, of which the dim summed over is the last one."""
         from torchao.prototype.quantized_training.int8_mixed_precision import scaled_int8_mm
 
@@ -204,36 +225,44 @@ def _int8_rows(rows: torch.Tensor, over: str, split: Split) -> tuple[torch.Tenso
     return codes.contiguous(), scale.flatten().contiguous()
 
 
+Recipe: TypeAlias = Float8 | Int8
+
+
 class EightBit(nn.Module):
     """Mixin for a linear that multiplies in 8 bits; a split one does so in its own forward (`axes/tensor`)."""
 
-    recipe: Any
-    weight: Any
-    bias: Any
+    recipe: Recipe
+    weight: torch.Tensor
+    bias: torch.Tensor | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return linear(input, self.weight, self.bias, self.recipe)
 
 
-def become(module: Any, recipe: Any) -> None:
+def become(module: nn.Module, recipe: Recipe) -> None:
     """Let a linear multiply as the recipe says; its class keeps its name and its parameters."""
-    kind: Any = type(module)
-    module.__class__, module.recipe = in_front(EightBit, kind), recipe
+    put_in_front(EightBit, module).recipe = recipe
 
 
-def recipe_of(module: Any) -> Any:
+def recipe_of(module: nn.Module) -> Recipe | None:
     """How a module multiplies in 8 bits, or None."""
-    return getattr(module, "recipe", None) if isinstance(module, EightBit) else None
+    return module.recipe if isinstance(module, EightBit) else None
+
+
+def tensorwise(module: nn.Module) -> Float8 | None:
+    """How a module multiplies in 8 bits with one scale for a whole operand, or None."""
+    recipe = recipe_of(module)
+    return recipe if isinstance(recipe, Float8) and recipe.tensorwise else None
 
 
 def linear(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    recipe: Any,
+    recipe: Recipe,
     split: Split = WHOLE,
-    codes: Any = None,
-    origin: Any = None,
+    codes: Float8TrainingTensor | None = None,
+    origin: Origin | None = None,
 ) -> torch.Tensor:
     """`F.linear` of local tensors by a recipe.
 
@@ -253,7 +282,13 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, recipe: Any, split: Split, codes: Any, origin: Any
+        ctx: Context,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        recipe: Recipe,
+        split: Split,
+        codes: Float8TrainingTensor | None,
+        origin: Origin | None,
     ) -> torch.Tensor:
         ctx.recipe, ctx.split, ctx.dtype = recipe, split, x.dtype
         with no_autocast(x.device.type):
@@ -268,7 +303,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, weight = ctx.saved_tensors
         x_wanted, weight_wanted = ctx.needs_input_grad[:2]
         if ctx.gathered_again is not None:
@@ -283,7 +318,7 @@ class _Linear(torch.autograd.Function):
         return of_x, of_weight, None, None, None, None
 
     @staticmethod
-    def whole(ctx: Any, kept: torch.Tensor) -> Any:
+    def whole(ctx: Context, kept: torch.Tensor) -> torch.Tensor:
         """The input again, as [tokens, in]."""
         rows = kept.flatten(0, -2) if ctx.gathered_again is None else ctx.gathered_again.take(ctx)
         return rows if ctx.coded is None else ctx.recipe.of_codes(rows.view(ctx.coded), ctx.scales[0], X, ctx.dtype)

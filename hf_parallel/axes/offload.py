@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -59,7 +61,7 @@ class Offload(Axis[None, list[str]]):
     def notes(self, part: list[str]) -> list[str]:
         return part
 
-    def finish(self, model: Any, part: list[str], building: Building) -> None:
+    def finish(self, model: nn.Module, part: list[str], building: Building) -> None:
         """Let optimizers of this model step on the host, and parameters lie in files."""
         from hf_parallel.axes.data.host_step import step_on_host
         from hf_parallel.axes.data.parameter_file import rest_in_file

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +32,9 @@ class Keeping:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._open: list[Any] = []
+        self._open: list[saved_tensors_hooks] = []
 
-    def begin(self, layer: Any, args: tuple) -> None:
+    def begin(self, layer: nn.Module, args: tuple) -> None:
         """The layer starts."""
         if not (torch.is_grad_enabled() and getattr(layer, "gradient_checkpointing", False)):
             return
@@ -50,7 +49,7 @@ class Keeping:
         if self._open:
             self._open.pop().__exit__()
 
-    def _pack(self, tensor: torch.Tensor, given: Any) -> Any:
+    def _pack(self, tensor: torch.Tensor, given: tuple[int, torch.Size] | None) -> Part | torch.Tensor:
         return Part(tensor, self.group) if (tensor.data_ptr(), tensor.shape) == given else tensor
 
 
@@ -70,5 +69,5 @@ class Part:
         return start_all_gather(self.numbers, self.group).wait().view(-1)[: self.shape.numel()].view(self.shape)
 
 
-def _unpack(kept: Any) -> torch.Tensor:
+def _unpack(kept: Part | torch.Tensor) -> torch.Tensor:
     return kept.whole() if isinstance(kept, Part) else kept

@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -91,7 +94,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         if self.is_on(config) and config.tp_overlap:
             refuse(asked, "tp_overlap=true cuts products whose scale is one", "tp_overlap=false")
 
-    def read(self, model: Any, config: ParallelConfig) -> PrecisionFacts:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> PrecisionFacts:
         """The linears of its layers, and the machine."""
         import torch
 
@@ -136,7 +139,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
             lines.append("scales are of what one rank multiplies at once: other micro-batches round otherwise")
         return lines
 
-    def apply(self, model: Any, part: PrecisionPart, building: Building) -> None:
+    def apply(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Mark the linears, before they are cut."""
         from hf_parallel.axes.eight_bit import Float8, Int8, become
 
@@ -144,7 +147,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
         for name in part.linears:
             become(model.get_submodule(name), recipe)
 
-    def finish(self, model: Any, part: PrecisionPart, building: Building) -> None:
+    def finish(self, model: nn.Module, part: PrecisionPart, building: Building) -> None:
         """Let FSDP2 gather codes."""
         if part.gathers:
             from hf_parallel.axes.data.float8_gather import gather_codes
@@ -165,7 +168,7 @@ def gathers_codes(config: ParallelConfig) -> bool:
     return codes and config.offload != "cpu" and not compressed
 
 
-def _linears(model: Any) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+def _linears(model: PreTrainedModel) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
     """Widths of the layers' linears by full name; and why others stay as they are."""
     from torch import nn
     from transformers.pytorch_utils import Conv1D

@@ -13,12 +13,16 @@ import functools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.axis import Axis, Keys, key
 from hf_parallel.spec import refuse, spell
 
 if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
@@ -71,7 +75,7 @@ class Recompute(Axis[RecomputeFacts, str]):
     def is_on(self, config: ParallelConfig) -> bool:
         return config.activation_checkpointing != "none" or config.activation_offload
 
-    def read(self, model: Any, config: ParallelConfig) -> RecomputeFacts:
+    def read(self, model: PreTrainedModel, config: ParallelConfig) -> RecomputeFacts:
         """Can the model's layers be recomputed?"""
         layers = _layers(model)
         by_layer = bool(layers) and all(hasattr(type(layer), "gradient_checkpointing") for layer in layers)
@@ -97,7 +101,7 @@ class Recompute(Axis[RecomputeFacts, str]):
             )
         return way
 
-    def apply(self, model: Any, part: str, building: Building) -> None:
+    def apply(self, model: PreTrainedModel, part: str, building: Building) -> None:
         """Switch it on; before transformers 5.23 by its former name."""
         if part == "none":
             return
@@ -109,7 +113,7 @@ class Recompute(Axis[RecomputeFacts, str]):
             elif place % (every(part) or 1):
                 layer.register_forward_pre_hook(_keep_everything)
 
-    def finish(self, model: Any, part: str, building: Building) -> None:
+    def finish(self, model: nn.Module, part: str, building: Building) -> None:
         """The layers of this rank, stage by stage."""
         flag = building.sequence_flag
         if building.mesh.config.partition_activations and (flag is None or not flag.on):
@@ -144,19 +148,19 @@ def every(way: str) -> int:
     return int(found[1]) if found else 0
 
 
-def _layers(model: Any) -> list[Any]:
+def _layers(model: PreTrainedModel) -> list[nn.Module]:
     """Those of the whole model, in order: a pipeline has not cut it yet."""
     from hf_parallel.model.anatomy import transformer_blocks
 
     return transformer_blocks(model)
 
 
-def _keep_everything(layer: Any, args: Any) -> None:
+def _keep_everything(layer: GradientCheckpointingLayer, args: object) -> None:
     """In each pass: a Trainer switches all layers on once more."""
     layer.gradient_checkpointing = False
 
 
-def _keep_products(layer: Any, args: Any) -> None:
+def _keep_products(layer: GradientCheckpointingLayer, args: object) -> None:
     """The same; a Trainer or a script has given the layer a function of its own, whose settings stay."""
     from torch.utils.checkpoint import checkpoint
 
@@ -175,7 +179,7 @@ def _keep_products(layer: Any, args: Any) -> None:
     layer._gradient_checkpointing_func = functools.partial(checkpoint, **kept)
 
 
-def check_layers(way: str, settings: Mapping[str, Any]) -> None:
+def check_layers(way: str, settings: Mapping[str, object]) -> None:
     """Refuse a script's own choice of layers beside another one of the spec's, neither of which would hold.
 
     Args:
@@ -187,7 +191,7 @@ def check_layers(way: str, settings: Mapping[str, Any]) -> None:
         refuse(what, f"activation_checkpointing={way} names the layers", f"activation_checkpointing=every:{own} alone")
 
 
-def check_selective(settings: Mapping[str, Any]) -> None:
+def check_selective(settings: Mapping[str, object]) -> None:
     """Refuse what a script says of torch's checkpoint that a policy of what is kept cannot go with.
 
     Args:

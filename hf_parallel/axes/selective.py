@@ -14,14 +14,14 @@ buffer, nor give twice, as schedules need that take a backward apart.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_parallel.collectives.kept import ATTENTION, COLLECTIVE, Store, Within, given_back, noted, unchanged
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from torch._ops import OpOverload
 
 #: A product over at most so many numbers, for outputs so many times as wide, is thin.
 THIN, WIDER = 256, 8
@@ -29,7 +29,7 @@ PRODUCTS = {"mm", "addmm", "_scaled_mm", "_int_mm", "_grouped_mm", "_scaled_grou
 ATTENTIONS = ("scaled_dot_product", "flash_attn", "flash_attention", "efficient_attention")
 
 
-def is_kept(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:
+def is_kept(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
     """The policy: is the output of this operation kept?"""
     name = operation.name().partition("::")[2].partition(".")[0]
     if name in PRODUCTS:
@@ -49,7 +49,7 @@ def _is_thin(name: str, arguments: tuple) -> bool:
     return inner <= THIN and WIDER * inner <= outer
 
 
-def _drops(operation: Any, arguments: tuple, keywords: dict[str, object]) -> bool:
+def _drops(operation: OpOverload, arguments: tuple, keywords: dict[str, object]) -> bool:
     """Attention with dropout draws random numbers: given back, it would shift those of what comes after it."""
     for place, argument in enumerate(operation._schema.arguments):
         if argument.name in ("dropout_p", "dropout"):
@@ -76,7 +76,7 @@ class _Products(TorchDispatchMode):
         self.within.__exit__(*error)
 
     def __torch_dispatch__(
-        self, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+        self, func: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> object:
         kwargs = kwargs or {}
         if self.store.computing or not is_kept(func, args, kwargs):
@@ -92,7 +92,7 @@ class _Products(TorchDispatchMode):
         return given_back(note) if unchanged(note) else func(*args, **kwargs)
 
 
-def contexts() -> tuple[Any, Any]:
+def contexts() -> tuple[_Products, _Products]:
     """For `context_fn` of torch's checkpoint: around the first run, and around each further one."""
     store = Store(frozenset({ATTENTION, COLLECTIVE}))
     first, again = _Products(store, False), _Products(store, True)

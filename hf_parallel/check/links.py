@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,18 @@ def measure(group: dist.ProcessGroup, name: str, device: torch.device, size: int
     return (time.perf_counter() - began) / repeats, right
 
 
-def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> dict[str, object]:
+class Tried(NamedTuple):
+    """An operation on one rank. `missing`: what its backend says of one that it does not have."""
+
+    ranks: list[int]
+    latency: float = 0.0
+    seconds: float = 0.0
+    right: bool = False
+    missing: str | None = None
+
+
+def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: int) -> Tried:
+    ranks = dist.get_process_group_ranks(group)
     try:
         latency, first = measure(group, name, device, _SMALL * group.size(), _MANY)
         seconds, second = measure(group, name, device, payload, _FEW)
@@ -137,8 +148,8 @@ def _tried(group: dist.ProcessGroup, name: str, device: torch.device, payload: i
         known = isinstance(error, NotImplementedError) or any(word in str(error) for word in _UNAVAILABLE)
         if not known and not off_its_device:
             raise
-        return {"missing": text}
-    return {"latency": latency, "seconds": seconds, "right": first and second}
+        return Tried(ranks, missing=text)
+    return Tried(ranks, latency, seconds, first and second)
 
 
 # ---- groups --------------------------------------------------------------------------------------------------------
@@ -148,7 +159,7 @@ def check_groups(mesh: ParallelMesh, room: Room) -> Iterator[Row]:
     """Does every group join the ranks that it is meant for? Collective over all ranks."""
     used = [axis for axis in mesh.config.sizes if mesh.size(axis) > 1]
     own: dict[str, dist.ProcessGroup] = {axis: mesh.group(axis) for axis in used}
-    if mesh.data_group is not None and mesh.data_size > 1:
+    if mesh.data_size > 1:
         own["data"] = mesh.data_group
     own["host memory"] = mesh.host_group
     for name, group in own.items():
@@ -185,8 +196,7 @@ def check_links(mesh: ParallelMesh, cluster: Cluster | None, room: Room, payload
             expected = None if cluster is None else _planned(axis, mesh.config, cluster)
             for name in OPERATIONS:
                 room.step(f"{name} on {axis}")
-                own = _tried(mesh.group(axis), name, mesh.device, payload)
-                found = room.gather({**own, "ranks": dist.get_process_group_ranks(mesh.group(axis))})
+                found = room.gather(_tried(mesh.group(axis), name, mesh.device, payload))
                 if found:
                     yield _row(axis, name, found, expected, payload, crowded)
 
@@ -196,18 +206,18 @@ def _planned(axis: str, config: ParallelConfig, cluster: Cluster) -> Group | Non
     return groups(to_layout(config), cluster).get(_PLANNED.get(axis, axis))
 
 
-def _row(axis: str, name: str, found: list[dict[str, Any]], planned: Group | None, payload: int, crowded: bool) -> Row:
+def _row(axis: str, name: str, found: list[Tried], planned: Group | None, payload: int, crowded: bool) -> Row:
     what = f"{axis} {name}"
-    missing = next((rank["missing"] for rank in found if "missing" in rank), None)
+    missing = next((rank.missing for rank in found if rank.missing is not None), None)
     if missing is not None:
         return Row("links", what, f"not with this backend: {missing[:80]}", status=NOTE)
-    slowest = max(found, key=lambda rank: rank["seconds"])
-    size, latency = len(slowest["ranks"]), max(rank["latency"] for rank in found)
-    speed = payload * _factor(name, size) / slowest["seconds"]
-    values = {"latency_s": latency, "bytes_per_s": speed, "payload": payload, "slowest_group": slowest["ranks"]}
-    values["seconds_by_rank"] = [rank["seconds"] for rank in found]
+    slowest = max(found, key=lambda rank: rank.seconds)
+    size, latency = len(slowest.ranks), max(rank.latency for rank in found)
+    speed = payload * _factor(name, size) / slowest.seconds
+    values = {"latency_s": latency, "bytes_per_s": speed, "payload": payload, "slowest_group": slowest.ranks}
+    values["seconds_by_rank"] = [rank.seconds for rank in found]
     shown = f"{latency * 1e6:.0f} us, {speed / 1e9:.3g} GB/s"
-    wrong = [rank for rank, own in enumerate(found) if not own["right"]]
+    wrong = [rank for rank, own in enumerate(found) if not own.right]
     if wrong:
         return Row("links", what, f"{shown}; wrong values on {ranks_text(wrong)}", "", FAILED, values)
     if planned is None or planned.size != size:
@@ -215,7 +225,7 @@ def _row(axis: str, name: str, found: list[dict[str, Any]], planned: Group | Non
     expected, text = _expected(name, size, planned, payload)
     values |= {"planned_bytes_per_s": expected, "link": planned.link.name}
     slow = speed < SLOW_SHARE * expected and not crowded and planned.link.name != "shared memory"
-    shown += f"; slowest {ranks_text(slowest['ranks'])}" if slow else ""
+    shown += f"; slowest {ranks_text(slowest.ranks)}" if slow else ""
     return Row("links", what, shown, text, SLOW if slow else OK, values)
 
 

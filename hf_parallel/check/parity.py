@@ -11,7 +11,7 @@ import gc
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from hf_parallel.whole import full_state_dict
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import LlamaConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY, LENGTH, WIDTH, SEED, STEPS, RATE = 515, 33, 8, 7, 3, 0.1
 #: Relative for losses and norms, absolute for weights that the steps move by 1e-3 and more. fp32: sums in another
@@ -111,7 +111,7 @@ def tiny_config(config: ParallelConfig) -> LlamaConfig:
     )
 
 
-def tiny_model(config: ParallelConfig, dtype: torch.dtype) -> Any:
+def tiny_model(config: ParallelConfig, dtype: torch.dtype) -> LlamaForCausalLM:
     """The same on every rank; random numbers go on as before."""
     from transformers import LlamaForCausalLM
 

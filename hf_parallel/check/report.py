@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 OK, SLOW, NOTE, SKIPPED, FAILED = "ok", "SLOW", "note", "skipped", "FAILED"
 _HEADINGS = ("part", "what", "found", "expected", "")
@@ -22,7 +21,7 @@ class Row:
     found: str
     expected: str = ""
     status: str = OK
-    values: dict[str, Any] = field(default_factory=dict)
+    values: Mapping[str, object] = field(default_factory=dict)
 
 
 @dataclass
@@ -62,7 +61,7 @@ class Report:
             return f"works on {ranks}{numbers}, but slower than half of what the planner expects: {_some(slow)}"
         return f"works on {ranks}{numbers}"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         rows = [dataclasses.asdict(row) for row in self.rows]
         about = {"works": not self.failed, "verdict": self.verdict, "ranks": self.ranks}

@@ -19,13 +19,16 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 _LOOK_S = 0.3
 #: What a rank that waits for one behind it gives that one to speak first.
 _BEHIND_S = 3 * _LOOK_S
 #: Rank 0's process may keep the store, which others read; and a launcher ends all ranks once one has gone.
 _LINGER_S = 1.5
+
+
+Value = TypeVar("Value")
 
 
 class Room:
@@ -51,7 +54,7 @@ class Room:
         self._advance()
         self._step, self._until = what, time.monotonic() + times * self.limit_s
 
-    def gather(self, value: object) -> list[Any]:
+    def gather(self, value: Value) -> list[Value]:
         """Of every rank, by rank, on rank 0; nothing on the others. All ranks call it in the same order."""
         self._count += 1
         self._advance()
@@ -64,7 +67,7 @@ class Room:
         self._progress += 1
         self.store.set(f"progress/{self.rank}", str(self._progress))
 
-    def _take(self, key: str) -> object:
+    def _take(self, key: str) -> Any:
         while not self.store.check([key]):  # `get` would end at the store's own time-out
             time.sleep(0.005)
         value = pickle.loads(self.store.get(key))

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,9 +96,11 @@ def connect(device: torch.device, wanted: Wanted) -> bool:
     if dist.is_initialized():
         return False
     limit = timedelta(seconds=4 * wanted.limit_s)  # the room's own limit comes first, and says where
-    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     backend = wanted.backend or dist.get_default_backend_for_device(device)
-    dist.init_process_group(backend, timeout=limit, **alone)
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=limit)
+    else:
+        dist.init_process_group(backend, timeout=limit, store=dist.HashStore(), rank=0, world_size=1)
     return True
 
 

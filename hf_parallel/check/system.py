@@ -9,7 +9,6 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +18,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.planner.detect import detect
 from hf_parallel.planner.hardware import Cluster, Link
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+Facts = dict[str, object]  # of one rank
 _LIBRARIES = ("torch", "transformers", "accelerate", "safetensors", "peft", "trl")
 #: Of which other versions on other ranks mean other numbers, or calls that the peers do not make.
 _MUST_AGREE = ("python", *_LIBRARIES, "cuda", "nccl", "device")
@@ -30,7 +27,7 @@ _SIZE, _REPEATS = {"cpu": 512}, 10
 SLOW_SHARE = 0.5
 
 
-def facts(device: torch.device) -> dict[str, Any]:
+def facts(device: torch.device) -> Facts:
     """What is true of this rank."""
     found: dict[str, object] = {"host": socket.gethostname(), "python": platform.python_version()}
     found |= {name: version for name in _LIBRARIES if (version := _version(name))}
@@ -53,7 +50,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def rows(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+def rows(ranks: list[Facts]) -> Iterator[Row]:
     """What rank 0 says of all of them."""
     yield _versions(ranks[0])
     yield from _disagreements(ranks)
@@ -61,14 +58,14 @@ def rows(ranks: list[dict[str, Any]]) -> Iterator[Row]:
     yield _settings()
 
 
-def _versions(first: dict[str, object]) -> Row:
+def _versions(first: Facts) -> Row:
     shown = [f"{name} {first[name]}" for name in ("python", *_LIBRARIES, "cuda", "nccl") if first.get(name)]
     return Row("system", "versions", ", ".join(shown), values=dict(first))
 
 
-def _disagreements(ranks: Sequence[dict[str, object]]) -> Iterator[Row]:
+def _disagreements(ranks: list[Facts]) -> Iterator[Row]:
     for name in _MUST_AGREE:
-        holders: dict[Any, list[int]] = {}
+        holders: dict[object, list[int]] = {}
         for number, rank in enumerate(ranks):
             holders.setdefault(rank.get(name), []).append(number)
         if len(holders) > 1:
@@ -76,12 +73,13 @@ def _disagreements(ranks: Sequence[dict[str, object]]) -> Iterator[Row]:
             yield Row("system", name, shown, "the same on all ranks", FAILED)
 
 
-def _devices(ranks: list[dict[str, Any]]) -> Iterator[Row]:
+def _devices(ranks: list[Facts]) -> Iterator[Row]:
     hosts = len({rank["host"] for rank in ranks})
-    memory = f", {ranks[0]['memory'] / 2**30:.1f} GiB" if "memory" in ranks[0] else ""
+    bytes_ = ranks[0].get("memory")
+    memory = f", {bytes_ / 2**30:.1f} GiB" if isinstance(bytes_, int) else ""
     shown = f"{len(ranks)} x {ranks[0]['device']}{memory}, {hosts} host{'s' * (hosts > 1)}"
     yield Row("system", "devices", f"{shown}, {ranks[0]['backend']}", values={"hosts": hosts})
-    places: dict[tuple[str, str], list[int]] = {}
+    places: dict[tuple[object, object], list[int]] = {}
     for number, rank in enumerate(ranks):
         if rank["place"]:
             places.setdefault((rank["host"], rank["place"]), []).append(number)
@@ -92,7 +90,7 @@ def _devices(ranks: list[dict[str, Any]]) -> Iterator[Row]:
         yield Row("system", "devices shared", shown, "one for each rank", NOTE if meant else FAILED)
 
 
-def shared(ranks: list[dict[str, Any]]) -> bool:
+def shared(ranks: list[Facts]) -> bool:
     """Do several ranks compute on one accelerator?"""
     places = [(rank["host"], rank["place"]) for rank in ranks if rank["place"]]
     return len(set(places)) < len(places)
@@ -105,7 +103,7 @@ def _settings() -> Row:
     return Row("system", "environment", shown, status=NOTE, values={name: os.environ[name] for name in names})
 
 
-def catalogued(ranks: list[dict[str, Any]]) -> tuple[Cluster | None, list[Row]]:
+def catalogued(ranks: list[Facts]) -> tuple[Cluster | None, list[Row]]:
     """What the planner takes this machine for, and the rows that say so; None if the catalogue lacks its GPU."""
     hosts = Counter(rank["host"] for rank in ranks)
     try:
@@ -148,7 +146,7 @@ def synchronize(device: torch.device) -> None:
 def product_row(rates: list[float], cluster: Cluster | None, crowded: bool) -> Row:
     """The slowest rank's rate beside the planner's and the other ranks'."""
     slowest, usual = min(rates), sorted(rates)[len(rates) // 2]
-    values: dict[str, Any] = {"flops_per_s": rates}
+    values: dict[str, object] = {"flops_per_s": rates}
     expected, wanted = "", usual
     if cluster is not None and cluster.gpu.name != "cpu" and not crowded:
         wanted = cluster.gpu.peak("bf16") * cluster.gpu.efficiency.gemm

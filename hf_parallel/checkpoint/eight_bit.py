@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,15 +18,16 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.mesh import placed_as, stored
 
 if TYPE_CHECKING:
-    pass
+    from bitsandbytes.optim.optimizer import Optimizer8bit
 
+Slots = dict[str, Any]  # of one parameter: tensors, numbers
 
 _BLOCK = 256
 #: What states are nested in where bitsandbytes writes them itself.
 _NESTED = "__bnb_optimizer_quant_state__"
 
 
-def plain_slots(slots: Mapping[str, Any], parameter: torch.Tensor | None = None) -> dict[str, object]:
+def plain_slots(slots: Slots, parameter: torch.Tensor | None = None) -> dict[str, object]:
     """The slots of one parameter without codes; tensors of local values as parts of `parameter`."""
     slots = {**slots, **slots.get(_NESTED, {})}
     slots.pop(_NESTED, None)
@@ -63,7 +64,7 @@ def pack_states(optimizer: Any) -> None:
         optimizer.state[parameter] = _filled(optimizer.state.pop(part), slots)
 
 
-def _parameters(optimizer: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
+def _parameters(optimizer: Optimizer8bit) -> Iterator[tuple[int, int, torch.Tensor]]:
     if not optimizer.initialized:
         optimizer.check_overrides()  # of embeddings, whose states stay in 32 bits
     for number, group in enumerate(optimizer.param_groups):
@@ -71,7 +72,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[int, int, torch.Tensor]]:
             yield number, index, parameter
 
 
-def _filled(fresh: dict[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+def _filled(fresh: Slots, loaded: Slots) -> Slots:
     for name, value in loaded.items():
         if name not in ("state1", "state2"):
             fresh[name] = value

@@ -126,7 +126,7 @@ def push(out: str, repository: str) -> str:
     return str(api.upload_folder(repo_id=name, folder_path=out, commit_message="hf-parallel export"))
 
 
-def _as_it_is(name: str, tensor: Any, dtype: torch.dtype | None) -> Item:
+def _as_it_is(name: str, tensor: LazyTensor, dtype: torch.dtype | None) -> Item:
     kind = _kind(tensor.dtype, dtype)
     return Item((Entry(name, tuple(tensor.shape), kind),), lambda: [tensor.whole().to(kind)])
 
@@ -254,7 +254,7 @@ def _merge(model: nn.Module, tensors: dict[str, LazyTensor], checkpoint: str, st
         raise ValueError(
             f"--merge-adapter: {config.get('peft_type')} with these options is not known; plain LoRA works"
         )
-    parts: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+    parts: dict[tuple[str, int], dict[str, LazyTensor]] = {}
     for key, tensor in in_folder(checkpoint, stack, "adapter_model").items():
         name = key.removeprefix("base_model.model.")
         found = re.fullmatch(r"(.+?)((?:\.base_layer)*)\.lora_(?:embedding_)?([AB])(?:\.weight)?", name)
@@ -295,7 +295,7 @@ def _scaling(config: dict[str, Any], path: str, rank: int) -> float:
 
 
 def _factors(
-    weight: LazyTensor, a: Any, b: Any, module: nn.Module, by_input: bool
+    weight: LazyTensor, a: LazyTensor, b: LazyTensor, module: nn.Module, by_input: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two matrices, or two stacks of one per expert, whose product has the weight's shape; fp32.
 

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -151,8 +150,9 @@ def _put_whole(
 
 def _publish(saving: Saving, files: list[TensorFile]) -> bool:
     mesh = saving.mesh
-    found: Any = [None] * mesh.config.world_size if mesh.rank == 0 else None
-    dist.gather_object((saving.error, [file.sums for file in files]), found, group=mesh.host_group, group_dst=0)
+    own = saving.error, [file.sums for file in files]
+    found = [own] * mesh.config.world_size if mesh.rank == 0 else None
+    dist.gather_object(own, found, group=mesh.host_group, group_dst=0)
     if found is None:
         return False
     failed = any(error for error, _ in found)

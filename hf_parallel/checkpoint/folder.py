@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from typing import IO, Any
 
 from hf_parallel.checkpoint.manifest import damages, has_manifest, write_manifest
@@ -213,7 +214,7 @@ class Lock:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def write(self, facts: dict[str, Any]) -> None:
+    def write(self, facts: Mapping[str, object]) -> None:
         """Say who owns the folder now."""
         if self.file is not None:
             self.file.truncate(0)

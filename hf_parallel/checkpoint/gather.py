@@ -73,12 +73,14 @@ def gathered(mesh: ParallelMesh, items: list[Item], local: Mapping[str, torch.Te
 
 def _send(
     item: Item, own: int, group: dist.ProcessGroup, local: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[Any, torch.Tensor]]:
+) -> Iterator[tuple[dist.Work, torch.Tensor]]:
     """What is under way, with the memory that it is sent from."""
     for tag, (entry, ranks) in enumerate(zip(item.group.own, item.holders, strict=True)):
         if own in ranks and local[entry.name].numel():
             data = as_bytes(local[entry.name].cpu())
-            yield dist.isend(data, group=group, group_dst=item.writer, tag=tag), data
+            work = dist.isend(data, group=group, group_dst=item.writer, tag=tag)
+            assert work is not None  # all ranks are in the group
+            yield work, data
 
 
 def _put_together(

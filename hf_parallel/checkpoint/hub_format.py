@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,6 +19,8 @@ from hf_parallel.checkpoint.slices import Part, read
 from hf_parallel.model.packed import StoredOrder
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import nn
     from transformers import PreTrainedModel
 
@@ -85,7 +87,10 @@ def hub_groups(model: PreTrainedModel, entries: Iterable[Entry], convert: bool =
 
 
 def _group(
-    members: tuple[Entry, ...], saved: dict[str, LazyTensor], own: dict[str, LazyTensor], gathered: Any
+    members: tuple[Entry, ...],
+    saved: dict[str, LazyTensor],
+    own: dict[str, LazyTensor],
+    gathered: dict[str, torch.Tensor],
 ) -> Group:
     entries = tuple(Entry(name, tuple(tensor.shape), tensor.dtype) for name, tensor in saved.items())
     tensors = list(saved.values())
@@ -94,7 +99,9 @@ def _group(
     return Group(members, entries, functools.partial(_convert, tensors, gathered))
 
 
-def _convert(saved: list[LazyTensor], gathered: dict[str, torch.Tensor], found: Any) -> Iterator[torch.Tensor]:
+def _convert(
+    saved: list[LazyTensor], gathered: dict[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> Iterator[torch.Tensor]:
     gathered.update(found)
     for tensor in saved:
         yield tensor.whole()

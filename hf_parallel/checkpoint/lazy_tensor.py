@@ -11,15 +11,17 @@ when a part of its result is read: one target at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
-from hf_parallel.checkpoint.slices import Part, read, whole_part
+from hf_parallel.checkpoint.slices import Part, Readable, read, whole_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from torch.utils._pytree import TreeSpec
 
 
 #: safetensors' names of dtypes (format description in its README).
@@ -79,7 +81,7 @@ class LazyTensor(torch.Tensor):
 
 
 def lazy_tensor(
-    source: Any,
+    source: torch.Tensor | Readable,
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
     origins: frozenset[str] = frozenset(),
@@ -88,7 +90,7 @@ def lazy_tensor(
     if isinstance(source, torch.Tensor):
         shape, dtype, device = source.shape, dtype or source.dtype, device or source.device
     else:
-        shape, dtype, device = source.get_shape(), dtype or _dtype_in_file(source), device or "cpu"
+        shape, dtype, device = torch.Size(source.get_shape()), dtype or _dtype_in_file(source), device or "cpu"
     return LazyTensor(lambda part: read(source, part).to(device=device, dtype=dtype), shape, dtype, device, origins)
 
 
@@ -98,7 +100,7 @@ def values(tensor: torch.Tensor, part: Part) -> torch.Tensor:
     return found.clone() if found.untyped_storage().nbytes() > found.nbytes else found
 
 
-def _dtype_in_file(source: Any) -> torch.dtype:
+def _dtype_in_file(source: Readable) -> torch.dtype:
     """From the header: reading nothing of a slice reads all of it."""
     name = source.get_dtype()
     return (
@@ -109,7 +111,7 @@ def _dtype_in_file(source: Any) -> torch.dtype:
 # ---- operations --------------------------------------------------------------------------------------------------
 
 
-def _results(func: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], Any, frozenset[str]]:
+def _results(func: Callable, args: tuple, kwargs: dict) -> tuple[list[torch.Tensor], TreeSpec, frozenset[str]]:
     """What `func` gives, without data (its arguments are checked), flat and with its tree; and what goes into it."""
     origins = [t.origins for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor)]
     args, kwargs = tree_map_only(torch.Tensor, _without_data, (args, kwargs))
@@ -121,7 +123,7 @@ def _without_data(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _deferred(func: Callable, args: tuple, kwargs: dict) -> Any:
+def _deferred(func: Callable, args: tuple, kwargs: dict) -> object:
     """Any operation: done on whole tensors, when its result is read."""
     flat, tree, origins = _results(func, args, kwargs)
     device = next(t.device for t in tree_iter((args, kwargs)) if isinstance(t, LazyTensor))

@@ -7,13 +7,13 @@ import copy
 import json
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.checkpoint.lazy_tensor import lazy_tensor, values
+from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
 from hf_parallel.checkpoint.names import tied_names
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part
@@ -22,6 +22,8 @@ from hf_parallel.model.packed import stored_order
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 
 def load_weights(model: nn.Module, directory: str) -> None:
@@ -44,13 +46,13 @@ def load_weights(model: nn.Module, directory: str) -> None:
         raise KeyError(f"{directory} has no {missing[0]}")
 
 
-def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, torch.Tensor]:
+def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, LazyTensor]:
     """All tensors of the folder, not read; open until the stack is closed.
 
     Raises:
         FileNotFoundError: there are none.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, LazyTensor] = {}
     for file in _files(directory, stem):
         opened = stack.enter_context(RangeFile(os.path.join(directory, file)))
         tensors.update({key: lazy_tensor(opened.get_slice(key)) for key in opened.keys()})  # noqa: SIM118 - no mapping
@@ -78,7 +80,7 @@ def converted(
 
     renamings, converters = _conversions(model)
     of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
-    together: dict[str, Any] = {}
+    together: dict[str, WeightConverter] = {}
     for key in sorted(tensors, key=loading.dot_natural_key):
         name, pattern = loading.rename_source_key(key, renamings, converters, model.base_model_prefix, own)
         if pattern is not None and name in own:
@@ -91,7 +93,7 @@ def converted(
             yield target, tensor[0] if isinstance(tensor, list) else tensor
 
 
-def _conversions(model: nn.Module) -> tuple[list[Any], list[Any]]:
+def _conversions(model: nn.Module) -> tuple[list[WeightRenaming], list[WeightConverter]]:
     """The renamings and the conversions that the model was loaded with, or those of its class."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming

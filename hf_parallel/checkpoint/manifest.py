@@ -12,12 +12,19 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TypedDict
 
 MANIFEST = "manifest.json"
 CHUNK = 64 << 20
 _BLOCK = 1 << 20  # bytes that are in memory at a time
 _FORMAT = 1
+
+
+class FileFacts(TypedDict):
+    """Of one file: its size, and a checksum for every `CHUNK` bytes of it."""
+
+    bytes: int
+    crc32: list[str]
 
 
 class Checksums:
@@ -44,7 +51,7 @@ class Checksums:
         else:
             self.pieces.append((start, length, zlib.crc32(data)))
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> FileFacts:
         """Size of the file, and a checksum for every `CHUNK` bytes of it, as they stand in the manifest.
 
         Raises:
@@ -133,7 +140,7 @@ def damages(folder: str, share: int = 0, shares: int = 1) -> list[str]:
     return wrong
 
 
-def _facts(folder: str) -> dict[str, Any]:
+def _facts(folder: str) -> dict[str, FileFacts]:
     with open(os.path.join(folder, MANIFEST), encoding="utf-8") as file:
         manifest = json.load(file)
     if manifest["format"] != _FORMAT:
@@ -143,11 +150,11 @@ def _facts(folder: str) -> dict[str, Any]:
     return manifest["files"]
 
 
-def _crc_of(facts: dict[str, Any]) -> str:
+def _crc_of(facts: dict[str, FileFacts]) -> str:
     return f"{zlib.crc32(json.dumps(facts, sort_keys=True).encode()):08x}"
 
 
-def _wrong_size(path: str, expected: dict[str, Any]) -> str | None:
+def _wrong_size(path: str, expected: FileFacts) -> str | None:
     try:
         size = os.stat(path).st_size
     except OSError:
@@ -155,7 +162,7 @@ def _wrong_size(path: str, expected: dict[str, Any]) -> str | None:
     return None if size == expected["bytes"] else f"has {size} of {expected['bytes']} bytes"
 
 
-def _equal(path: str, expected: dict[str, Any], place: int) -> bool:
+def _equal(path: str, expected: FileFacts, place: int) -> bool:
     crc, rest = 0, CHUNK
     with open(path, "rb") as file:
         file.seek(place * CHUNK)

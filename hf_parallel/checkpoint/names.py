@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.mesh import ParallelMesh
+
+Said = TypeVar("Said")
 
 
 def named(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -52,10 +54,10 @@ def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
     return (*place, (0, list(module._parameters).index(last)))
 
 
-def of_stages(own: Any, mesh: ParallelMesh) -> list[Any]:
+def of_stages(own: Said, mesh: ParallelMesh) -> list[Said]:
     """What each stage says, in the order of stages' ranks. Collective over stages."""
     if mesh.size("pp") == 1:
         return [own]
-    found: list[object] = [None] * mesh.size("pp")
+    found = [own] * mesh.size("pp")
     dist.all_gather_object(found, own, group=mesh.group("pp"))
     return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.checkpoint.eight_bit import plain_slots
 from hf_parallel.checkpoint.names import named
 
-if TYPE_CHECKING:
-    pass
+#: What a JSON file can say.
+Json: TypeAlias = "None | bool | int | float | str | list[Json] | dict[str, Json]"
 
 
 @dataclass
@@ -21,11 +21,11 @@ class OptimizerState:
     """What is known of an optimizer by parameter name: tensors of the parameter's shape, numbers, options."""
 
     kind: str | None = None
-    tensors: dict[str, Any] = field(default_factory=dict)  # "name/slot"
-    numbers: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> slot
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> those of its group
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)  # "name/slot"
+    numbers: dict[str, dict[str, Json]] = field(default_factory=dict)  # name -> slot
+    options: dict[str, dict[str, Json]] = field(default_factory=dict)  # name -> those of its group
     places: dict[str, int] = field(default_factory=dict)  # name -> number of its group
-    groups: list[dict[str, Any]] = field(default_factory=list)  # options of every one, also of empty ones
+    groups: list[dict[str, Json]] = field(default_factory=list)  # options of every one, also of empty ones
 
 
 def read_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> OptimizerState:
@@ -71,7 +71,7 @@ def _check_slot(kind: str, name: str, slot: str, value: torch.Tensor, parameter:
         )
 
 
-def as_json(kind: str, key: str, value: object) -> Any:
+def as_json(kind: str, key: str, value: object) -> Json:
     """For the index: a number, text, or a list of them; a tensor of one number keeps its dtype."""
     if torch.is_tensor(value) and value.numel() == 1:
         return {"dtype": str(value.dtype).removeprefix("torch."), "value": value.item()}
@@ -85,7 +85,7 @@ def as_json(kind: str, key: str, value: object) -> Any:
     )
 
 
-def from_json(value: object, like: object = None) -> Any:
+def from_json(value: object, like: object = None) -> object:
     """The inverse of `as_json`; a list becomes a tuple where `like` is one."""
     if isinstance(value, dict):
         return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))

@@ -12,15 +12,24 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from hf_parallel.checkpoint.lazy_tensor import DTYPES
+from hf_parallel.checkpoint.slices import Wanted
 
 #: Bytes that are read at once where only a part of each row is kept.
 BLOCK = 16 << 20
 _OF_NAME = {name: dtype for dtype, name in DTYPES.items()}
+
+
+class TensorFacts(TypedDict):
+    """What the header of a safetensors file says of one tensor."""
+
+    dtype: str
+    shape: list[int]
+    data_offsets: list[int]
 
 
 class RangeFile:
@@ -80,7 +89,7 @@ class RangeFile:
 class TensorInFile:
     """A tensor of an open file. Indexed by a range for each of its dimensions, it is read."""
 
-    def __init__(self, file: RangeFile, facts: dict[str, Any], dtype: torch.dtype):
+    def __init__(self, file: RangeFile, facts: TensorFacts, dtype: torch.dtype):
         self.file, self.shape, self.name, self.dtype = file, tuple(facts["shape"]), facts["dtype"], dtype
         self.offset = file.start + facts["data_offsets"][0]
 
@@ -92,7 +101,7 @@ class TensorInFile:
         """safetensors' name of its dtype."""
         return self.name
 
-    def __getitem__(self, wanted: Any) -> torch.Tensor:
+    def __getitem__(self, wanted: Wanted) -> torch.Tensor:
         given = () if wanted is ... else wanted if isinstance(wanted, tuple) else (wanted,)
         padded = (*given, *(slice(None) for _ in self.shape[len(given) :]))
         ranges = [range(size)[part] for size, part in zip(self.shape, padded, strict=True)]

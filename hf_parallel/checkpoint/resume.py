@@ -16,8 +16,8 @@ import contextlib
 import functools
 import json
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from hf_parallel.checkpoint.optimizer_state import OptimizerState, as_json, from
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.save import shards, taken
 from hf_parallel.checkpoint.saving import Saving, current
-from hf_parallel.checkpoint.slices import local_part
+from hf_parallel.checkpoint.slices import local_part, whole_part
 from hf_parallel.checkpoint.writers import Item, assign
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.packed import stored_order
@@ -212,8 +212,8 @@ def write_plain(directory: str, out: str) -> None:
             state[numbered[name]] = {slot: from_json(value) for slot, value in numbers.items()}
         for key, tensor in saved.tensors.items():
             name, _, slot = key.partition("/")
-            state.setdefault(numbered[name], {})[slot] = tensor.whole()
-    groups: list[dict[str, Any]] = [
+            state.setdefault(numbered[name], {})[slot] = values(tensor, whole_part(tensor.shape))
+    groups: list[dict[str, object]] = [
         {key: from_json(value, ()) for key, value in options.items() if key != "param_names"}
         for options in saved.groups
     ]
@@ -259,19 +259,19 @@ def _check_shapes(parameters: dict[str, torch.Tensor], slots: dict[str, list[str
                 raise ValueError(f"{name} is {tuple(parameter.shape)}, its optimizer state {shape}")
 
 
-def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: Any) -> torch.Tensor:
+def _local(model: nn.Module, name: str, parameter: torch.Tensor, source: torch.Tensor, former: object) -> torch.Tensor:
     """This rank's part, which lies as the parameter does; in the memory of the former state, if there is one."""
-    kept = type(former) is DTensor if isinstance(parameter, DTensor) else torch.is_tensor(former)
-    if not kept or (former.shape, former.dtype) != (parameter.shape, source.dtype):
+    kind = DTensor if isinstance(parameter, DTensor) else torch.Tensor
+    if not isinstance(former, kind) or (former.shape, former.dtype) != (parameter.shape, source.dtype):
         former = torch.zeros_like(parameter, dtype=source.dtype, requires_grad=False)
     part = values(source, local_part(parameter, stored_order(model, name)))
     stored(former).copy_(part)
     return former
 
 
-def _options(group: dict[str, Any], names: list[str], saved: OptimizerState) -> dict[str, Any]:
+def _options(group: dict[str, object], names: list[str], saved: OptimizerState) -> dict[str, object]:
     """What the checkpoint says of the parameters of one group; a stage without any of them follows the rest."""
-    known: Iterator[dict[str, Any]] = (saved.options[name] for name in names if name in saved.options)
+    known = (saved.options[name] for name in names if name in saved.options)
     first = next(known, None)
     if first is None:
         rest = next(iter(saved.options.values()), {})

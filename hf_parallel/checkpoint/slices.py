@@ -8,13 +8,26 @@ A part is described by one list of indices per dimension, of the tensor as the m
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from types import EllipsisType
+from typing import Protocol, TypeAlias
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.model.packed import StoredOrder
 
+
+class Readable(Protocol):
+    """A tensor of a safetensors file, of which is read what it is indexed with."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+    def __getitem__(self, wanted: Wanted) -> torch.Tensor: ...
+
+
+Wanted: TypeAlias = "EllipsisType | slice | tuple[slice, ...]"
 #: Per dimension, the indices that are wanted.
 Part = tuple[torch.Tensor, ...]
 
@@ -41,7 +54,7 @@ def whole_part(shape: tuple[int, ...]) -> Part:
     return tuple(torch.arange(size) for size in shape)
 
 
-def read(source: Any, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:
+def read(source: torch.Tensor | Readable, part: Part, _ranges: tuple[slice, ...] = ()) -> torch.Tensor:
     """The part of a tensor or of a safetensors slice. Of a file only these ranges are read."""
     dim = len(_ranges)
     if dim == len(part):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
@@ -21,6 +21,14 @@ from hf_parallel.mesh import ParallelMesh, stored
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class HasBytes(Protocol):
+    @property
+    def nbytes(self) -> int: ...
+
+
+Held = TypeVar("Held", bound=HasBytes)
 
 
 def parameter_groups(model: PreTrainedModel, mesh: ParallelMesh, own_name: Callable[[str], str | None]) -> list[Group]:
@@ -74,9 +82,9 @@ def joined(groups: Iterable[Group], limit: int) -> Iterator[Group]:
             yield from map(_one, in_buckets(alike, limit))
 
 
-def in_buckets(tensors: Iterable[Any], limit: int) -> Iterator[list[Any]]:
+def in_buckets(tensors: Iterable[Held], limit: int) -> Iterator[list[Held]]:
     """Consecutive ones, or what stands for them, of together at most `limit` bytes, or one that alone has more."""
-    bucket: list[Any] = []
+    bucket: list[Held] = []
     held = 0
     for tensor in tensors:
         if bucket and held + tensor.nbytes > limit:

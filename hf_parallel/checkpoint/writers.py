@@ -17,7 +17,6 @@ import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
 import torch.distributed as dist
 
@@ -123,7 +122,7 @@ def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> 
 def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
     """Those that see the folder which rank 0 sees, and can write there. Collective, in the host group."""
     name = _put_marker(directory) if mesh.rank == 0 else None
-    told: list[Any] = [name, machine_id()]
+    told = [name, machine_id()]
     dist.broadcast_object_list(told, group=mesh.host_group, group_src=0)
     found: list[bool] = [False] * mesh.config.world_size
     dist.all_gather_object(found, mesh.rank == 0 or _sees(directory, *told), group=mesh.host_group)
@@ -143,7 +142,7 @@ def _put_marker(directory: str) -> str | None:
         return None
 
 
-def _sees(directory: str, marker: str | None, machine: str) -> bool:
+def _sees(directory: str, marker: str | None, machine: str | None) -> bool:
     if marker is None or not os.access(os.path.join(directory, marker), os.W_OK):
         return False
     return machine == machine_id() or _file_system(directory) in _COHERENT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ class _Journey:
 
     def __init__(self, sent: list[int], received: list[int], group: dist.ProcessGroup) -> None:
         self.sent, self.received, self.group = sent, received, group
-        self._travels: Any = None
+        self._travels: tuple[dist.Work, torch.Tensor, torch.Tensor] | None = None
 
     def start(self, rows: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         """What will hold those that arrive."""
@@ -106,6 +106,7 @@ class _Journey:
 
     def wait(self) -> torch.Tensor:
         """They have arrived."""
+        assert self._travels is not None  # `start` came before
         (work, _, arrived), self._travels = self._travels, None
         work.wait()
         return arrived

@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -227,7 +227,7 @@ class _Rest:
 
     def __init__(self, thread: int) -> None:
         self.thread, self.told = thread, False
-        self._seen: Any = None
+        self._seen: object = None
         self._since, self._used = time.monotonic(), time.process_time()
 
     def place(self) -> str | None:

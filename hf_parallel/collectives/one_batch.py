@@ -10,7 +10,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,7 +52,7 @@ class OneBatch:
         own = {name: _checksum(value) for name, value in batch.items() if _is_data(name, value)}
         found = [(self.mesh.rank, own)]
         for axis in self.axes:
-            parts: list[Any] = [None] * self.mesh.size(axis)
+            parts = [found] * self.mesh.size(axis)
             dist.all_gather_object(parts, found, group=self.mesh.group(axis))
             found = [entry for part in parts for entry in part]
         self._compare(found)
@@ -74,9 +73,10 @@ class OneBatch:
                     )
 
 
-def _is_data(name: str, value: Any) -> bool:
-    plain = type(value) is torch.Tensor and value.layout == torch.strided and not value.is_meta
-    return plain and name not in _COMPUTED and not value.requires_grad
+def _is_data(name: str, value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or type(value) is not torch.Tensor or name in _COMPUTED:
+        return False
+    return value.layout == torch.strided and not value.is_meta and not value.requires_grad
 
 
 def _checksum(tensor: torch.Tensor) -> tuple[tuple[int, ...], str, int]:

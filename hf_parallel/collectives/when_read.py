@@ -20,7 +20,7 @@ class WholeWhenRead:
 
     _parts: dict[str, list[Whole]] = {}  # of an output that a script has made of one
 
-    def __getitem__(self, key: Any) -> object:
+    def __getitem__(self, key: str | int | slice) -> object:
         if not isinstance(key, str):
             return tuple(self.values())[key]
         return self._whole(key, dict.__getitem__(self, key))  # type: ignore[index]
@@ -43,14 +43,14 @@ class WholeWhenRead:
     def _whole(self, key: str, value: Any) -> Any:
         for function in self._parts.pop(key, ()):
             value = function(value)
-            self[key] = value  # type: ignore[index]
+            self[key] = value
         return value
 
     def items(self) -> list[tuple[str, object]]:
-        return [(key, self[key]) for key in self.keys()]  # type: ignore[attr-defined]
+        return [(key, self[key]) for key in self.keys()]
 
     def values(self) -> list:
-        return [self[key] for key in self.keys()]  # type: ignore[attr-defined]
+        return [self[key] for key in self.keys()]
 
 
 @functools.cache

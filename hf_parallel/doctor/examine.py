@@ -24,11 +24,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch import nn
+    from transformers import PreTrainedModel
 
 _VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 
 
-def build_on_meta(source: str) -> Any:
+def build_on_meta(source: str) -> PreTrainedModel:
     """The model that a folder, a Hub id or a config.json describes, without memory for weights.
 
     Its class is the one that config.architectures names, else the causal language model of its type.

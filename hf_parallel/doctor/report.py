@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 _ORIGINS = {"plan": "model's plan", "inferred": "structure", "known": "known kind"}
 _HEADINGS = ("module", "style", "from", "whole -> per rank", "stays whole")
@@ -50,7 +49,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         return {"works": not self.problems, **dataclasses.asdict(self)}
 

@@ -87,7 +87,7 @@ def data_rank(original: Callable) -> int:
 def all_gather(original: Callable, tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:
     """The rows of all data ranks; those of one model have the same."""
     mesh = runtime.mesh()
-    if mesh.data_group is None or mesh.data_size == 1:
+    if mesh.data_size == 1:
         return tensor
     rows = gather_sequence(tensor.reshape(len(tensor), -1), mesh.data_group)
     rows = rows.reshape(-1, *tensor.shape[1:])

@@ -124,14 +124,14 @@ def test_what_is_said_of_other_ranks():
 def test_slow_links_are_named():
     link = find_link("nvlink4")
     planned = Group("tp", 2, link, link.bandwidth)
-    half = {"latency": 1e-5, "right": True, "ranks": [0, 1]}
+    half = links.Tried([0, 1], latency=1e-5, right=True)
     for seconds, crowded, status in ((5e-5, False, OK), (1e-2, False, SLOW), (1e-2, True, OK)):
-        rows = [{**half, "seconds": seconds}, {**half, "seconds": seconds / 2}]
+        rows = [half._replace(seconds=seconds), half._replace(seconds=seconds / 2)]
         row = links._row("tp", "all_reduce", rows, planned, 1 << 24, crowded)
         assert row.status == status
         assert row.values["bytes_per_s"] == pytest.approx((1 << 24) / seconds)
     assert "slower than half" in Report(2, [Row("links", "tp", "x", status=SLOW)]).verdict
-    missing = links._row("tp", "p2p", [{"missing": "gloo does not support send"}], planned, 1, False)
+    missing = links._row("tp", "p2p", [links.Tried([0, 1], missing="gloo does not support send")], planned, 1, False)
     assert missing.status == NOTE
 
 

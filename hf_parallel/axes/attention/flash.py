@@ -146,7 +146,8 @@ def attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
-    **kwargs: Any,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """[b, h, n, d] queries, [b, h / g, n, d] keys and values -> [b, n, h, d]."""
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -156,7 +157,7 @@ def attention(
         seen = None if isinstance(attention_mask, Documents) else attention_mask
         out = one_process(query, key, value, seen, dropout, scaling, softcap, s_aux, causal)
         return out.transpose(1, 2).contiguous(), None
-    documents = documents.within(kwargs.get("cu_seq_lens_q"))
+    documents = documents.within(cu_seq_lens_q)
     low, high = limits(causal, sliding_window, documents.layout)
     if documents.separate and s_aux is None and softcap is None and high == float("inf"):
         out = one_process(query, key, value, None, dropout, scaling, None, None, causal)

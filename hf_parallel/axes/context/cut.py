@@ -40,8 +40,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
+    from hf_parallel.axes.axis import Batch
 
-Batch = dict[str, Any]
+
 #: What tells flash attention where documents begin: the layout knows.
 _BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 

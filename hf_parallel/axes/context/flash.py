@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from packaging.version import Version
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.context.ring import Ring
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 WIDEST = 256
 #: The gradient of the output, then q, k, v, the output and the log-sum-exp over all keys.
 Given = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.context.attention import Exchanged
 from hf_parallel.axes.context.layout import Shape
@@ -12,6 +12,8 @@ from hf_parallel.groups import connect
 from hf_parallel.mesh import ParallelMesh, axis_ranks
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from hf_parallel.config import ParallelConfig
 
 
@@ -41,7 +43,7 @@ def exchanged(mesh: ParallelMesh, config: ParallelConfig) -> Exchanged:
     return Exchanged(_ring(mesh, mesh.groups.along(rings)), mesh.groups.along(groups), *how)
 
 
-def _ring(mesh: ParallelMesh, group: Any) -> Any:
+def _ring(mesh: ParallelMesh, group: dist.ProcessGroup) -> dist.ProcessGroup:
     """Whose ranks send what others see: under windows, and in packs, not each of them sends."""
     connect(group, mesh.device)
     return group

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from hf_parallel.axes.context.tiles import Tile, squares
 if TYPE_CHECKING:
     from hf_parallel.axes.context.ring import Ring
 
+Part = TypeVar("Part")  # what a kernel computes in one call
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -41,7 +42,7 @@ class Scores:
         return tiles if self.cap is None else (square for tile in tiles for square in squares(tile))
 
 
-class Kernel(Protocol):
+class Kernel(Protocol[Part]):
     """Attention of parts of queries and keys.
 
     `flat`: it takes tokens [t, h, d] and has log-sum-exps [t, h]; others take rows [b, h, n, d] and have [b, h, n].
@@ -50,11 +51,11 @@ class Kernel(Protocol):
 
     flat: ClassVar[bool]
 
-    def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Any]:
+    def parts(self, ring: Ring, keys: int, scores: Scores, device: torch.device) -> Iterable[Part]:
         """What a rank computes with the keys of ring rank `keys`, as this kernel's calls want it."""
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Any, scores: Scores
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part, scores: Scores
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output, and log-sum-exp in fp32."""
 
@@ -66,7 +67,7 @@ class Kernel(Protocol):
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        part: Any,
+        part: Part,
         scores: Scores,
     ) -> Tensors:
         """The part's share of the gradients of q, k and v; `out` and `lse` are over all keys."""

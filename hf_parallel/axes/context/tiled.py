@@ -9,7 +9,7 @@ scores with a soft cap  plain products (`capped.py`), in squares         full, c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -20,7 +20,7 @@ from hf_parallel.axes.context.tiles import Tile
 if TYPE_CHECKING:
     from hf_parallel.axes.context.ring import Ring
 
-_aten: Any = torch.ops.aten
+_aten = torch.ops.aten
 
 
 class Tiles:

@@ -28,7 +28,7 @@ def to_heads(
     parts = [tensor.unflatten(1, (ranks, -1)) for tensor in (q, k, v)]
     arrived = exchange_equally(torch.cat(parts, 2).movedim(1, 0), group)  # [U, b, heads, n, d]
     whole = _all_tokens(arrived)
-    return tuple(whole.split([part.shape[2] for part in parts], 1))  # type: ignore[return-value]
+    return tuple(whole.split([part.shape[2] for part in parts], 1))
 
 
 def to_tokens(out: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

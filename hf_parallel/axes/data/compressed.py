@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -71,8 +71,7 @@ def _nodes_of(mesh: ParallelMesh, size: int) -> Nodes:
         shards = axis_ranks(mesh.config, "dp_shard")
         within = [ranks[start : start + size] for ranks in shards for start in range(0, len(ranks), size)]
         across = [ranks[place::size] for ranks in shards for place in range(size)]
-        groups: list[Any] = [mesh.groups.along(within), mesh.groups.along(across)]
-        _nodes[mesh] = Nodes(*groups)
+        _nodes[mesh] = Nodes(mesh.groups.along(within), mesh.groups.along(across))
     return _nodes[mesh]
 
 

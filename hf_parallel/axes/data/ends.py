@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import nn
@@ -26,20 +26,30 @@ from hf_parallel.axes.data.units import groups_of, state_of
 from hf_parallel.model.anatomy import backbone_of, input_embedding
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
     from transformers import PreTrainedModel
 
 
-def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, **settings: Any) -> None:
+class Settings(TypedDict, total=False):
+    """Of `fully_shard`, the same for all units of a model."""
+
+    mesh: DeviceMesh
+    mp_policy: MixedPrecisionPolicy
+    offload_policy: OffloadPolicy
+    ignored_params: set[nn.Parameter]
+
+
+def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, settings: Settings) -> None:
     """Give embedding and head groups of their own where each has its weight for itself.
 
     Args:
         keeps: weights stay gathered from the forward to the backward.
-        settings: of `fully_shard`.
     """
     inside = {id(module) for block in blocks for module in block.modules()}
     embedding, head, backbone = input_embedding(model), _head(model), backbone_of(model)
     if isinstance(embedding, nn.Embedding) and id(embedding) not in inside and _alone(model, embedding):
-        unit: Any = fully_shard(embedding, reshard_after_forward=not keeps, **settings)
+        unit = fully_shard(embedding, reshard_after_forward=not keeps, **settings)
         is_lookup = len(list(embedding.parameters())) == 1  # no norm in it, whose backward reads a weight
         if is_lookup:
             unit.set_unshard_in_backward(False)
@@ -48,7 +58,7 @@ def shard_ends(model: PreTrainedModel, blocks: list[nn.Module], keeps: bool, **s
         _gather_early(model, unit, backbone, blocks)
 
 
-def gather(unit: Any) -> None:
+def gather(unit: FSDPModule) -> None:
     """Make the weights of a unit whole before its own hook does, while the model around it runs.
 
     `unit.unshard` would forget that gradients are being summed in fp32: see reduction.py.
@@ -70,7 +80,7 @@ def _alone(model: nn.Module, end: nn.Module) -> bool:
     return bool(own) and sum(id(parameter) in own for parameter in every) == len(own)
 
 
-def _gather_early(model: nn.Module, head: Any, backbone: nn.Module, blocks: list[nn.Module]) -> None:
+def _gather_early(model: nn.Module, head: FSDPModule, backbone: nn.Module, blocks: list[nn.Module]) -> None:
     """Whole when the backbone is done, and in the backward, though a forward pass in between has freed it.
 
     A loss in pieces reads the head's weight and does not call the head.

@@ -23,11 +23,12 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_parallel.axes.data.units import parameter_groups, state_of
-from hf_parallel.axes.eight_bit import W, largest_number, recipe_of
+from hf_parallel.axes.eight_bit import WHOLE, W, largest_number, tensorwise
 from hf_parallel.collectives import all_reduce
 from hf_parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.utils.hooks import RemovableHandle
 
     from hf_parallel.axes.eight_bit import Float8
@@ -76,7 +77,7 @@ class Scales:
         """The scale of each whole weight. Collective, in one all-reduce per group."""
         from torchao.float8.float8_utils import amax_to_scale
 
-        parts = [weight.held.sharded_param._local_tensor for weight in self.weights]
+        parts = [weight.held._sharded_local_tensor for weight in self.weights]
         largest = torch.stack([largest_number(part) for part in parts]).float()
         for group in self.groups:
             largest = all_reduce(largest, group, dist.ReduceOp.MAX)
@@ -91,7 +92,7 @@ class Scales:
 class CodedWeight:
     """How one parameter of FSDP2 is gathered. `held`: torch's record of it."""
 
-    def __init__(self, held: Any, recipe: Any, scales: Scales) -> None:
+    def __init__(self, held: FSDPParam, recipe: Float8, scales: Scales) -> None:
         self.held, self.recipe, self.scales = held, recipe, scales
         self.scale: torch.Tensor | None = None
 
@@ -99,8 +100,8 @@ class CodedWeight:
         """The codes of this rank's shard, filled up to the length of all shards."""
         if self.scale is None:
             self.scales.agree()
-        part = self.held.sharded_param._local_tensor
-        operand = self.recipe.cast(part, W, "in", self.recipe.config.cast_config_weight, None, self.scale)
+        part = self.held._sharded_local_tensor
+        operand = self.recipe.cast(part, W, "in", self.recipe.config.cast_config_weight, WHOLE, self.scale)
         codes, whole = operand._data, self.held.padded_sharded_param_size
         if codes.shape != whole:
             filled = codes.new_zeros(whole)
@@ -117,14 +118,14 @@ class CodedWeight:
         return self.recipe.of_codes(codes, scale, W, dtype), (codes,)
 
 
-def _recipe(held: Any) -> Float8 | None:
+def _recipe(held: FSDPParam) -> Float8 | None:
     info = held._module_info
-    return recipe_of(info.module) if info.param_name == "weight" else None
+    return tensorwise(info.module) if info.param_name == "weight" else None
 
 
 def _coded(held: Any, recipe: Float8, scales: Scales) -> CodedWeight:
     """What the parameter has, or else a new one, for which torch makes room."""
-    part = held.sharded_param._local_tensor
+    part = held._sharded_local_tensor
     known = getattr(part, "fsdp_pre_all_gather", None)
     if known is not None and known.__self__.held is held:
         return known.__self__

@@ -51,7 +51,7 @@ class HeldGradients:
     """Those of one rank's stages; `more`: another run of the step follows."""
 
     def __init__(self, stages: list[nn.Module]) -> None:
-        self.stages: list[Any] = [stage for stage in stages if isinstance(stage, FSDPModule)]
+        self.stages = [stage for stage in stages if isinstance(stage, FSDPModule)]
         self.more = False
         self._held: dict[FSDPParam, torch.Tensor] = {}
 

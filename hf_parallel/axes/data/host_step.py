@@ -103,7 +103,8 @@ class HostStep:
 
     def step(self) -> None:
         """What the optimizer's own step would do."""
-        optimizer: Any = self._optimizer()
+        optimizer = self._optimizer()
+        assert optimizer is not None
         former = [group["params"] for group in optimizer.param_groups]
         places = {parameter: place for place, parameter in enumerate(p for group in former for p in group)}
         chunks = list(_chunks(parameter for parameter in places if parameter.grad is not None))
@@ -129,7 +130,11 @@ class HostStep:
         self._hidden = []
 
     def _step_chunk(
-        self, optimizer: Any, former: list[list], on_host: dict[torch.Tensor, torch.Tensor], chunk: list[torch.Tensor]
+        self,
+        optimizer: Optimizer,
+        former: list[list],
+        on_host: dict[torch.Tensor, torch.Tensor],
+        chunk: list[torch.Tensor],
     ) -> None:
         state, chosen = optimizer.state, set(chunk)
         for group, parameters in zip(optimizer.param_groups, former, strict=True):
@@ -139,7 +144,8 @@ class HostStep:
                 state[copy] = {slot: _to_host(value) for slot, value in state.pop(parameter).items()}
         try:
             with _fused(optimizer):
-                type(optimizer).step.__wrapped__(optimizer)
+                plain_step: Any = type(optimizer).step
+                plain_step.__wrapped__(optimizer)
         finally:
             for parameter, copy in on_host.items():
                 if copy in state:
@@ -205,6 +211,7 @@ class _HostCopies:
         away = [parameter for parameter in chunk if parameter.device.type != "cpu"]
         copies = {parameter: _begin_copy(parameter) for parameter in away}
         for parameter, copy in copies.items():
+            assert parameter.grad is not None  # else it is in no chunk
             copy.grad = _begin_copy(parameter.grad)
         if not away:
             return copies, None
@@ -213,7 +220,7 @@ class _HostCopies:
         return copies, arrived
 
 
-def _begin_copy(tensor: Any) -> torch.Tensor:
+def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
     pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return pinned.copy_(tensor.detach(), non_blocking=True)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -73,7 +73,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return not any(group.get("differentiable") for group in optimizer.param_groups)
 
 
-def parameters_of(optimizer: Optimizer) -> list[list[Any]]:
+def parameters_of(optimizer: Optimizer) -> list[list[torch.Tensor]]:
     """Those of each group, also in the midst of a step on their parts."""
     held = vars(optimizer).get(_HELD)
     return [group["params"] for group in optimizer.param_groups] if held is None else held.former
@@ -88,8 +88,8 @@ class OnLocalParts:
 
     def __init__(self, optimizer: Optimizer, states_too: bool) -> None:
         self.optimizer, self.states_too = optimizer, states_too
-        self.former: list[list[Any]] = []
-        self._parts: dict[Any, torch.Tensor] = {}
+        self.former: list[list[torch.Tensor]] = []
+        self._parts: dict[DTensor, torch.Tensor] = {}
         self._states: dict[
             int, DTensor
         ] = {}  # local part of a state -> the state, so that most need not be made again
@@ -99,7 +99,7 @@ class OnLocalParts:
         self.former = [group["params"] for group in self.optimizer.param_groups]
         self._parts = {p: _local_part(p) for p in itertools.chain(*self.former) if isinstance(p, DTensor)}
         for group, parameters in zip(self.optimizer.param_groups, self.former, strict=True):
-            group["params"] = [self._parts.get(p, p) for p in parameters]
+            group["params"] = [self._parts[p] if isinstance(p, DTensor) else p for p in parameters]
         state = self.optimizer.state
         for parameter, part in self._parts.items():
             if parameter in state:
@@ -155,10 +155,11 @@ def on_local_parts(optimizer: Optimizer) -> Iterator[OnLocalParts]:
         held.end()
 
 
-def _local_part(parameter: Any) -> torch.Tensor:
+def _local_part(parameter: DTensor) -> torch.Tensor:
     part = parameter._local_tensor.detach()
     gradient = parameter.grad
     if gradient is not None:
+        assert isinstance(gradient, DTensor)
         if gradient._local_tensor.shape != part.shape:  # of a model that transformers has split
             gradient = gradient.redistribute(placements=parameter.placements)
         part.grad = gradient._local_tensor

@@ -28,6 +28,8 @@ from hf_parallel.axes.data.units import parameter_groups
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
     from hf_parallel.axes.data.held_gradients import HeldGradients
     from hf_parallel.config import ParallelConfig
 
@@ -86,7 +88,7 @@ def round_after_backward(root: nn.Module) -> None:
 
 
 def _queue(callback: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def at_rest(roots: list[nn.Module], parameters: list[nn.Parameter]) -> list[nn.Parameter]:

@@ -32,7 +32,7 @@ def work_in_place(root: nn.Module) -> None:
                 lend(held)
 
 
-def lend(held: Any) -> None:
+def lend(held: FSDPParam) -> None:
     """Let a parameter that is whole on each rank be computed with where it is stored."""
     if held.mesh_info.shard_mesh_size == 1:
         held.__class__ = _Lent
@@ -73,8 +73,10 @@ class _OneBuffer(DefaultReduceScatter):
 
     _given: torch.Tensor | None = None
 
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
         given, self._given = self._given, None
-        if given is None or given.shape != torch.Size(size) or given.dtype != dtype:
+        if given is None or given.shape != tuple(size) or given.dtype != dtype:
             given = self._given = super().allocate(size, dtype=dtype, device=device)
         return given

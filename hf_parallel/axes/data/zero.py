@@ -23,7 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.tensor import Shard
 
 from hf_parallel.axes.data.axis import shard_dim
-from hf_parallel.axes.data.ends import shard_ends
+from hf_parallel.axes.data.ends import Settings, shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
@@ -52,15 +52,15 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     keeps = mesh.config.zero_stage < 3 or mesh.config.sharing_size == mesh.size("dp_replicate")
     if mesh.size("pp") > 1:
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
-    settings: dict[str, Any] = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
+    settings: Settings = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
     settings["ignored_params"] = _shard_experts(root, mesh, keeps, settings)
     for block in blocks:
         if any(True for _ in block.parameters()):
-            _shard_other_dtypes(block, reshard_after_forward=not keeps, **settings)
+            _shard_other_dtypes(block, not keeps, settings)
             fully_shard(block, reshard_after_forward=not keeps, **settings)
     if root is model:  # a pipeline keeps all of its weights
-        shard_ends(model, blocks, keeps, **settings)
-    _shard_other_dtypes(root, reshard_after_forward=not keeps, **settings)
+        shard_ends(model, blocks, keeps, settings)
+    _shard_other_dtypes(root, not keeps, settings)
     # What is left is needed first in backward: None lets torch keep it.
     fully_shard(root, reshard_after_forward=False if keeps else None, **settings)
     if root is model and hasattr(model, "generate"):
@@ -76,7 +76,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         _leave_inference_mode(model)
 
 
-def _shard_other_dtypes(unit: nn.Module, **settings: Any) -> None:
+def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> None:
     """Give modules of another dtype than the rest of `unit` groups of their own, such as those kept in fp32.
 
     torch reduces the gradients of a group in one dtype.
@@ -87,7 +87,7 @@ def _shard_other_dtypes(unit: nn.Module, **settings: Any) -> None:
     prevailing = max(sizes, key=lambda dtype: sizes[dtype], default=None)
     for module, dtypes in own.items():
         if module is not unit and dtypes and prevailing not in dtypes:
-            fully_shard(module, **settings)
+            fully_shard(module, reshard_after_forward=again, **settings)
 
 
 def _trained_dtypes(module: nn.Module) -> set[torch.dtype]:
@@ -104,7 +104,7 @@ def move_rest(model: nn.Module, mesh: ParallelMesh) -> None:
                     tensor.data = tensor.data.to(device)
 
 
-def resting(mesh: ParallelMesh) -> dict[str, Any]:
+def resting(mesh: ParallelMesh) -> Settings:
     """Parameters and gradients that rest on the host; if not in files, in memory that a GPU copies from by itself."""
     offload = mesh.config.offload
     if not parameters_rest(offload):
@@ -112,7 +112,7 @@ def resting(mesh: ParallelMesh) -> dict[str, Any]:
     return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu" and not folder(offload))}
 
 
-def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: dict[str, Any]) -> set[nn.Parameter]:
+def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: Settings) -> set[nn.Parameter]:
     """Shard experts that are shared out over ranks among those that hold the same ones; where none does, leave them.
 
     Returns:
@@ -129,8 +129,9 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: d
     def place(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dim(stored(parameter).shape, mesh.size("ep_shard")))
 
+    own: Settings = {**settings, "mesh": axes}
     for module in found:
-        fully_shard(module, reshard_after_forward=again, shard_placement_fn=place, **{**settings, "mesh": axes})
+        fully_shard(module, reshard_after_forward=again, shard_placement_fn=place, **own)
     return set()
 
 

@@ -33,8 +33,7 @@ class ExpertKeys(Keys):
     @property
     def ep_shard_size(self) -> int:
         """Ranks that share the experts that one of them would hold (FSDP2). Needs a resolved config."""
-        config: Any = self
-        return _ranks(config) // self.ep_size
+        return _ranks(self) // self.ep_size
 
     @property
     def expert_sizes(self) -> dict[str, int]:
@@ -175,9 +174,9 @@ def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, 
             refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
 
 
-def _ranks(config: ParallelConfig) -> int:
+def _ranks(config: ExpertKeys) -> int:
     """How many ranks experts are shared out over."""
-    return math.prod(config.sizes[axis] for axis in _SHARED_OUT)
+    return math.prod(getattr(config, f"{axis}_size") for axis in _SHARED_OUT)
 
 
 def _works(count: int, config: ParallelConfig) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -36,16 +36,16 @@ def balance_over_data_ranks(model: nn.Module, mesh: ParallelMesh) -> None:
     """From here on the auxiliary loss of `model`, and its part in the loss, are those of all data ranks' rows."""
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     top_k = experts_per_token(model)
-    last: dict[str, Any] = {}  # router logits of the call in progress: TRL's fused head gives none on
+    last: list[tuple[torch.Tensor, ...] | None] = [None]  # router logits of the call in progress, see `correct`
 
     def keep(module: nn.Module, args: tuple, output: ModelOutput) -> None:
-        last["logits"] = getattr(output, "router_logits", None)
+        last[0] = getattr(output, "router_logits", None)
 
     def correct(module: nn.Module, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:
-        given, logits = {**dict(zip(names, args, strict=False)), **kwargs}, last.pop("logits", None)
-        if not torch.is_tensor(getattr(output, "aux_loss", None)):
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        logits, last[0] = getattr(output, "router_logits", None) or last[0], None  # TRL's fused head gives none on
+        if not torch.is_tensor(getattr(output, "aux_loss", None)) or logits is None:
             return output
-        logits = getattr(output, "router_logits", logits)
         exact = balance_loss(logits, top_k, given.get("attention_mask"), mesh.data_group)
         return with_exact(module, output, exact)
 

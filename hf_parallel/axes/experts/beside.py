@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from hf_parallel.local import in_front
+from hf_parallel.local import put_in_front
 from hf_parallel.model.families import SHARED_AFTER
 
 
@@ -55,12 +54,10 @@ def _is_view(tokens: torch.Tensor, hidden: torch.Tensor) -> bool:
     return tokens.numel() == hidden.numel() and tokens.is_contiguous() and hidden.is_contiguous()
 
 
-def shared_beside(model: nn.Module, experts: str) -> nn.Module | None:
+def shared_beside(model: nn.Module, experts: str) -> Early | None:
     """The shared experts beside those of this name, ready to be computed ahead; None if the model has them first."""
     block = model.get_submodule(experts.rpartition(".")[0])
     shared = getattr(block, "shared_experts", None)
     if type(block).__name__ not in SHARED_AFTER or not isinstance(shared, nn.Module):
         return None
-    kind: Any = type(shared)
-    shared.__class__ = in_front(Early, kind)
-    return shared
+    return put_in_front(Early, shared)

@@ -10,7 +10,7 @@ of it, and so knows how many come before its own; no token is looked at, and the
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ class Capacity:
     def _over_ranks(self, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """How many tokens of each expert ranks before this one have, and all: from the ranks nearest each other on."""
         parts = [self.mesh.group("tp")] if self._switch is not None and self._switch.on else []
-        groups: list[Any] = [*parts, self.mesh.group("cp"), self.mesh.data_group]
+        groups = [*parts, self.mesh.group("cp"), self.mesh.data_group]
         before, total = torch.zeros_like(own), own
         for group in (group for group in groups if group.size() > 1):
             theirs = start_all_gather(total, group).wait()

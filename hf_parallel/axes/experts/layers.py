@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_parallel.axes.experts.beside import shared_beside
+from hf_parallel.axes.experts.beside import Early, shared_beside
 from hf_parallel.axes.experts.dispatch import Shares, bring_back, send
 from hf_parallel.collectives import scale_gradient
-from hf_parallel.local import holding, in_front, local, with_added
+from hf_parallel.local import holding, local, put_in_front, with_added
 from hf_parallel.mesh import ParallelMesh
 
 if TYPE_CHECKING:
@@ -48,8 +48,9 @@ class SharedOut(nn.Module):
 
     sharing: Sharing
     expert_facts: ExpertFacts
+    num_experts: int  # of this rank
     first: int  # number of this rank's first expert
-    beside: tuple[Any]  # the shared experts to compute meanwhile, or None; no child of this module
+    beside: tuple[Early | None]  # the shared experts to compute meanwhile, or None; no child of this module
 
     def forward(self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         shared = self.beside[0]
@@ -113,8 +114,7 @@ def share_out(
             own = distribute_tensor(value, mesh["ep"], [Shard(0)], src_data_rank=None)
             module._parameters[key] = nn.Parameter(own, requires_grad=parameter.requires_grad)
         module.num_experts = facts.count // mesh.size("ep")
-        module.first = sharing.group.rank() * module.num_experts
-        module.sharing, module.expert_facts = sharing, facts
-        module.beside = (shared_beside(model, name),)
-        kind: Any = type(module)
-        module.__class__ = in_front(SharedOut, kind)
+        shared_out = put_in_front(SharedOut, module)
+        shared_out.first = sharing.group.rank() * module.num_experts
+        shared_out.sharing, shared_out.expert_facts = sharing, facts
+        shared_out.beside = (shared_beside(model, name),)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from hf_parallel.axes.pipeline.batches import Batch
+    from hf_parallel.axes.axis import Batch
     from hf_parallel.collectives.context import Context
 
 
@@ -53,7 +53,9 @@ class StageBalance:
         """Nothing counted yet."""
         return CallBalance(self)
 
-    def _collect(self, index: int, router: nn.Module, args: tuple, output: Any) -> None:
+    def _collect(
+        self, index: int, router: nn.Module, args: tuple, output: torch.Tensor | tuple[torch.Tensor, ...]
+    ) -> None:
         """Not when layers run again for their backward."""
         if self.logits is not None:
             self.logits.append(output[index] if isinstance(output, tuple) else output)
@@ -120,7 +122,7 @@ class _Along(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
-    def backward(ctx: Context, gradient: torch.Tensor) -> tuple:  # type: ignore[override]
+    def backward(ctx: Context, gradient: torch.Tensor) -> tuple:
         return gradient, ctx.factors, None
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-Batch = dict[str, Any]
+if TYPE_CHECKING:
+    from hf_parallel.axes.axis import Batch
 
 
 @contextlib.contextmanager

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.axis import Building
+from hf_parallel.axes.axis import Batch, Building
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
-from hf_parallel.axes.pipeline.batches import Batch, count_targets, fresh_gradients, split_rows, tokens_of
+from hf_parallel.axes.pipeline.batches import count_targets, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs, wants
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.axes.pipeline.registry import pipelines_of
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.data.held_gradients import HeldGradients
     from hf_parallel.axes.data.held_gradients import Run as HeldRun
+    from hf_parallel.axes.experts.stages import StageBalance
     from hf_parallel.axes.pipeline.torch_stage import TorchStage
 
 
@@ -107,7 +108,7 @@ class PipelineEngine:
         self.recorder = Recorder(mesh.device)
         self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
         self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
-        self.balance: Any = None  # counts what routers chose, where a loss asks for it
+        self.balance: StageBalance | None = None  # counts what routers chose, where a loss asks for it
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
@@ -183,15 +184,15 @@ class PipelineEngine:
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:
         summed = self._trains(batch) and self.sums_over_tokens
-        return summed and can_be_cut(rows, self.config) and not self.balances(batch)
+        return summed and can_be_cut(rows, self.config) and self.balance_of(batch) is None
 
     def _trains(self, batch: Batch) -> bool:
         """Will this call's own loss go backward?"""
         return torch.is_grad_enabled() and self.model.training and batch.get("labels") is not None
 
-    def balances(self, kwargs: Batch) -> bool:
-        """Does this call of the model, or of its backbone, want what routers chose in all layers?"""
-        return self.balance is not None and wants(self.model.config, kwargs, "output_router_logits")
+    def balance_of(self, kwargs: Batch) -> StageBalance | None:
+        """What counts what routers choose in all layers, if this call of the model or its backbone asks for it."""
+        return self.balance if wants(self.model.config, kwargs, "output_router_logits") else None
 
     def _own_loss(self, parts: list[Batch], view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
         handler = functools.partial(self.run_backbone, hidden)
@@ -200,7 +201,7 @@ class PipelineEngine:
 
     def _outputs(self, batch: Batch) -> ModelOutput:
         outputs = self._model_forward(**batch)
-        if self._trains(batch) and self.balances(batch):
+        if self._trains(batch) and self.balance_of(batch) is not None:
             return PipelineLoss(loss=outputs["loss"], aux_loss=outputs["aux_loss"])
         if (self.loss_only or logits_are_unread()) and outputs.get("loss") is not None:
             return type(outputs)(loss=outputs["loss"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,10 +14,11 @@ from transformers.utils import ModelOutput
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hf_parallel.axes.pipeline.batches import Batch
+    from hf_parallel.axes.axis import Batch
     from hf_parallel.collectives.context import Context
 
 
+Result = TypeVar("Result")
 Gradients = list[torch.Tensor | None]
 
 
@@ -99,8 +100,8 @@ class _Slot:
 
 
 def share(
-    result: object, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
-) -> tuple[Callable[[list[torch.Tensor]], Any], list[torch.Tensor]]:
+    result: Result, group: dist.ProcessGroup, control: dist.ProcessGroup, source: int, device: torch.device
+) -> tuple[Callable[[list[torch.Tensor]], Result], list[torch.Tensor]]:
     """Send what the last stage computed to all stages.
 
     Args:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,10 +25,8 @@ from hf_parallel.axes.pipeline import picture
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from hf_parallel.axes.pipeline.timeline import Span, Timeline, with_communication
 
-if TYPE_CHECKING:
-    pass
-
-
+#: Seconds on the host, or on a device an event that is read at the end.
+Mark = float | torch.Event
 _NOTHING = contextlib.nullcontext()
 
 
@@ -37,7 +35,7 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.active = device, False
-        self._marks: list[tuple[str, int, int, object, object]] = []
+        self._marks: list[tuple[str, int, int, Mark, Mark]] = []
         self._zero: Any = None
 
     def start(self, group: dist.ProcessGroup) -> None:
@@ -59,7 +57,7 @@ class Recorder:
             with self.span(FORWARD, index, micro_batch):
                 return forward(micro_batch, *args, **kwargs)
 
-        def backward_one_chunk(micro_batch: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> None:
+        def backward_one_chunk(micro_batch: int, *args: object, full_backward: bool = True, **kwargs: object) -> None:
             with self.span(BACKWARD if full_backward else BACKWARD_INPUT, index, micro_batch):
                 whole(micro_batch, *args, full_backward=full_backward, **kwargs)
 
@@ -70,8 +68,8 @@ class Recorder:
         stage.forward_one_chunk, stage.backward_one_chunk = forward_one_chunk, backward_one_chunk
         stage.backward_weight_one_chunk = backward_weight_one_chunk
 
-    def mark(self) -> object:
-        """Now: a number of seconds, or an event that is read at the end."""
+    def mark(self) -> Mark:
+        """Now."""
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.Event(device=self.device, enable_timing=True)
@@ -87,7 +85,7 @@ class Recorder:
             Span(rank, kind, stage, i, self._seconds(start), self._seconds(end))
             for kind, stage, i, start, end in self._marks
         ]
-        parts: list[Any] = [None] * dist.get_world_size(group)
+        parts: list[list[Span]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(parts, own, group=group)
         self._marks = []
         return with_communication(Timeline([span for part in parts for span in part], len(parts)))
@@ -99,7 +97,7 @@ class Recorder:
             picture.write(path, timeline, name, predicted, measured=timeline.bubble)
         return timeline
 
-    def add(self, kind: str, stage: int, micro_batch: int, start: Any, end: Any) -> None:
+    def add(self, kind: str, stage: int, micro_batch: int, start: Mark, end: Mark) -> None:
         """Note a span between two marks."""
         self._marks.append((kind, stage, micro_batch, start, end))
 

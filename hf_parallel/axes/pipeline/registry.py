@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 if TYPE_CHECKING:
@@ -25,9 +25,11 @@ class Pipelines:
         self.engines.append(weakref.ref(engine))
         return len(self.engines) - 1
 
-    def engine(self, number: int) -> Any:
+    def engine(self, number: int) -> PipelineEngine:
         """The engine of this number."""
-        return self.engines[number]()
+        engine = self.engines[number]()
+        assert engine is not None  # it lives as long as its model
+        return engine
 
 
 _OF_MESH: WeakKeyDictionary[ParallelMesh, Pipelines] = WeakKeyDictionary()

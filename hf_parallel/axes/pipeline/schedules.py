@@ -11,7 +11,7 @@ dualpipe_v                2, in a V         forward beside backward             
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -139,7 +139,7 @@ def build_schedule(
         stage.boundary, stage.connected = boundary, connected
         recorder.watch(stage)
     single = config.pipeline_schedule in SINGLE_SCHEDULES
-    schedule: Any = get_schedule_class(config.pipeline_schedule.replace("_", ""))
+    schedule = get_schedule_class(config.pipeline_schedule.replace("_", ""))
     # The stage already returns the loss; it is normalised over the whole batch, so gradients are summed, not averaged.
     built = schedule(
         stages[0] if single else stages, micro_batches, loss_fn=lambda output, target: output, scale_grads=False

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.pipeline.batches import Batch, count_targets, row_count, split_examples, tokens_of
+from hf_parallel.axes.axis import Batch
+from hf_parallel.axes.pipeline.batches import count_targets, row_count, split_examples, tokens_of
 from hf_parallel.axes.pipeline.scheduled import scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit

@@ -19,14 +19,23 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from hf_parallel.axes.pipeline.read import layer_ranges
 from hf_parallel.axes.pipeline.remote_modules import RemoteModules, without_values
-from hf_parallel.axes.pipeline.stand_ins import AddsNothing, Entry, Exit, PassThrough, settle, stand_in_for, stand_ins
+from hf_parallel.axes.pipeline.stand_ins import (
+    AddsNothing,
+    Entry,
+    Exit,
+    PassThrough,
+    StandIn,
+    settle,
+    stand_in_for,
+    stand_ins,
+)
 from hf_parallel.model.anatomy import Backbone
 
 if TYPE_CHECKING:
@@ -77,7 +86,7 @@ def cut_into_stages(model: PreTrainedModel, part: PipelinePart, rank: int) -> tu
     is_last, kept = len(ranges) - 1 in own, None
     for i, layer in enumerate(layers):
         if not any(ranges[stage][0] <= i < ranges[stage][1] for stage in own):
-            layers[i] = stand_in_for(layer)
+            layers[i] = stand_in_for(layer, StandIn)
     if 0 not in own:
         # A tied head keeps the embedding beside it: the shared parameter's home.
         kept = model.get_input_embeddings() if is_last and part.tied else None
@@ -116,7 +125,7 @@ def _view(
     layers, (first, last) = list(backbone.get_submodule(plan.layers)), ranges[stage]
     own, modules = layers[first:last], layers[first:last]
     shown: list[nn.Module] = [stand_in_for(layer, PassThrough) for layer in layers]
-    entry: Any = stand_in_for(layers[first - 1], Entry) if stage > 0 else None
+    entry = stand_in_for(layers[first - 1], Entry) if stage > 0 else None
     shown[first:last] = own
     if last < len(layers):
         shown[last] = stand_in_for(layers[last], Exit)
@@ -139,7 +148,7 @@ def _view(
 def _replace(parent: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         if _is(parent, name):
-            setattr(parent, name, stand_in_for(getattr(parent, name)))
+            setattr(parent, name, stand_in_for(getattr(parent, name), StandIn))
 
 
 def _pass_by(module: nn.Module) -> nn.Module:

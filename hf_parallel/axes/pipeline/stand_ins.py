@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+Kind = TypeVar("Kind", bound="StandIn")
 
 
 class Described(torch.Tensor):
@@ -72,7 +74,7 @@ def _flat(values: Iterable[object]) -> Iterator[object]:
 class StandIn(nn.Module):
     """Mixin in front of the class of the module it stands for."""
 
-    real: Any  # that module, without values
+    real: nn.Module  # that module, without values
     where: str
     device_here: Callable[[], torch.device]
     same: dict[str, tuple[nn.Module, str]]  # parameters that a module of this rank holds too, being tied
@@ -155,24 +157,24 @@ class AddsNothing(PassThrough):
         )
 
 
-def stand_in_for(module: nn.Module, kind: type[StandIn] = StandIn) -> StandIn:
+def stand_in_for(module: nn.Module, kind: type[Kind]) -> Kind:
     """What stands in the place of `module`, or of the one that `module` stands for."""
     known = {key: vars(module)[key] for key in ("real", "same", "where", "device_here") if isinstance(module, StandIn)}
     real = known.get("real", module)
-    kinds: Any = kind, type(real)
+    kinds: tuple[type, type] = kind, type(real)
     new: Any = object.__new__(_class(*kinds))
     nn.Module.__init__(new)
     vars(new).update({"real": real, "same": {}, **known}, training=module.training)
     new._is_hf_initialized = True  # transformers need not draw its weights
     if kind is StandIn:
-        new._modules.update({name: child and stand_in_for(child) for name, child in real._modules.items()})
+        new._modules.update({name: child and stand_in_for(child, StandIn) for name, child in real._modules.items()})
     elif known:  # a layer that this rank runs in another stage shows no parts: they have parameters
         new._modules.update(module._modules)
     return new
 
 
 @functools.cache
-def _class(kind: type[StandIn], real: type[nn.Module]) -> type:
+def _class(kind: type, real: type) -> type:
     return type(real.__name__, (kind, real), {"__module__": real.__module__})
 
 

@@ -73,10 +73,10 @@ class TorchStage(PipelineStage):
         self.fwd_cache.clear()
         self.output_chunks.clear()
 
-    def perform_reduce_grad(self, *args: Any, **kwargs: Any) -> None:
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Another run of the step is to add to what this one has left, or has done so."""
         if self.reduces:
-            super().perform_reduce_grad(*args, **kwargs)
+            super().perform_reduce_grad(grad_scale_factor)
 
     # ---- messages --------------------------------------------------------------------------------------------------
 

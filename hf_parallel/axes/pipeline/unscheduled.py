@@ -14,7 +14,7 @@ import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.autocast import autocast_dtype
-from hf_parallel.axes.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
+from hf_parallel.axes.axis import Batch
+from hf_parallel.axes.pipeline.batches import fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from transformers.utils import ModelOutput
 
     from hf_parallel.axes.data.held_gradients import Run as HeldRun
+    from hf_parallel.axes.experts.stages import CallBalance
     from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.stages import StageView
 
@@ -96,9 +98,9 @@ class Made:
 
     engine: PipelineEngine
     call: Call
+    balance: CallBalance | None  # what routers choose, where a loss asks for it
     passes: list[dict[int, Pass]] = field(default_factory=list)
-    output: Any = None  # ModelOutput, on the last stage
-    balance: Any = None  # what routers choose, where a loss asks for it
+    output: ModelOutput | None = None  # on the last stage
 
 
 class Session:
@@ -167,23 +169,22 @@ class Serving(Session):
     def forward(self, call: Call, batch: Batch) -> ModelOutput | None:
         """All micro-batches of a call through this rank's stages; the output on the last stage."""
         engine = self.engine.pipelines.engine(call.model)
-        made = Made(engine, call)
+        balance = engine.balance_of(call.kwargs)
+        made = Made(engine, call, None if balance is None else balance.call())
         self.made.append(made)
-        if engine.balances(call.kwargs):
-            made.balance = engine.balance.call()
         kwargs = call.arguments(batch, engine.mesh.device)
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
         with torch.set_grad_enabled(call.grad), engine.as_described(call):
             outputs = [_forward_pass(made, part) for part in parts]
             if made.balance is not None:
                 made.balance.close()
-        if engine.last:
-            made.output = outputs[0]
+        made.output = output = outputs[0]
+        if output is not None:  # on the last stage
             handed_on = [passes[engine.last_index].handed_on for passes in made.passes]
-            made.output["last_hidden_state"] = torch.cat(cast(list[torch.Tensor], handed_on))
+            output["last_hidden_state"] = torch.cat(cast(list[torch.Tensor], handed_on))
             if made.balance is not None:
                 local = engine.boundary(tokens_of(kwargs), "meta").shape[:2]
-                made.output["router_logits"] = made.balance.stand_in(local.numel())
+                output["router_logits"] = made.balance.stand_in(local.numel())
         return made.output
 
     def backward(self, tensors: list[torch.Tensor], gradients: list, held: HeldRun | None) -> None:
@@ -292,11 +293,11 @@ def _layers(made: Made, view: StageView, part: Batch, hidden: torch.Tensor | Non
     return _attached(made, output, logits, part)
 
 
-def _listening(made: Made) -> contextlib.AbstractContextManager[Any]:
-    return contextlib.nullcontext() if made.balance is None else made.balance.listening()
+def _listening(made: Made) -> contextlib.AbstractContextManager[list[torch.Tensor]]:
+    return contextlib.nullcontext([]) if made.balance is None else made.balance.listening()
 
 
-def _attached(made: Made, output: torch.Tensor, logits: Any, part: Batch) -> torch.Tensor:
+def _attached(made: Made, output: torch.Tensor, logits: list[torch.Tensor], part: Batch) -> torch.Tensor:
     """What leaves the layers, which takes the gradient of what their routers chose along."""
     return output if made.balance is None else made.balance.attach(output, logits, part)
 

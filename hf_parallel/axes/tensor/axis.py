@@ -13,8 +13,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.pipeline.batches import Batch
+    from hf_parallel.axes.axis import Batch, Building
     from hf_parallel.axes.tensor.read import SplitFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy

@@ -14,7 +14,7 @@ as they are, as they do where anything else reads them, such as adapters.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -24,17 +24,19 @@ from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.autocast import as_autocast, no_autocast
 from hf_parallel.axes import eight_bit
-from hf_parallel.axes.eight_bit import Float8, G, Int8, Split, X, recipe_of
+from hf_parallel.axes.eight_bit import Float8, G, Recipe, Split, X, recipe_of, tensorwise
 from hf_parallel.axes.tensor import gather_recompute
 from hf_parallel.collectives import all_reduce, parts_of_sequence, start_all_gather, start_reduce_scatter
 from hf_parallel.collectives.kept import COLLECTIVE, kept_or
 
 if TYPE_CHECKING:
+    from torchao.float8.float8_training_tensor import Float8TrainingTensor
+
     from hf_parallel.collectives.context import Context
 
 
 def linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Float8 | Int8, split: Split
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, recipe: Recipe, split: Split
 ) -> torch.Tensor:
     """`F.linear` of what has entered a region, whole or in codes."""
     codes, version = getattr(x, "_codes", (None, 0))
@@ -69,14 +71,14 @@ def has_recipe(owner: nn.Module) -> bool:
 
 def recipe_of_all(owner: nn.Module) -> Float8 | None:
     """The recipe by which all linears of a region multiply codes, or None: others, such as adapters, read values."""
-    found = [recipe_of(module) for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)]
-    return found[0] if found and all(recipe is not None and recipe.tensorwise for recipe in found) else None
+    found = [tensorwise(module) for module in owner.modules() if isinstance(module, nn.Linear | Conv1D)]
+    return found[0] if found and None not in found else None
 
 
 def gather(part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, s / n, h] -> [b, s, h] with one byte per number on the way: a tensor whose codes `linear` multiplies."""
-    made: list[Any] = []
-    whole: Any = _GatherCodes.apply(part, recipe, group, made)
+    made: list[torch.Tensor] = []
+    whole = _GatherCodes.apply(part, recipe, group, made)
     sent, codes = made
     gather_recompute.remember(whole, sent, group)
     whole._codes = codes, whole._version
@@ -88,7 +90,7 @@ class _GatherCodes(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Context, part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup, made: list[Any]
+        ctx: Context, part: torch.Tensor, recipe: Float8, group: dist.ProcessGroup, made: list[torch.Tensor]
     ) -> torch.Tensor:
         ctx.group = group
         with no_autocast(part.device.type):
@@ -105,7 +107,7 @@ class _GatherCodes(torch.autograd.Function):
 
 def _gathered(
     part: torch.Tensor, recipe: Float8, dims: tuple[str, str], group: dist.ProcessGroup
-) -> tuple[torch.Tensor, Any]:
+) -> tuple[torch.Tensor, Float8TrainingTensor]:
     """This rank's part in codes, as bytes; and the whole operand [tokens, features]."""
     operand = recipe.part_of_whole(part.flatten(0, -2), dims, Split("tokens", group))
     sent = operand._data.view(torch.uint8)

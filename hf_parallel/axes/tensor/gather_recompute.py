@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,11 @@ def gather(part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return remember(gather_sequence(part, group), part, group)
 
 
-def remember(whole: Any, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def remember(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Note on `whole` that it was gathered from `part`."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         # On the tensor itself: it lives as long, and a checkpoint inside the region passes the same object again.
-        whole._gathered_from = Origin(part.detach(), group, whole._version)
+        vars(whole)["_gathered_from"] = Origin(part.detach(), group, whole._version)
     return whole
 
 
@@ -84,7 +84,7 @@ class _Linear(torch.autograd.Function):
 class Reader(Protocol):
     """Who reads a gathered input in the backward."""
 
-    passes: Any  # over the graph, counted by `GatheredAgain`
+    passes: int  # over the graph, counted by `GatheredAgain`
 
 
 class Origin:

@@ -11,7 +11,6 @@ What the structure cannot show is how one weight holds several, [q | k | v] or h
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -119,7 +118,7 @@ def is_attention(module: nn.Module) -> bool:
     return any("head" in key and isinstance(value, int) for key, value in vars(module).items())
 
 
-def linear_sizes(module: Any) -> tuple[int, int]:
+def linear_sizes(module: nn.Linear | Conv1D) -> tuple[int, int]:
     """Input and output width; a Conv1D keeps its weight the other way round."""
     return (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
 

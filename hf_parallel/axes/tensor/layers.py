@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,11 @@ from hf_parallel.axes.tensor.infer import OF_HEADS
 from hf_parallel.axes.tensor.region import Region
 from hf_parallel.collectives import copy_weight_to_group, gather_last_dim
 from hf_parallel.collectives.kept import summed_next
-from hf_parallel.local import holding, in_front, local
+from hf_parallel.local import holding, local, put_in_front
 from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import is_experts
+
+SplitLayer = TypeVar("SplitLayer", bound="TensorParallelLayer")
 
 
 class TensorParallelLayer(nn.Module):
@@ -30,6 +32,7 @@ class TensorParallelLayer(nn.Module):
     weight: torch.Tensor
     bias: torch.Tensor | None
     adapted = False  # then a wrapper around this layer enters and leaves in its place: `lora.py`
+    only_added = False  # such a wrapper does no more with the layer's product than add to it, before it leaves
 
     def enter(self, input: torch.Tensor) -> torch.Tensor:
         """What the layer multiplies; twice is as once."""
@@ -51,12 +54,7 @@ class ColumnParallel(TensorParallelLayer):
 
 
 class RowParallel(TensorParallelLayer):
-    """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum.
-
-    `only_added`: does a wrapper around this layer do no more with its product than add to it, before it leaves?
-    """
-
-    only_added = False
+    """Linear x […, in / tp] -> […, out] on every rank; the bias is added once, after the sum."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if self.adapted:
@@ -75,7 +73,7 @@ class RowParallel(TensorParallelLayer):
         return output + bias
 
 
-def summed(layer: nn.Module) -> contextlib.AbstractContextManager:
+def summed(layer: TensorParallelLayer) -> contextlib.AbstractContextManager:
     """Around the product of a row-parallel layer with adapters: is their sum over ranks all that reads it?"""
     return summed_next() if layer.adapted and layer.only_added else contextlib.nullcontext()
 
@@ -102,7 +100,11 @@ class SharedHeads(TensorParallelLayer):
         return eight_bit.share_gradient(output, rows, len(self.weight), group)
 
 
-def rows_on(layer: Any, device: torch.device) -> torch.Tensor:
+class HasRows(Protocol):
+    rows: torch.Tensor
+
+
+def rows_on(layer: HasRows, device: torch.device) -> torch.Tensor:
     """The rows of a layer's weight that this rank uses, moved once: a copy in each pass would hold the process up."""
     if layer.rows.device != device:
         layer.rows = layer.rows.to(device)
@@ -168,12 +170,13 @@ def local_weight(module: nn.Module) -> torch.Tensor:
     return weight.t() if isinstance(module, Conv1D) else weight
 
 
-def become(module: Any, mixin: type, region: Region) -> None:
+def become(module: nn.Module, mixin: type[SplitLayer], region: Region) -> SplitLayer:
     """Change what `module` computes, not what it is called: its class gets `mixin` in front."""
-    kind: Any = type(module)
-    module.__class__, module.region = in_front(mixin, kind), region
+    split = put_in_front(mixin, module)
+    split.region = region
     if issubclass(mixin, ColumnParallel):
         region.columns[module] = functools.partial(local_weight, module)
+    return split
 
 
 def unsplit(root: nn.Module) -> list[nn.Module]:
@@ -185,6 +188,6 @@ def unsplit(root: nn.Module) -> list[nn.Module]:
     ]
 
 
-def partial_gradient(module: Any, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
+def partial_gradient(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region) -> None:
     """Mark a layer whose whole weights act on a part of its input."""
     become(module, PartialGradient, region)

@@ -10,7 +10,7 @@ import functools
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -64,9 +64,7 @@ class LazyLogits(torch.Tensor):
     @staticmethod
     def of(source: Source, shape: torch.Size, dtype: torch.dtype) -> LazyLogits:
         """Logits of this shape, from this source."""
-        lazy = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            LazyLogits, shape, dtype=dtype, device=source.hidden.device
-        )
+        lazy = torch.Tensor._make_wrapper_subclass(LazyLogits, shape, dtype=dtype, device=source.hidden.device)
         lazy.source, lazy.made = source, None
         return lazy
 
@@ -104,7 +102,7 @@ class LazyLogits(torch.Tensor):
         return func(*args, **kwargs)
 
 
-_TENSOR: Any = torch.Tensor
+_TENSOR = torch.Tensor
 #: What can be asked without logits.
 _OF_SHAPE = {
     *(getattr(_TENSOR, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad")),

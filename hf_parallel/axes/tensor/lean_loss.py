@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -65,9 +65,9 @@ class _HeadForward:
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         return _forward(self.wanted, self.model, self.head, input)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> functools.partial[torch.Tensor] | None:
+    def __deepcopy__(self, memo: dict[int, object]) -> functools.partial[torch.Tensor] | None:
         head = memo.get(id(self.head))
-        return None if head is None else functools.partial(type(head).forward, head)
+        return functools.partial(type(head).forward, head) if isinstance(head, nn.Module) else None
 
 
 _steps = [0]  # of all optimizers, once one model is lean
@@ -187,11 +187,11 @@ def _plain_later(model: nn.Module, head: nn.Module, input: torch.Tensor, step: i
             "hf_parallel: logits are made when they are read, and an optimizer has changed the head since; read them "
             "before its step, or set lean_loss=false"
         )
-    unit: Any = next((one for one in (head, model) if isinstance(one, FSDPModule)), None)
+    unit = next((one for one in (head, model) if isinstance(one, FSDPModule)), None)
     former = head._parameters["weight"]
     if unit is not None:
         unit.unshard()
-    if head._parameters["weight"] is former:
+    if unit is None or head._parameters["weight"] is former:
         return type(head).forward(head, input)
     try:
         with torch.no_grad():  # its backward is over

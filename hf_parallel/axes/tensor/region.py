@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hf_parallel.autocast import as_autocast
-from hf_parallel.axes.eight_bit import Split, recipe_of
+from hf_parallel.axes.eight_bit import Split, recipe_of, tensorwise
 from hf_parallel.axes.tensor import eight_bit, gather_recompute
 from hf_parallel.axes.tensor.deferred_wgrad import LateWeight, column_linear, enter_columns
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
@@ -148,9 +148,9 @@ class Region:
         recipe = recipe_of(layer)
         if recipe is not None and self.sequence_parallel:
             x = eight_bit.without_padding(x, self.switch.padding)
-        if recipe is not None and recipe.tensorwise and self.sequence_parallel:
+        if (one_scale := tensorwise(layer)) is not None and self.sequence_parallel:
             self.scope.end()
-            return eight_bit.row(x, weight, recipe, self.group)
+            return eight_bit.row(x, weight, one_scale, self.group)
         # A checkpoint keeps the sum, and not the product before it.
         if recipe is not None or not (self.overlap or keeps(COLLECTIVE)):
             return self.leave(self.product(layer, x, weight))

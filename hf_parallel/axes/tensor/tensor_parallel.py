@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,9 +43,6 @@ from hf_parallel.axes.tensor.layers import (
 from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
 from hf_parallel.model.anatomy import attention_heads, is_norm
 from hf_parallel.model.packed import packed_order
-
-if TYPE_CHECKING:
-    pass
 
 
 def tensor_parallel(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -169,7 +169,8 @@ def _embedding(module: nn.Module, mesh: DeviceMesh, device: torch.device, region
     if type(module) is nn.Embedding:
         become(module, VocabParallel, region)
     else:  # a subclass keeps what it adds (such as scaling) and finds the lookup in the parts behind it
-        split, kind = cast(Any, module), cast(Any, type(module))
+        split: Any = module
+        kind: type = type(module)
         split.__class__, split.region = _lookup_behind(kind), region
 
 
@@ -181,6 +182,5 @@ def _lookup_behind(cls: type) -> type:
 def _head(module: nn.Module, mesh: DeviceMesh, device: torch.device, region: Region, own_loss: bool) -> None:
     shard_parameter(module, "weight", mesh, 0, device)
     shard_parameter(module, "bias", mesh, 0, device)
-    become(module, VocabParallelHead, region)
-    head: Any = module
+    head = become(module, VocabParallelHead, region)
     head.mesh, head.whole = mesh, not own_loss

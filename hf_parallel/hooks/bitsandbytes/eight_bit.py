@@ -46,7 +46,7 @@ def check(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _step_without_values(optimizer: Optimizer8bit, former: list[list[object]]) -> None:
+def _step_without_values(optimizer: Optimizer8bit, former: list[list[torch.Tensor]]) -> None:
     """A rank without a row of a tensor has a state for it all the same: of no values, which kernels do not take."""
     for number, group in enumerate(optimizer.param_groups):
         for index, (parameter, part) in enumerate(zip(former[number], group["params"], strict=True)):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.core_model_loading import LoadStateDictInfo
 
+    from hf_parallel.checkpoint.slices import Readable
+
 
 @patch("transformers.modeling_utils:safe_open", "a file mapping keeps whole tensors in memory")
 def open_by_reading(
@@ -49,7 +51,7 @@ def open_by_reading(
 def materialize(
     original: Callable,
     thread_pool: object,
-    tensor: object,
+    tensor: torch.Tensor | Readable,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     *args: object,
