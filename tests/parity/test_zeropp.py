@@ -123,6 +123,7 @@ BOUNDS = {
 }
 
 
+@pytest.mark.skipif(not hasattr(dist, "all_gather_single"), reason="counts calls by the names of torch 2.13")
 def test_gradients_and_bytes_of_each_and_of_all():
     specs = ("dp_shard=4", *BOUNDS)
     reference = run_alone(alone)

@@ -1,7 +1,7 @@
 """Layers that are recomputed, in transformers before 5.23: around the layer's hooks, which ran again with it.
 
-5.23 recomputes `forward` alone. What gathers a layer's weights, moves its activations or says how it is recomputed is a
-hook of the layer, and has to run once, outside.
+5.23 recomputes `forward` alone. What gathers the weights of a layer, moves its activations or says how it is
+recomputed is a hook of that layer, and has to run once, outside.
 """
 
 from __future__ import annotations
