@@ -20,7 +20,7 @@ from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.registry import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
-from hf_parallel.collectives import OneBatch, watch
+from hf_parallel.collectives import OneBatch, objects, watch
 from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.anatomy import read, transformer_blocks
@@ -217,7 +217,4 @@ def default_device() -> torch.device:
 def parameters_per_rank(model: nn.Module) -> list[int]:
     """How many parameters each rank stores, in rank order. Collective."""
     unique = {id(p): p for p in model.parameters()}.values()
-    own = sum(stored(p).numel() for p in unique)
-    counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, own)
-    return counts
+    return objects.gather(sum(stored(p).numel() for p in unique))
