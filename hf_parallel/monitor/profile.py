@@ -12,7 +12,6 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ class Profile:
         dist.barrier(mesh.host_group)
         self._begin, self._waits.open = time.time_ns(), True
 
-    def _started(self) -> Any:
+    def _started(self) -> profile | None:
         """torch's profiler; None where the script runs it itself."""
         kinds = {ProfilerActivity.CPU} if self.mesh.device.type == "cpu" else supported_activities()
         profiler = profile(activities=kinds)
@@ -85,7 +84,7 @@ class Profile:
     def _most(self) -> int:
         return max(_LEAST_EVENTS, trace.MOST_EVENTS // dist.get_world_size())
 
-    def _exported(self) -> dict[str, Any]:
+    def _exported(self) -> dict[str, object]:
         if self._profiler is None:
             return {"traceEvents": []}
         self._profiler.stop()
