@@ -71,7 +71,7 @@ class _Local(torch.autograd.Function):
 
 
 @functools.cache
-def in_front(mixin: Any, cls: type) -> type:
+def in_front(mixin: type, cls: type) -> type:
     """The class `cls` with a mixin before it, by the same name."""
     return type(cls.__name__, (mixin, cls), {"__module__": cls.__module__, _BEHIND: cls})
 

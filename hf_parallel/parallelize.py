@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,7 @@ class ParallelState:
     batches: OneBatch
     pipeline: PipelineEngine | None = None
     notes: list[str] = field(default_factory=list)
-    parts: tuple[Any, ...] = ()
+    parts: tuple[PreTrainedModel, ...] = ()
     reported: bool = False
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are said once
@@ -162,7 +162,7 @@ def _compare_batches(model: nn.Module, state: ParallelState) -> None:
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
-def _parallelize_around(model: PreTrainedModel, parts: dict[str, Any], mesh: ParallelMesh) -> Any:
+def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> nn.Module:
     """Make a module parallel that is around transformers models, which may be so already; the same object."""
     for part in parts.values():
         if state_of(part) is None:

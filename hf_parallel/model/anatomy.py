@@ -136,12 +136,12 @@ def stacks(model: nn.Module) -> list[Stack]:
     for name, module in part.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
-        owner = part.get_submodule(name.rpartition(".")[0])
+        layers, owner = module, part.get_submodule(name.rpartition(".")[0])
         plan = published if owner is part else None if published else backbone_plan(owner)
         if plan is not None and getattr(owner, plan.layers, None) is module:
-            found.append(Stack(name, module, _norm_after(owner, plan)))
+            found.append(Stack(name, layers, _norm_after(owner, plan)))
         elif published is None and plan is None and all(isinstance(x, GradientCheckpointingLayer) for x in module):
-            found.append(Stack(name, module, None))
+            found.append(Stack(name, layers, None))
     return found
 
 

@@ -88,7 +88,8 @@ def _whole(layer: nn.Module, adapter: str) -> Iterator[None]:
 
 
 def _gathered(module: nn.Module, name: str) -> contextlib.AbstractContextManager:
-    parameter = module.get_parameter(name)
+    parameter = module._parameters[name]
+    assert parameter is not None
     whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
     return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
 

@@ -50,11 +50,11 @@ def check(
     trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
-    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    kind = next(iter(servers.classes_of(trainer)), None)
     if kind is not None:
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
         _refuse_old(kind, model)
-        kernels.check_losses(trainer, args)
+        kernels.check_losses(kind, args)
     servers.check(trainer, args)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
