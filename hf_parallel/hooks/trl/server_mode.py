@@ -114,7 +114,7 @@ def correct_means(trainer: GRPOTrainer, outputs: dict) -> None:
     "asks for vLLM where only its server is talked to",
     since="1.16",
 )
-def available(original: Callable) -> Callable[..., bool]:
+def available(original: Callable) -> Callable:
     """Whether it is needed the server tells, in `init_communicator`."""
     return lambda *args, **kwargs: True
 
