@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,7 +54,7 @@ if not (sys.argv[:1] == ["-m"] and "hf_parallel" in sys.orig_argv):
 class _Package(types.ModuleType):
     """Importing the module `hf_parallel.parallelize` must not hide the function of that name."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name != "parallelize":
             super().__setattr__(name, value)
 
@@ -62,7 +62,7 @@ class _Package(types.ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module 'hf_parallel' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

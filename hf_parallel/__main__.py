@@ -19,10 +19,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from hf_parallel import ending
 from hf_parallel.config import AUTO, ParallelConfig, choose_spec
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
 
 USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…"
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
@@ -109,7 +112,7 @@ def _watch_for_checkpoints() -> None:
     """Without a layout: plain Trainer learns to read a layout's checkpoint when it opens one, and no sooner."""
     waiting = True
 
-    def opened(event: str, arguments: tuple[Any, ...]) -> None:
+    def opened(event: str, arguments: tuple) -> None:
         nonlocal waiting
         if not waiting or event != "open" or os.path.basename(str(arguments[0])) != _READ_FIRST:
             return
@@ -294,7 +297,7 @@ def _has_process_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _store() -> Any:
+def _store() -> Store:
     from torch.distributed import distributed_c10d
 
     return distributed_c10d._get_default_store()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import torch
 
@@ -19,6 +18,6 @@ def as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if dtype is None or tensor.dtype == torch.float64 else tensor.to(dtype)
 
 
-def no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+def no_autocast(device: str) -> contextlib.AbstractContextManager:
     """Nothing where autocast is off already, which is the rule in a backward: torch's context takes a while."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()

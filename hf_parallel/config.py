@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,10 +112,10 @@ class ParallelConfig(
         return cls.from_mapping(read(text))
 
     @classmethod
-    def from_mapping(cls, values: dict[str, Any]) -> ParallelConfig:
+    def from_mapping(cls, values: Mapping[str, object]) -> ParallelConfig:
         """Build from a mapping with long or short keys; values may be strings."""
         known = {f.name: f for f in dataclasses.fields(cls)}
-        chosen: dict[str, Any] = {}
+        chosen: dict = {}
         for key, value in values.items():
             name = f"{key}_size" if f"{key}_size" in known else key
             if name not in known:
@@ -137,7 +138,7 @@ class ParallelConfig(
         if free:
             if world_size % used:
                 refuse_with(_sizes_message(sizes, used, world_size))
-            rest: dict[str, Any] = {f"{free[0]}_size": world_size // used}
+            rest: dict = {f"{free[0]}_size": world_size // used}
             return _sized(dataclasses.replace(self, **rest))
         if used != world_size:
             refuse_with(_sizes_message(sizes, used, world_size))
@@ -167,7 +168,7 @@ class ParallelConfig(
         """Number of processes of a resolved config."""
         return math.prod(self.sizes.values())
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values under the long keys, ready for JSON or YAML."""
         values = {name: getattr(self, name) for name in _names(type(self))}
         return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -17,13 +17,13 @@ import os
 import signal
 import sys
 import threading
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 #: Of a process whose output could not be written, as in plain Python.
 _UNWRITTEN = 120
 
 
-def leave(code: Any) -> NoReturn:
+def leave(code: object) -> NoReturn:
     """The end of a script, by itself or by SystemExit with this code."""
     status = exit_status(code)
     threading._shutdown()  # type: ignore[attr-defined]  # by this name Python itself calls it, before exit callbacks
@@ -43,7 +43,7 @@ def leave_interrupted() -> NoReturn:
     os._exit(128 + signal.SIGINT)
 
 
-def exit_status(code: Any) -> int:
+def exit_status(code: object) -> int:
     """What a process returns for the code of a SystemExit; text is printed, as Python prints it."""
     if code is None or isinstance(code, int):
         return (code or 0) & 0xFF
@@ -65,12 +65,12 @@ def _finished(status: int) -> int:
     return status
 
 
-def _files() -> list[object]:
+def _files() -> list[IO]:
     base: Any = io.IOBase.__base__  # of all of them; looked for by type, as objects may answer for others' classes
     return [thing for thing in gc.get_objects() if issubclass(type(thing), base)]
 
 
-def _close(files: list[Any]) -> None:
+def _close(files: list[IO]) -> None:
     """What a script has left open is written when Python ends: text first, then what it is buffered in."""
     buffers = (io.BufferedWriter, io.BufferedRandom)
     for file in sorted(files, key=lambda file: isinstance(file, buffers) - isinstance(file, io.TextIOBase)):
@@ -81,7 +81,7 @@ def _close(files: list[Any]) -> None:
                 file.close()
 
 
-def _is_standard(file: Any) -> bool:
+def _is_standard(file: IO) -> bool:
     with contextlib.suppress(Exception):
         return file.fileno() <= 2
     return False

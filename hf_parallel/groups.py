@@ -67,7 +67,7 @@ class Groups:
         """All that this rank is in."""
         return [group for group in self._known.values() if group is not None]
 
-    def _make(self, partition: Partition, options: Any, apart: bool) -> dist.ProcessGroup | None:
+    def _make(self, partition: Partition, options: object, apart: bool) -> dist.ProcessGroup | None:
         default = dist.distributed_c10d._get_default_group()
         if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None and not apart:
             return default

@@ -16,12 +16,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from hf_parallel.axes.tensor.layers import PartialGradient
 from hf_parallel.local import computing, has_mixin, without_mixins
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Liger's MLPs: they call the linears inside them and read no weight of theirs.
 _MLPS = ("SwiGLU", "GEGLU", "Phi3SwiGLU", "Qwen3MoeSwiGLU", "HunyuanV1SwiGLU", "FalconH1SwiGLU")
@@ -33,9 +36,9 @@ class _Before:
     """A module before kernels came: its class, and the forward of its own."""
 
     name: str
-    module: Any
+    module: nn.Module
     kind: type
-    forward: Any
+    forward: Callable | None
 
 
 _INNER = "_hf_parallel_inner_forward"
@@ -51,7 +54,7 @@ def inner_forward(model: nn.Module) -> Callable:
     return vars(model)[_INNER]
 
 
-def place(model: Any, put: Callable[[], object], asked: str) -> None:
+def place(model: PreTrainedModel, put: Callable[[], object], asked: str) -> None:
     """Call `put`, which gives modules of a parallel model other forwards; kernels that are not used get a note."""
     state, left_out = model._hf_parallel, set()
     shown = contextlib.nullcontext() if state.pipeline is None else state.pipeline.remote_modules.shown(model)
@@ -103,8 +106,9 @@ def _is_split(module: nn.Module) -> bool:
     return any(has_mixin(type(inner)) for inner in module.modules())
 
 
-def _inside(model: Any, forward: Callable, former: Callable) -> None:
+def _inside(model: PreTrainedModel, forward: Callable, former: Callable | None) -> None:
     """A forward of the whole model, with its own loss."""
+    assert former is not None  # the engine's, or what calls the model's hooks
     model.forward = former
     pipeline = model._hf_parallel.pipeline
     set_inner_forward(model, forward) if pipeline is None else pipeline.set_forward(forward)
@@ -116,6 +120,6 @@ def _restore(former: _Before) -> None:
         former.module.forward = former.forward
 
 
-def _name(forward: Any) -> str:
+def _name(forward: Callable) -> str:
     """`LigerRMSNorm` of its forward."""
     return getattr(forward, "__qualname__", type(forward).__name__).partition(".")[0]

@@ -24,8 +24,12 @@ from hf_parallel.whole import remember
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
 
-def replace_methods(model: nn.Module, mesh: ParallelMesh, pipeline: Any, again: Callable[[nn.Module], Any]) -> None:
+
+def replace_methods(
+    model: nn.Module, mesh: ParallelMesh, pipeline: PipelineEngine | None, again: Callable[[nn.Module], object]
+) -> None:
     """Save whole weights, resize embeddings, generate on ranks that end apart and through a pipeline, copy.
 
     Args:
@@ -58,7 +62,7 @@ def replace_methods(model: nn.Module, mesh: ParallelMesh, pipeline: Any, again: 
 def bind(model: nn.Module, name: str, replacement: Callable) -> None:
     """Put a method on the object that looks as that of its class does: scripts read signatures and functions."""
 
-    def method(self: Any, *args: object, **kwargs: object) -> object:
+    def method(self: nn.Module, *args: object, **kwargs: object) -> object:
         return replacement(self, *args, **kwargs)
 
     functools.update_wrapper(method, getattr(type(model), name, replacement))
@@ -83,7 +87,9 @@ def _save_pretrained(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **k
     save_pretrained(model, mesh, *args, **kwargs)
 
 
-def _of_all_stages(pipeline: Any, original: Callable, model: nn.Module, *args: object, **kwargs: object) -> object:
+def _of_all_stages(
+    pipeline: PipelineEngine, original: Callable, model: nn.Module, *args: object, **kwargs: object
+) -> object:
     """What one process counts."""
     with pipeline.remote_modules.counted(model):
         return original(model, *args, **kwargs)
@@ -99,11 +105,11 @@ def _apply(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object
     return type(model)._apply(model, fn, *args, **kwargs)
 
 
-def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: Any) -> None:
+def _mark_as_part(model: nn.Module, state_dict: Any, prefix: str, metadata: dict) -> None:
     state_dict.is_part_of_model = True
 
 
-def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], Any], model: PreTrainedModel, memo: dict) -> object:
+def _copied(mesh: ParallelMesh, again: Callable[[nn.Module], object], model: PreTrainedModel, memo: dict) -> object:
     """`copy.deepcopy`, as for a reference model: another one of the same layout and values. Collective."""
     if hasattr(model, "peft_config") or getattr(model, "is_loaded_in_4bit", False):
         raise NotImplementedError("hf_parallel: a copy of a model with adapters or 4 bits; load it a second time")
@@ -132,13 +138,13 @@ def _take_values(new: nn.Module, model: nn.Module) -> None:
         module.training = other.training
 
 
-def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: Any, **kwargs: Any) -> None:
+def _set_use_kernels(model: PreTrainedModel, use_kernels: bool, *args: object, **kwargs: object) -> None:
     own = functools.partial(type(model).set_use_kernels, model, use_kernels, *args, **kwargs)
     place(model, own, "use_kernels=True") if use_kernels else own()
 
 
 def _prepare_together(
-    kind: Any, model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
+    kind: type[PreTrainedModel], model: PreTrainedModel, input_ids: torch.Tensor, *args: Any, **kwargs: Any
 ) -> dict[str, object]:
     """In `generate` ranks whose rows have ended go on with the others, which gather weights with them.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.registry import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
-from hf_parallel.collectives import OneBatch, watch
+from hf_parallel.collectives import OneBatch, objects, watch
 from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.anatomy import read, transformer_blocks
@@ -46,7 +46,7 @@ class ParallelState:
     batches: OneBatch
     pipeline: PipelineEngine | None = None
     notes: list[str] = field(default_factory=list)
-    parts: tuple[Any, ...] = ()
+    parts: tuple[PreTrainedModel, ...] = ()
     reported: bool = False
     counts_tokens: bool = False
     said: set[str] = field(default_factory=set)  # lines that are said once
@@ -162,7 +162,7 @@ def _compare_batches(model: nn.Module, state: ParallelState) -> None:
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
 
-def _parallelize_around(model: PreTrainedModel, parts: dict[str, Any], mesh: ParallelMesh) -> Any:
+def _parallelize_around(model: PreTrainedModel, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> nn.Module:
     """Make a module parallel that is around transformers models, which may be so already; the same object."""
     for part in parts.values():
         if state_of(part) is None:
@@ -217,7 +217,4 @@ def default_device() -> torch.device:
 def parameters_per_rank(model: nn.Module) -> list[int]:
     """How many parameters each rank stores, in rank order. Collective."""
     unique = {id(p): p for p in model.parameters()}.values()
-    own = sum(stored(p).numel() for p in unique)
-    counts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(counts, own)
-    return counts
+    return objects.gather(sum(stored(p).numel() for p in unique))

@@ -17,7 +17,7 @@ import socket
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -27,6 +27,12 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from hf_parallel.check import ranks
 from hf_parallel.config import AUTO, ParallelConfig
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from ray.train import Result, TrainContext
+    from ray.train._internal.worker_group import WorkerGroup
 
 #: The exit code of a script that was refused in one line: to start it again would refuse it again.
 REFUSED = 2
@@ -76,7 +82,7 @@ class Job:
         return [{name: str(value) for name, value in {**shared, **rank}.items()} for rank in own]
 
 
-def _place() -> Any:
+def _place() -> TrainContext:
     return ray.train.get_context()
 
 
@@ -93,7 +99,7 @@ class Meeting(TorchConfig):
         return _MeetingPoint
 
     @property
-    def train_func_context(self) -> Any:
+    def train_func_context(self) -> Callable:
         """A worker touches no GPU: its ranks do."""
         return contextlib.nullcontext
 
@@ -103,7 +109,7 @@ class _MeetingPoint(Backend):
 
     share_cuda_visible_devices = True  # ranks of a node see one another's GPUs, and take the one of their LOCAL_RANK
 
-    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+    def on_start(self, worker_group: WorkerGroup, backend_config: Meeting) -> None:
         """Runs in Ray's controller, which lives through restarts."""
         address, port = worker_group.execute_single(0, _free_address)
         facts = {"MASTER_ADDR": address, "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": backend_config.run}
@@ -124,7 +130,7 @@ def _set(variables: dict[str, str]) -> None:
 class ScriptTrainer(TorchTrainer):
     """TorchTrainer of a script; `fit` raises where the script was refused."""
 
-    def fit(self) -> Any:
+    def fit(self) -> Result:
         """Run to the end, through restarts.
 
         Raises:

@@ -5,7 +5,7 @@ transformers' own functions draw the new rows, from the weights and random numbe
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ def _check(model: PreTrainedModel, rows: int, new_rows: int) -> dict[str, str]:
     return {name: tied.get(name, name) for name in names}
 
 
-def _leaves(end: Any) -> list[str]:
+def _leaves(end: nn.Module) -> list[str]:
     return [leaf for leaf in ("weight", "bias") if getattr(end, leaf, None) is not None]
 
 
@@ -146,12 +146,12 @@ def _set(model: PreTrainedModel, name: str, parameter: nn.Parameter, mesh: Paral
         shard_parameter(owner, leaf, mesh["tp"], 0, mesh.device)
 
 
-def _owner(model: nn.Module, name: str) -> tuple[Any, str]:
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     owner, _, leaf = name.rpartition(".")
     return model.get_submodule(owner), leaf
 
 
-def _describe(end: Any, rows: int) -> None:
+def _describe(end: nn.Embedding | nn.Linear | None, rows: int) -> None:
     if isinstance(end, nn.Embedding):
         end.num_embeddings = rows
         end.padding_idx = None if end.padding_idx is not None and end.padding_idx >= rows else end.padding_idx

@@ -11,9 +11,13 @@ import functools
 import importlib.resources
 import os
 import re
-from typing import Any, NoReturn
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, NoReturn
 
 import yaml
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
 
 #: What a recipe may say; `parallel` is its layout.
 RECIPE_KEYS = (
@@ -52,7 +56,7 @@ def refuse_with(refusal: str) -> NoReturn:
     raise SpecError(refusal)
 
 
-def read(text: str) -> dict[str, Any]:
+def read(text: str) -> Mapping[str, object]:
     """The keys and values of a spec, or of the YAML file or recipe that it names.
 
     Raises:
@@ -65,7 +69,7 @@ def read(text: str) -> dict[str, Any]:
     return layout_of(values, path) if "parallel" in values else values
 
 
-def layout_of(recipe: dict[str, Any], where: str) -> dict[str, Any]:
+def layout_of(recipe: Mapping[str, object], where: str) -> Mapping[str, object]:
     """The layout of a recipe, as a mapping.
 
     Raises:
@@ -98,7 +102,7 @@ def locate(text: str) -> str | None:
 
 
 @functools.cache
-def shipped() -> dict[str, Any]:
+def shipped() -> dict[str, Traversable]:
     """Name -> file of the recipes that come with this package: `configs/recipes` of a checkout is the same folder."""
     folder = importlib.resources.files("hf_parallel") / "recipes" / "shipped"
     files = {file.name.removesuffix(".yaml"): file for file in folder.iterdir() if file.name.endswith(".yaml")}
@@ -126,7 +130,7 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
 class _StrictLoader(yaml.SafeLoader):
     """YAML itself lets the last of two equal keys win in silence."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [self.construct_object(key, deep) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
@@ -134,7 +138,7 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict:
     """A file's mapping; safe YAML only, no key twice.
 
     Raises:
@@ -179,7 +183,7 @@ def _like_a_recipe(text: str) -> list[str]:
     return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
 
 
-def convert(name: str, annotation: Any, value: Any) -> Any:
+def convert(name: str, annotation: object, value: object) -> object:
     """The value of a key whose field has this type.
 
     Raises:
@@ -208,7 +212,7 @@ def convert(name: str, annotation: Any, value: Any) -> Any:
     return text
 
 
-def spell(value: Any) -> str:
+def spell(value: object) -> str:
     """As it stands in a spec."""
     if isinstance(value, bool):
         return str(value).lower()

@@ -70,7 +70,9 @@ def order_of(tensor: DTensor) -> StoredOrder | None:
     alike = False
     for module in (module for model in _models for module in model.modules()):
         for name, order in vars(module).get("stored_orders", {}).items():
-            parameter: Any = module._parameters[name]
+            parameter = module._parameters[name]
+            if parameter is None:
+                continue
             for known in (parameter, parameter.grad):
                 if tensor is known or _shares_memory(tensor, known):
                     return order

@@ -11,7 +11,7 @@ import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,8 +27,11 @@ from hf_parallel.mesh import ParallelMesh
 from hf_parallel.model_methods import bind
 from hf_parallel.spec import refuse
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
-def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, object]:
+
+def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, PreTrainedModel]:
     """The models that `model` is around, outermost ones by name: the parallel ones, and under tp any of transformers'.
 
     Raises:
@@ -36,7 +39,7 @@ def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, object]
     """
     if hasattr(model, "base_model_prefix"):
         return {}
-    found: dict[str, object] = {}
+    found: dict[str, PreTrainedModel] = {}
     for name, module in model.named_modules():
         inside = hasattr(module, "_hf_parallel") or (config.tp_size > 1 and hasattr(module, "base_model_prefix"))
         if name and inside and not any(name.startswith(f"{outer}.") for outer in found):
@@ -50,7 +53,7 @@ def models_inside(model: nn.Module, config: ParallelConfig) -> dict[str, object]
     return found
 
 
-def share_own(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> None:
+def share_own(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Shard over data ranks what is in `model` and in none of `parts`; the same values on all ranks. Collective."""
     inside = {id(tensor) for part in parts.values() for tensor in (*part.parameters(), *part.buffers())}
     own = nn.Module()
@@ -63,13 +66,13 @@ def share_own(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> No
     shard_data_parallel(model, model, [], mesh)
 
 
-def tied_inside(parts: Mapping[str, object]) -> dict[str, str]:
+def tied_inside(parts: Mapping[str, PreTrainedModel]) -> dict[str, str]:
     """Names of tied weights -> names under which they are saved."""
     inner = {name: getattr(part, "_hf_parallel_tied_keys", {}) for name, part in parts.items()}
     return {f"{name}.{tied}": f"{name}.{kept}" for name, keys in inner.items() for tied, kept in keys.items()}
 
 
-def replace_methods_around(model: nn.Module, parts: dict[str, Any], mesh: ParallelMesh) -> None:
+def replace_methods_around(model: nn.Module, parts: Mapping[str, PreTrainedModel], mesh: ParallelMesh) -> None:
     """Let the module's own ways to save find whole weights (rank 0 writes, all take part), and take whole ones."""
     for name in ("save", "save_pretrained"):
         method = getattr(model, name, None)
@@ -79,7 +82,12 @@ def replace_methods_around(model: nn.Module, parts: dict[str, Any], mesh: Parall
 
 
 def _save(
-    parts: dict[str, Any], mesh: ParallelMesh, method: Callable, model: nn.Module, *args: object, **kwargs: object
+    parts: Mapping[str, PreTrainedModel],
+    mesh: ParallelMesh,
+    method: Callable,
+    model: nn.Module,
+    *args: object,
+    **kwargs: object,
 ) -> None:
     if "_holds_whole" in model.__dict__:  # one way to save calls the other
         return method(*args, **kwargs)
@@ -92,7 +100,9 @@ def _save(
 
 
 @contextlib.contextmanager
-def _as_in_one_process(model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> Iterator[None]:
+def _as_in_one_process(
+    model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
+) -> Iterator[None]:
     """In here this rank has a module of whole weights that runs by itself, as for the examples of a model card."""
     places = {name: (model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in parts}
     with contextlib.ExitStack() as stack:
@@ -106,7 +116,7 @@ def _as_in_one_process(model: nn.Module, parts: dict[str, Any], tensors: dict[st
         yield
 
 
-def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: object) -> None:
+def _put(stack: contextlib.ExitStack, table: dict, key: str, value: object) -> None:
     """Until the stack is closed."""
     if key in table:
         stack.callback(table.__setitem__, key, table[key])
@@ -116,7 +126,7 @@ def _put(stack: contextlib.ExitStack, table: dict[str, Any], key: str, value: ob
 
 
 def _own_tensors(
-    model: nn.Module, parts: dict[str, Any], tensors: dict[str, torch.Tensor]
+    model: nn.Module, parts: Mapping[str, PreTrainedModel], tensors: dict[str, torch.Tensor]
 ) -> Iterator[tuple[dict[str, object], str, torch.Tensor]]:
     """Where the parameters and buffers of none of the parts are registered, and what they are as a whole."""
     inside = {id(module) for part in parts.values() for module in part.modules()}
@@ -132,7 +142,7 @@ def _own_tensors(
                 yield table, key, nn.Parameter(whole, requires_grad=False) if is_parameter else whole
 
 
-def _plain(part: Any, tensors: dict[str, torch.Tensor]) -> Any:
+def _plain(part: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     """What transformers would load of these weights, with the modules that `part` has."""
     with torch.device("meta"):
         model = type(part)(copy.deepcopy(part.config))
@@ -154,7 +164,7 @@ def _below(tensors: dict[str, torch.Tensor], prefix: str) -> dict[str, torch.Ten
 
 
 def _load_state_dict(
-    model: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    model: nn.Module, state_dict: Mapping[str, torch.Tensor], strict: bool = True, assign: bool = False
 ) -> _IncompatibleKeys:
     """Of values that are whole each rank takes its part; those of another parallel model are in parts already."""
     own = model.state_dict()

@@ -24,7 +24,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.cli import check as cli_check
 from hf_parallel.cli import export as cli_export
@@ -34,6 +34,9 @@ from hf_parallel.cli import recipe as cli_recipe
 from hf_parallel.cli import report as cli_report
 from hf_parallel.config import AUTO, ParallelConfig, SpecError, choose_spec
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from accelerate.commands.config.config_args import ClusterConfig
 
 _OPTION = "--parallel"
 #: Other ways to distribute that accelerate knows; each would wrap the model a second time.
@@ -162,7 +165,7 @@ def _launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _accelerate_defaults(args: argparse.Namespace) -> Any:
+def _accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
     """The accelerate config file that `accelerate launch` would read, or None."""
     from accelerate.commands.config import config_args
 
@@ -179,7 +182,7 @@ def _one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _settle_processes(args: argparse.Namespace, defaults: Any) -> None:
+def _settle_processes(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
     """Fix the number of machines and, over all of them, of processes: the option, the config file, the GPUs here."""
     args.num_machines = args.num_machines or getattr(defaults, "num_machines", None) or 1
     configured = getattr(defaults, "num_processes", None) or -1
@@ -200,7 +203,7 @@ def _accelerators() -> int:
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
-def _refuse_other_ways(args: argparse.Namespace, defaults: Any) -> None:
+def _refuse_other_ways(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
     options = [f"--{name}" for name in _EXCLUSIVE if getattr(args, name)]
     kind = getattr(getattr(defaults, "distributed_type", None), "value", "NO")
     if kind in _EXCLUSIVE_TYPES:
@@ -211,7 +214,7 @@ def _refuse_other_ways(args: argparse.Namespace, defaults: Any) -> None:
         refuse(options[0], "not together with a spec", do="drop it, dp_shard=-1 shards like FSDP")
 
 
-def _settle_machine(args: argparse.Namespace, defaults: Any) -> None:
+def _settle_machine(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
     """Choose accelerate's launcher for N processes and fill in what it would otherwise warn about or guess wrong."""
     if args.no_python:
         refuse("--no_python", "the runner runs Python scripts", do="drop it")
@@ -245,7 +248,7 @@ def _can_bind_to_nodes(cpu_asked: bool) -> bool:
     return hasattr(os, "sched_getaffinity") and len(os.sched_getaffinity(0)) == os.cpu_count()
 
 
-def _check_rendezvous(args: argparse.Namespace, defaults: Any) -> None:
+def _check_rendezvous(args: argparse.Namespace, defaults: ClusterConfig | None) -> None:
     for name, works in (("machine_rank", "0"), ("main_process_ip", "10.0.0.1"), ("main_process_port", "29500")):
         if getattr(args, name) is None and getattr(defaults, name, None) is None:
             refuse(f"--num_machines {args.num_machines}", f"needs --{name} as well", works)

@@ -13,10 +13,19 @@ import dataclasses
 import json
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+    from transformers import PretrainedConfig
+
+    from hf_parallel.planner.choices import Found
+    from hf_parallel.planner.hardware import Cluster
 
 _SHAPE_KEYS = {"hidden", "layers"}
 
@@ -126,7 +135,7 @@ def _plan_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_model(source: str) -> Any:
+def read_model(source: str) -> PretrainedConfig | dict[str, object]:
     """An HF config from a folder, a config.json or a Hub id; or the numbers of a JSON file without model_type.
 
     Raises:
@@ -159,7 +168,7 @@ def read_model(source: str) -> Any:
         refuse(source, first, cause=error)
 
 
-def _adapters(args: argparse.Namespace) -> Any:
+def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
     """What puts adapters into a model that is dry-run; the plan of mere numbers needs none."""
     if not args.lora:
         return None
@@ -174,7 +183,7 @@ def _adapters(args: argparse.Namespace) -> Any:
     return lora(args.lora)
 
 
-def _cluster(args: argparse.Namespace) -> Any:
+def _cluster(args: argparse.Namespace) -> Cluster:
     from hf_parallel.planner.detect import detect
     from hf_parallel.planner.hardware import find_link, make_cluster, read_cluster
 
@@ -192,7 +201,7 @@ def _cluster(args: argparse.Namespace) -> Any:
     return make_cluster(args.gpu, args.gpus, args.gpus_per_node or 8, args.network)
 
 
-def _calibrated(args: argparse.Namespace, model: Any) -> Any:
+def _calibrated(args: argparse.Namespace, model: PretrainedConfig | dict[str, object]) -> Cluster:
     """The cluster of a training's record; its number of GPUs may be another."""
     from hf_parallel.monitor.calibrate import calibrated
 
@@ -213,7 +222,7 @@ def _positive(option: str, number: int) -> int:
     return number
 
 
-def _draw(args: argparse.Namespace, found: Any) -> None:
+def _draw(args: argparse.Namespace, found: Found) -> None:
     from hf_parallel.planner.pictures import write_memory, write_timeline
 
     if args.picture:
@@ -225,22 +234,19 @@ def _draw(args: argparse.Namespace, found: Any) -> None:
         print(write_timeline(args.timeline, piped[0]), file=sys.stderr if args.json else sys.stdout)
 
 
-def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
+def _verify(args: argparse.Namespace, found: Found, model: PretrainedConfig | dict[str, object]) -> None:
     """Dry runs of the first and the last pipeline rank, which hold embedding and head."""
-    from hf_parallel.dryrun import dry_run
+    from hf_parallel.dryrun.run import dry_run, end_ranks
     from hf_parallel.planner.report import show_verified
 
     if isinstance(model, dict):
         refuse("--verify runs the model's own code", "MODEL must be one of Transformers, not only its numbers")
-    choice = found.best
-    config = choice.config
-    block = config.dp_shard_size * config.tp_size
-    ranks = sorted({0, (config.pp_size - 1) * block})
+    choice = found.choices[0]
     calls = min(choice.accumulation, 2)  # the third holds what the second does
     runs = [
         dry_run(
             model,
-            config,
+            choice.config,
             rank=rank,
             rows=choice.rows,
             seq=args.seq,
@@ -249,7 +255,7 @@ def _verify(args: argparse.Namespace, found: Any, model: Any) -> None:
             precision=choice.prediction.job.precision,
             adapt=_adapters(args),
         )
-        for rank in ranks
+        for rank in end_ranks(choice.config)
     ]
     show_verified(choice, runs)
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from hf_parallel.ray import ScriptTrainer
 
 #: Options of the launcher that mean something on Ray; all others would be ignored there.
 _TAKEN = {
@@ -34,7 +37,7 @@ def launch(args: argparse.Namespace, defaults: argparse.Namespace, spec: str | N
     return _fit(_trainer(args, spec))
 
 
-def _trainer(args: argparse.Namespace, spec: str) -> Any:
+def _trainer(args: argparse.Namespace, spec: str) -> ScriptTrainer:
     try:
         from hf_parallel import ray
     except ImportError as error:
@@ -51,7 +54,7 @@ def _trainer(args: argparse.Namespace, spec: str) -> Any:
     )
 
 
-def _fit(trainer: Any) -> int:
+def _fit(trainer: ScriptTrainer) -> int:
     from ray.train import TrainingFailedError
 
     try:

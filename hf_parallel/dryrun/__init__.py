@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from hf_parallel.dryrun.run import DryRun, dry_run
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 __all__ = ["DryRun", "dry_run"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Imported when asked for: a run that only names its process groups needs none of it."""
     if name not in __all__:
         raise AttributeError(f"module 'hf_parallel.dryrun' has no attribute {name!r}")

@@ -6,7 +6,6 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +49,7 @@ def observe(
     optimizer: str = "adamw",
     autocast: torch.dtype | None = None,
     layers: tuple[tuple[nn.Module, ...], ...] = (),
-    scalars: Any = None,
+    scalars: int | None = None,
 ) -> Observed:
     """Train two steps and say what the second kept and sent.
 
@@ -148,7 +147,7 @@ def _parted(recorder: Recorder, stages: tuple[tuple[nn.Module, ...], ...]) -> It
             handle.remove()
 
 
-def _at_gradient(values: Any, call: Callable[[], None]) -> None:
+def _at_gradient(values: object, call: Callable[[], None]) -> None:
     """Call when the gradient of the first tensor in `values` that has one is there."""
     tensors = torch.utils._pytree.tree_leaves(values)
     hidden = next((x for x in tensors if torch.is_tensor(x) and x.requires_grad), None)

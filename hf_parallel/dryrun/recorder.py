@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch._C._distributed_c10d import ProcessGroup
@@ -75,7 +75,10 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, axes: Mapping[str, str], data_axes: Iterable[str] = ("dp_shard", "dp_replicate"), scalars: Any = None
+        self,
+        axes: Mapping[str, str],
+        data_axes: Iterable[str] = ("dp_shard", "dp_replicate"),
+        scalars: int | None = None,
     ) -> None:
         super().__init__()
         self.axes, self.data_axes, self.scalars = dict(axes), set(data_axes), scalars
@@ -97,7 +100,9 @@ class Recorder(TorchDispatchMode):
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
+    def __torch_dispatch__(
+        self, func: torch._ops.OpOverload, types: Collection[type], args: tuple = (), kwargs: dict | None = None
+    ) -> object:
         if DTensor in types:
             return NotImplemented  # it calls its own operations on local tensors: those are seen
         if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
@@ -203,7 +208,7 @@ def sent_share(kind: str, ranks: int) -> float:
     return share * (ranks - 1) / ranks
 
 
-def local(tensor: Any) -> torch.Tensor:
+def local(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that holds this rank's memory: a DTensor's part, an asynchronous result's own."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     return getattr(tensor, "elem", tensor)
@@ -211,10 +216,10 @@ def local(tensor: Any) -> torch.Tensor:
 
 def _group_of(args: tuple) -> dist.ProcessGroup | None:
     """The process group among the arguments of a collective: an object, or the name that functional ones take."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
     for leaf in tree_leaves(args):
         if isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in str(leaf._type()):
             return ProcessGroup.unbox(leaf)
     names = [leaf for leaf in tree_leaves(args) if isinstance(leaf, str)]
-    return _resolve_process_group(cast(Any, names[-1])) if names else None
+    return _resolve_process_group(GroupName(names[-1])) if names else None

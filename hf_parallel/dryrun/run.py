@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -37,12 +37,15 @@ from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.fake_world import fake_tensors_pass_as_real, fake_world, materialise
 from hf_parallel.dryrun.observe import Communication, Observed, observe
 from hf_parallel.dryrun.recorder import Traffic
-from hf_parallel.mesh import ParallelMesh, coordinates
+from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
 from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transformer_blocks
 from hf_parallel.model.build import build_on_meta
 from hf_parallel.parallelize import parallelize, state_of
 from hf_parallel.resolve import resolve
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: Precision -> dtype of the weights, and what autocast lowers products to, if Trainer turns it on.
 PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
@@ -82,14 +85,14 @@ class DryRun:
         """Bytes at the fullest moment."""
         return self.peak.total()
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
         values = dataclasses.asdict(self)
         return {**values, "peak": dict(self.peak), "kept": dict(self.kept), "peak_bytes": self.peak_bytes}
 
 
 def dry_run(
-    model: Any,
+    model: PretrainedConfig | nn.Module,
     config: ParallelConfig | str,
     *,
     world_size: int | None = None,
@@ -101,7 +104,7 @@ def dry_run(
     precision: str = "bf16",
     whole: bool = False,
     layers: int | None = None,
-    adapt: Callable[[Any], None] | None = None,
+    adapt: Callable[[nn.Module], None] | None = None,
     pack: Packing | None = None,
 ) -> DryRun:
     """Run `parallelize` and two training steps as `rank` of a world that is not there.
@@ -133,10 +136,10 @@ def dry_run(
         refuse("output_router_logits=True under pp", why, "output_router_logits=False")
     stack = _stack(model)
     if layers is not None and stack is not None:
-        backbone_of(model).set_submodule(stack[1], nn.ModuleList(list(stack[0])[:layers]))
+        backbone_of(model).set_submodule(stack.name, nn.ModuleList(stack.layers[:layers]))
         stack = _stack(model)
     config, counts = settled(model, config, rank)
-    shorten = not whole and stack is not None and _alike(stack)
+    shorten = not whole and stack is not None and _alike(stack.layers)
     fewest = tuple(min(_FEWEST, count) for count in counts) if shorten else counts
     run = _Run(model, stack, config, rank, rows, seq, accumulation, optimizer, precision, adapt, pack, away)
     total = run.continued(fewest, counts) if whole else _over_micro_batches(run, fewest, counts)
@@ -159,18 +162,18 @@ def _off_device(offload: str) -> frozenset[str]:
     return frozenset({"parameters", "gradients", "optimizer"} if parameters_rest(offload) else {"optimizer"})
 
 
-def on_meta(model: Any) -> Any:
+def on_meta(model: PretrainedConfig | nn.Module) -> PreTrainedModel:
     """The model of a config on the meta device, or a copy of a model that is there already."""
     if isinstance(model, nn.Module):
         return copy.deepcopy(model)
     return build_on_meta(model)
 
 
-def settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
+def settled(model: PreTrainedModel, config: ParallelConfig, rank: int) -> tuple[ParallelConfig, tuple[int, ...]]:
     """The config with everything decided that depends on the whole model, and the layers of this rank's stages."""
     if config.pp_size == 1:
         stack = _stack(model)
-        return config, (len(stack[0]) if stack else 0,)
+        return config, (len(stack.layers) if stack else 0,)
     part = resolve(config, read(model, config)).part(PIPELINE)
     assert part is not None
     own = part.config.stages_of_rank(coordinates(config, rank)["pp"])
@@ -178,27 +181,40 @@ def settled(model: Any, config: ParallelConfig, rank: int) -> tuple[ParallelConf
     return dataclasses.replace(part.config, pipeline_split=split), tuple(split[stage] for stage in own)
 
 
-def _stack(model: Any) -> Any:
-    """The one list of layers of a model and the module and name it hangs on, or None."""
+class LayerList(NamedTuple):
+    """The layers of a model, and the name of their list in its backbone."""
+
+    layers: list[nn.Module]
+    name: str
+
+
+def _stack(model: PreTrainedModel) -> LayerList | None:
+    """The one list of layers of a model; None if there are several, or none is known."""
     backbone = backbone_of(model)
     plan = backbone_plan(backbone) if backbone is not None else None
     if plan is None:
         return None
-    return backbone.get_submodule(plan.layers), plan.layers
+    return LayerList(list(backbone.get_submodule(plan.layers)), plan.layers)
 
 
-def _alike(stack: Any) -> bool:
+def _alike(layers: list[nn.Module]) -> bool:
     """Do all layers have the same parameters? Else they cannot stand for each other."""
-    shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in stack[0]]
+    shapes = [[(name, tuple(p.shape)) for name, p in layer.named_parameters()] for layer in layers]
     return all(shape == shapes[0] for shape in shapes)
+
+
+def end_ranks(config: ParallelConfig) -> list[int]:
+    """The first and the last pipeline rank, which hold embedding and head."""
+    of_one_pipeline = axis_ranks(config, "pp")[0]
+    return sorted({of_one_pipeline[0], of_one_pipeline[-1]})
 
 
 @dataclass
 class _Run:
     """Everything about a dry run but how many layers it has."""
 
-    model: Any
-    stack: Any
+    model: PreTrainedModel
+    stack: LayerList | None
     config: ParallelConfig
     rank: int
     rows: int
@@ -206,7 +222,7 @@ class _Run:
     accumulation: int
     optimizer: str
     precision: str
-    adapt: Callable[[Any], None] | None
+    adapt: Callable[[nn.Module], None] | None
     pack: Packing | None
     away: frozenset[str]  # kinds of memory that are the host's
 
@@ -236,9 +252,9 @@ class _Run:
                 cause=error,
             )
 
-    def _shortened(self, counts: tuple[int, ...]) -> tuple[Any, ParallelConfig]:
+    def _shortened(self, counts: tuple[int, ...]) -> tuple[PreTrainedModel, ParallelConfig]:
         model, config = copy.deepcopy(self.model), self.config
-        if self.stack is None or counts == (len(self.stack[0]),):
+        if self.stack is None or counts == (len(self.stack.layers),):
             return model, config
         if config.pp_size > 1:
             place, left = coordinates(config, self.rank)["pp"], list(counts)
@@ -247,11 +263,11 @@ class _Run:
             )
             config = dataclasses.replace(config, pipeline_split=split)
             counts = split
-        backbone, name = backbone_of(model), self.stack[1]
+        backbone, name = backbone_of(model), self.stack.name
         backbone.set_submodule(name, nn.ModuleList(list(backbone.get_submodule(name))[: sum(counts)]))
         return model, config
 
-    def _step(self, model: Any, config: ParallelConfig) -> Observed:
+    def _step(self, model: PreTrainedModel, config: ParallelConfig) -> Observed:
         mesh = ParallelMesh.create(config, torch.device("cpu"))
         model.train()
         parallelize(model, mesh=mesh, pack=self.pack)

@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -27,7 +29,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         """Called by `import`."""
         if fullname != self.module or self not in sys.meta_path:
             return None
@@ -37,7 +41,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
         if loader is not None:
             execute = loader.exec_module
 
-            def exec_module(module: nn.Module) -> None:
+            def exec_module(module: ModuleType) -> None:
                 loader.exec_module = execute
                 try:
                     execute(module)

@@ -11,17 +11,24 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.hooks.patching import Patch, apply, apply_when_imported, around, undo
+from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from peft import LoraConfig
+    from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
-_undo_list: list[tuple[Any, str, Any]] = []
+T = TypeVar("T")
+_undo_list: list[Undo] = []
 _source: str | None = None
-_arguments: Any = None  # the TrainingArguments that were made last
+_arguments: TrainingArguments | None = None  # the TrainingArguments that were made last
 _rank = 0  # of the LoraConfig that was made last
 _DEFAULT_RANK = 16  # of adapters that the command line asks for without saying how large
 
@@ -45,7 +52,7 @@ def wait(source: str) -> None:
     _undo_list.append(apply_when_imported("peft", [made]))
 
 
-def remember(arguments: Any) -> None:
+def remember(arguments: TrainingArguments) -> None:
     """The TrainingArguments that were made last know the batch."""
     global _arguments
     if _source is not None:
@@ -84,8 +91,12 @@ def _patches() -> list[Patch]:
 
 
 def _at_from_pretrained(
-    original: Callable, cls: Any, pretrained_model_name_or_path: Any = None, *args: Any, **kwargs: Any
-) -> Any:
+    original: Callable,
+    cls: type[PreTrainedModel],
+    pretrained_model_name_or_path: str | None = None,
+    *args: object,
+    **kwargs: Any,
+) -> object:
     source, config = pretrained_model_name_or_path, kwargs.get("config")
     if config is None or isinstance(config, str):
         from transformers import AutoConfig
@@ -96,13 +107,20 @@ def _at_from_pretrained(
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
-def _at_lora_config(original: Callable, self: Any) -> None:
+def _at_lora_config(original: Callable, self: LoraConfig) -> None:
     global _rank
     original(self)
     _rank = int(self.r)
 
 
-def _at_trainer(original: Callable, self: Any, model: Any = None, args: Any = None, *rest: Any, **kwargs: Any) -> None:
+def _at_trainer(
+    original: Callable,
+    self: Trainer,
+    model: PreTrainedModel | str | None = None,
+    args: TrainingArguments | None = None,
+    *rest: object,
+    **kwargs: object,
+) -> None:
     global _arguments
     _arguments = args or _arguments
     if model is None:
@@ -113,7 +131,7 @@ def _at_trainer(original: Callable, self: Any, model: Any = None, args: Any = No
     Trainer.__init__(self, model, args, *rest, **kwargs)
 
 
-def _at_prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def _at_prepare(original: Callable, self: Accelerator, *args: Any, **kwargs: object) -> object:
     models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
     if not models:
         return original(self, *args, **kwargs)
@@ -124,17 +142,21 @@ def _at_prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any
 # ---- the choice --------------------------------------------------------------------------------------------------
 
 
-def _dtype_of(model: Any) -> Any:
+def _dtype_of(model: object) -> torch.dtype | None:
     return next((p.dtype for p in getattr(model, "parameters", list)() if p.is_floating_point()), None)
 
 
-def _rank_of(model: Any) -> int:
+def _rank_of(model: object) -> int:
     """Of the adapters that a model has; 0: none."""
     return max((int(getattr(one, "r", 0)) for one in (getattr(model, "peft_config", None) or {}).values()), default=0)
 
 
 def choose(
-    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0, kernel: str | None = None
+    config: PretrainedConfig,
+    dtype: torch.dtype | str | None = None,
+    lowered: str | None = None,
+    adapters: int = 0,
+    kernel: str | None = None,
 ) -> None:
     """Choose for this model's config and activate the layout. Collective.
 
@@ -147,20 +169,16 @@ def choose(
     import torch.distributed as dist
 
     from hf_parallel import hooks
+    from hf_parallel.collectives import objects
 
     source = _source
     assert source is not None
-    chosen: list[Any] = [None, None, None]
-    if dist.get_rank() == 0:
-        try:
-            chosen[:2] = _best(config, dtype, lowered, adapters, kernel)
-        except SpecError as error:
-            chosen[2] = str(error)
-    dist.broadcast_object_list(chosen, src=0)
-    spec, lines, refusal = chosen
-    stop()
-    if refusal is not None:
-        refuse("parallel=auto", refusal)
+    try:
+        spec, lines = objects.from_one(lambda: _best(config, dtype, lowered, adapters, kernel), errors=(SpecError,))
+    except SpecError as error:
+        refuse("parallel=auto", str(error))
+    finally:
+        stop()
     if dist.get_rank() == 0:
         for line in lines:
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
@@ -168,7 +186,11 @@ def choose(
 
 
 def _best(
-    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0, kernel: str | None = None
+    config: PretrainedConfig,
+    dtype: torch.dtype | str | None = None,
+    lowered: str | None = None,
+    adapters: int = 0,
+    kernel: str | None = None,
 ) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
@@ -182,22 +204,22 @@ def _best(
     found = search(
         model=config,
         cluster=detect(dist.get_world_size(), local_world_size()),
-        seq=batch["seq"],
+        seq=batch.seq,
         global_batch=None,
-        rows=batch["rows"],
-        accumulation=batch["accumulation"],
-        precision=batch["precision"],
-        optimizer=batch["optimizer"],
-        lora=adapters or batch["lora"],
+        rows=batch.rows,
+        accumulation=batch.accumulation,
+        precision=batch.precision,
+        optimizer=batch.optimizer,
+        lora=adapters or batch.lora,
         top=3,
         accept=accepted(config),
         attention=kernel,
-        documents=batch["documents"],
+        documents=batch.documents,
     )
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
-    rows, precision = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens", batch["precision"]
-    counted = f"{rows} per data rank, precision {precision}"
+    rows = f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens"
+    counted = f"{rows} per data rank, precision {batch.precision}"
     lines = [f"auto, for {found.goal.cluster.gpus} x {found.goal.cluster.gpu.name} and {counted}, chooses"]
     for i, choice in enumerate(found.choices):
         word = "  " if i == 0 else "  then "
@@ -212,7 +234,7 @@ def _best(
     return found.best.config.to_spec(), lines
 
 
-def accepted(config: Any) -> Callable[[ParallelConfig], bool]:
+def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
     """Does the engine take a layout for this model? Asked of a copy on the meta device, as `doctor` does."""
     from hf_parallel.doctor import examine
     from hf_parallel.model.build import build_on_meta
@@ -244,14 +266,29 @@ def local_world_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
+class ScriptBatch(NamedTuple):
+    """Of a script, as the planner names it: `lora` is the adapters' rank, `documents`: are rows made of several?"""
+
+    rows: int
+    accumulation: int
+    seq: int
+    precision: str
+    optimizer: str
+    lora: int
+    documents: bool
+
+
 def script_batch(
-    config: Any, argv: list[str] | None = None, dtype: Any = None, lowered: str | None = None
-) -> dict[str, Any]:
+    config: PretrainedConfig | None,
+    argv: list[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    lowered: str | None = None,
+) -> ScriptBatch:
     """Rows, calls, tokens per row, precision, … of the script: its arguments, else its command line."""
     argv = sys.argv if argv is None else argv
     arguments = _arguments
 
-    def said(name: str, default: Any) -> Any:
+    def said(name: str, default: object) -> Any:
         value = getattr(arguments, name, None)
         return _option(argv, name, default) if value is None else value
 
@@ -259,27 +296,27 @@ def script_batch(
     lengths = [int(value) for value in (said(name, None) for name in _LENGTHS) if value]
     if lowered is None:
         lowered = next((name for name in ("bf16", "fp16") if str(said(name, False)).lower() == "true"), "no")
-    return {
-        "rows": int(said("per_device_train_batch_size", 8)),
-        "accumulation": int(said("gradient_accumulation_steps", 1)),
-        "seq": min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
-        "precision": precision_of(dtype or getattr(config, "dtype", None), lowered),
-        "optimizer": optimizer_of(str(said("optim", "adamw"))),
-        "lora": _rank or _asked_rank(argv),
-        "documents": any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
-    }
+    return ScriptBatch(
+        rows=int(said("per_device_train_batch_size", 8)),
+        accumulation=int(said("gradient_accumulation_steps", 1)),
+        seq=min(lengths[0] if lengths else _LONGEST_ASSUMED, longest),
+        precision=precision_of(dtype or getattr(config, "dtype", None), lowered),
+        optimizer=optimizer_of(str(said("optim", "adamw"))),
+        lora=_rank or _asked_rank(argv),
+        documents=any(str(said(name, False)).lower() == "true" for name in ("packing", "padding_free")),
+    )
 
 
 def _asked_rank(argv: list[str]) -> int:
     """Of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
     asked = any(str(_option(argv, name, False)).lower() == "true" for name in ("use_peft", "use_lora"))
     sizes = (_option(argv, name, None) for name in ("lora_r", "lora_rank"))
-    found = next((int(size) for size in sizes if str(size).isdigit()), 0)
+    found = next((int(size) for size in sizes if size is not None and size.isdigit()), 0)
     off = any(str(_option(argv, name, True)).lower() == "false" for name in ("use_peft", "use_lora"))
     return 0 if off else found or _DEFAULT_RANK * asked
 
 
-def precision_of(dtype: Any, lowered: str) -> str:
+def precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:
     """The planner's name: weights in 16 bits leave autocast nothing to lower."""
     if "16" in str(dtype):
         return "bf16"
@@ -292,7 +329,7 @@ def optimizer_of(name: str) -> str:
     return "sgd" if "sgd" in name else "adamw_8bit" if "8bit" in name else "adamw"
 
 
-def _option(argv: list[str], name: str, default: Any) -> Any:
+def _option(argv: list[str], name: str, default: T) -> str | T:
     """`--name value` or `--name=value`; a flag without a value is True."""
     for i, word in enumerate(argv):
         key, equals, value = word.partition("=")

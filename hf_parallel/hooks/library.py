@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel import hooks
 from hf_parallel.axes.axis import Packing
@@ -36,7 +36,7 @@ def parallelize(
     config: ParallelConfig | str | None = None,
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
-) -> Any:
+) -> nn.Module:
     if not hooks.active():
         _check(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
     if not hooks.active() and not _undo_list:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.monitor.expected import Batch
     from hf_parallel.parallelize import ParallelState
+    from hf_parallel.planner.predict import Prediction
 
 #: Readings after which steps are what they will be, and compared with the plan.
 WARM = 2
@@ -40,7 +41,7 @@ class Watched:
         self.meter = self.session.meter
         self.computes = False  # has the open step of a loop run a backward pass?
         self.record: Record | None = None
-        self.prediction: Any = None
+        self.prediction: Prediction | None = None
         self.readings = 0
 
     def read(self, arguments: TrainingArguments | None = None, step: int | None = None) -> dict[str, float]:
@@ -68,7 +69,7 @@ class Watched:
             report.say(line)
             self._write("note", step=step, about=about, text=line)
 
-    def _run(self, reading: Reading, arguments: TrainingArguments) -> dict[str, Any]:
+    def _run(self, reading: Reading, arguments: TrainingArguments) -> dict[str, object]:
         """The first line of a run's record."""
         from hf_parallel.monitor import expected
         from hf_parallel.planner.detect import detect

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
 from hf_parallel.hooks.patching import patch
 from hf_parallel.mesh import stored
-from hf_parallel.parallelize import clip_together
+from hf_parallel.parallelize import ParallelState, clip_together, state_of
 from hf_parallel.whole import parallel_models
 
 
-def _listed(parameters: Any) -> list[Any]:
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
 
 
-def _states_of(parameters: list[Any]) -> list[Any]:
+def _states_of(parameters: list[torch.Tensor]) -> list[ParallelState]:
     """Of the parallel models that these are of; all stages of a pipeline take part, also one that has none of them."""
     wanted = set(map(id, parameters))
-    states: list[Any] = [(model, model._hf_parallel) for model in parallel_models() if hasattr(model, "_hf_parallel")]
+    states = [(model, state) for model in parallel_models() if (state := state_of(model)) is not None]
     found = [state for model, state in states if any(id(p) in wanted for p in model.parameters())]
     return found or [state for _, state in states if not wanted and state.pipeline is not None]
 
@@ -57,17 +56,17 @@ def clip_grad_value_(
     foreach: bool | None = None,
 ) -> None:
     """Clamp every number, on the parts that this rank stores."""
-    graded = [parameter for parameter in _listed(parameters) if parameter.grad is not None]
-    original([SimpleNamespace(grad=stored(parameter.grad)) for parameter in graded], clip_value, foreach)
+    gradients = [parameter.grad for parameter in _listed(parameters) if parameter.grad is not None]
+    original([SimpleNamespace(grad=stored(gradient)) for gradient in gradients], clip_value, foreach)
 
 
 @patch("torch.optim.swa_utils:get_{ema,swa}_multi_avg_fn", "mixes shards and whole tensors", copies=True)
-def average(original: Callable, *args: Any, **kwargs: Any) -> Callable:
+def average(original: Callable, *args: object, **kwargs: object) -> Callable:
     """What `AveragedModel` does to all weights at once, on the parts that this rank stores."""
     own = original(*args, **kwargs)
 
     @torch.no_grad()
-    def of_parts(means: Any, values: Any, count: Any) -> None:
+    def of_parts(means: Iterable[torch.Tensor], values: Iterable[torch.Tensor], count: int | torch.Tensor) -> None:
         own(list(map(stored, means)), list(map(stored, values)), count)
 
     return of_parts

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, NoReturn, TypeAlias
 
 from packaging.version import Version
@@ -36,7 +37,7 @@ ALLOW_UNKNOWN = "HF_PARALLEL_ALLOW_UNKNOWN_VERSIONS"
 
 _MISSING = object()
 #: What was changed: the owner, the attribute, what it held itself.
-Undo: TypeAlias = tuple[Any, str, Any]
+Undo: TypeAlias = tuple[object, str, object]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Patch:
         names = self.target.partition(":")[2].split(".")
         return any(name.startswith("_") and not name.endswith("__") for name in names)
 
-    def owner_and_name(self) -> tuple[Any, str]:
+    def owner_and_name(self) -> tuple[object, str]:
         """The object that holds the attribute, and its name there."""
         module, _, path = self.target.partition(":")
         *parents, name = path.split(".")
@@ -123,13 +124,13 @@ def _expanded(target: str) -> list[str]:
     return [f"{before}{choice}{after}" for choice in choices.split(",")] if brace else [target]
 
 
-def around(function: Callable) -> Callable[[Any], Callable]:
+def around(function: Callable) -> Callable[[Callable], Callable]:
     """A maker of replacements that call `function(original, …)`, which take what it takes but for the first."""
     signature = inspect.signature(function)
     taken = signature.replace(parameters=list(signature.parameters.values())[1:])
 
     def make(original: Callable) -> Callable:
-        def replacement(*args: object, **kwargs: object) -> Any:
+        def replacement(*args: object, **kwargs: object) -> object:
             return function(original, *args, **kwargs)
 
         replacement.__signature__ = taken  # type: ignore[attr-defined]
@@ -208,7 +209,7 @@ def _apply(patch: Patch, done: list[Undo]) -> None:
         _set(place, name, replacement, done)
 
 
-def _importers(original: Callable, name: str, home: object) -> list[Any]:
+def _importers(original: Callable, name: str, home: object) -> list[ModuleType]:
     """Modules that have imported a function before it is replaced; those that follow import the replacement."""
     return [
         m for m in list(sys.modules.values()) if m is not home and getattr(m, "__dict__", {}).get(name) is original
@@ -235,7 +236,7 @@ def mismatch(original: Callable, replacement: Callable) -> str | None:
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, Any, bool]]:
+def _parameters(function: Callable, follow_wrapped: bool) -> list[tuple[str, inspect._ParameterKind, bool]]:
     found = inspect.signature(function, follow_wrapped=follow_wrapped).parameters.values()
     return [(p.name, p.kind, p.default is not inspect.Parameter.empty) for p in found]
 

@@ -6,7 +6,7 @@ import importlib.metadata
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,32 @@ def say_here(mesh: ParallelMesh, message: str) -> None:
         print(f"hf_parallel: {message}", file=sys.stderr, flush=True)
 
 
+class AxisFacts(TypedDict):
+    """How many ranks are along an axis, and which ones are together."""
+
+    size: int
+    ranks: list[list[int]]
+
+
+class Facts(TypedDict):
+    """Of a run: `hf_parallel.json`."""
+
+    spec: str
+    config: dict[str, object]
+    plan: dict
+    axes: dict[str, AxisFacts]
+    data_ranks: int
+    model: str
+    parameters_per_rank: list[int]
+    global_batch: int
+    tokens_per_step: int
+    attention: str | None
+    loss: str
+    estimated_state_bytes_per_rank: list[int]
+    notes: list[str]
+    versions: dict[str, str]
+
+
 def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer], str]) -> None:
     """Print the layout and write OUTPUT_DIR/hf_parallel.json once the first batch is known. Collective.
 
@@ -52,7 +78,7 @@ def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer],
     if state is None or state.reported or not batches:
         return
     state.reported = True
-    facts = describe(trainer, batches) | {"loss": loss_of(trainer)}
+    facts = describe(trainer, batches, loss_of(trainer))
     if dist.get_rank() != 0:
         return
     for line in layout_lines(facts):
@@ -61,7 +87,7 @@ def at_first_batch(trainer: Trainer, batches: list, loss_of: Callable[[Trainer],
     _write(facts, trainer.args.output_dir)
 
 
-def _write(facts: dict[str, Any], folder: str) -> None:
+def _write(facts: Facts, folder: str) -> None:
     """A disk that is full costs the file, not the training."""
     path = os.path.join(folder, "hf_parallel.json")
     try:
@@ -72,7 +98,7 @@ def _write(facts: dict[str, Any], folder: str) -> None:
         say(f"cannot write {path}, the facts of this run: {error.strerror or error}; training goes on without it")
 
 
-def describe(trainer: Trainer, batches: list) -> dict[str, Any]:
+def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
     """The facts of this run, JSON-ready. Collective."""
     mesh, model = runtime.mesh(), trainer.model
     state = runtime.parallel_state(model)
@@ -93,6 +119,7 @@ def describe(trainer: Trainer, batches: list) -> dict[str, Any]:
         "global_batch": trainer.get_total_train_batch_size(trainer.args),
         "tokens_per_step": tokens * mesh.data_size,
         "attention": _attention(model),
+        "loss": loss,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
         "notes": [*(state.notes if state else ()), *_inexact(trainer, mesh.data_size)],
         "versions": {"hf-parallel": __version__, **_versions()},
@@ -110,7 +137,7 @@ def _versions() -> dict[str, str]:
     return {library: importlib.metadata.version(library) for library in ("torch", "transformers", "accelerate")}
 
 
-def layout_lines(facts: dict[str, Any]) -> list[str]:
+def layout_lines(facts: Facts) -> list[str]:
     """The layout for people."""
     lines = [f"hf_parallel: {facts['model']} under {facts['spec']}"]
     for axis, where in facts["axes"].items():

@@ -13,12 +13,13 @@ import socket
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from transformers import TrainerCallback
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
@@ -45,34 +46,32 @@ def own_folder(trainer: Trainer) -> Iterator[Run]:
     Raises:
         CheckpointError: another run does.
     """
-    lock, run = None, [Run(uuid.uuid4().hex, False)]
+    lock, run = None, Run(uuid.uuid4().hex, False)
     if str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no":
         lock, run = _claimed(trainer.args.output_dir)
-    record_of(trainer).run = run[0].identity
+    record_of(trainer).run = run.identity
     try:
-        yield run[0]
+        yield run
     finally:
         if lock is not None:
             lock.release()
 
 
-def _claimed(folder: str) -> tuple[folders.Lock | None, list[Run]]:
-    found: list[Any] = [None, None]
-    lock = None
-    agents, several = [_agent()], dist.is_initialized()
-    if several:
-        agents *= dist.get_world_size()
-        dist.all_gather_object(agents, _agent())
-    if not several or dist.get_rank() == 0:
-        try:
-            lock, found[0] = _claim(folder, sorted({agent for agent in agents if agent is not None}))
-        except (folders.CheckpointError, OSError) as error:
-            found[1] = str(error)
-    if several:
-        dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise folders.CheckpointError(found[1])
-    return lock, found[:1]
+def _claimed(folder: str) -> tuple[folders.Lock | None, Run]:
+    """The lock, which rank 0 holds, and the run that it is of."""
+    several, held = dist.is_initialized(), []
+    agents = objects.gather(_agent()) if several else [_agent()]
+
+    def claim() -> Run:
+        lock, run = _claim(folder, sorted({agent for agent in agents if agent is not None}))
+        held.append(lock)
+        return run
+
+    try:
+        run = objects.from_one(claim, errors=(folders.CheckpointError, OSError)) if several else claim()
+    except OSError as error:
+        raise folders.CheckpointError(str(error)) from error
+    return held[0] if held else None, run
 
 
 def _claim(folder: str, agents: list[str]) -> tuple[folders.Lock, Run]:
@@ -87,7 +86,7 @@ def _claim(folder: str, agents: list[str]) -> tuple[folders.Lock, Run]:
     return lock, run
 
 
-def is_restart(former: dict[str, Any], count: int, agents: list[str]) -> bool:
+def is_restart(former: dict, count: int, agents: list[str]) -> bool:
     """Has a launcher of the folder's last owner started these processes too, after that one?
 
     Its count says so when a rank was lost, but stays 0 when a node has joined: then one of its agents is still there.

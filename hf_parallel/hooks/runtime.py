@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy
 import torch
 import torch.distributed as dist
 
 from hf_parallel.axes.experts import balance
+from hf_parallel.collectives import objects
 from hf_parallel.config import ParallelConfig
 from hf_parallel.groups import time_out
 from hf_parallel.hooks import rendezvous
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
 
 #: Seconds that a collective may take, where the script's arguments do not say.
 TIME_OUT = "HF_PARALLEL_TIMEOUT"
+
+#: Of torch's generators on the host and on the device, which a CPU does not have.
+RandomState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 @dataclass
@@ -114,10 +118,9 @@ def _shuffle_alike() -> None:
 
     Those of one model would then train on different rows, and those of data ranks would not share them out.
     """
-    state: list = [random.getstate(), numpy.random.get_state()]
-    dist.broadcast_object_list(state, src=0)
-    random.setstate(state[0])
-    numpy.random.set_state(state[1])
+    of_python, of_numpy = objects.from_one(lambda: (random.getstate(), numpy.random.get_state()))
+    random.setstate(of_python)
+    numpy.random.set_state(of_numpy)
 
 
 def start(config: ParallelConfig, source: str) -> Runtime:
@@ -177,18 +180,17 @@ def equalise_random_state(axis: str, source: int = -1, of: ParallelMesh | None =
     of = of or mesh()
     if of.size(axis) == 1 or (_current is not None and _current.pretended):
         return
-    group, state = of.group(axis), random_state(of)
-    dist.broadcast_object_list(state, group=group, group_src=source % group.size())
-    set_random_state(state, of)
+    group = of.group(axis)
+    set_random_state(objects.from_one(lambda: random_state(of), group, source % group.size()), of)
 
 
-def random_state(of: ParallelMesh | None = None) -> list:
+def random_state(of: ParallelMesh | None = None) -> RandomState:
     """Of torch's generators, that of the host and that of the device."""
     kind = (of or mesh()).device
-    return [torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None]
+    return torch.get_rng_state(), torch.get_device_module(kind).get_rng_state() if kind.type != "cpu" else None
 
 
-def set_random_state(state: list, of: ParallelMesh | None = None) -> None:
+def set_random_state(state: RandomState, of: ParallelMesh | None = None) -> None:
     """Go on from there."""
     torch.set_rng_state(state[0])
     if state[1] is not None:

@@ -18,7 +18,7 @@ from hf_parallel.model.families import BACKBONES, Backbone
 from hf_parallel.model.rehearsal import keywords_of_loss
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from hf_parallel.config import ParallelConfig
 
@@ -118,7 +118,7 @@ def backbone_plan(backbone: nn.Module) -> Backbone | None:
     return known
 
 
-def text_part(model: PreTrainedModel) -> Any:
+def text_part(model: PreTrainedModel) -> PreTrainedModel:
     """The part that reads tokens: of a vision-language model its language model, else the whole backbone."""
     backbone = getattr(model, "base_model", model)
     config = getattr(model, "config", None)
@@ -136,17 +136,16 @@ def stacks(model: nn.Module) -> list[Stack]:
     for name, module in part.named_modules():
         if not isinstance(module, nn.ModuleList) or not len(module):
             continue
-        owner: Any = part.get_submodule(name.rpartition(".")[0])
+        layers, owner = module, part.get_submodule(name.rpartition(".")[0])
         plan = published if owner is part else None if published else backbone_plan(owner)
-        layers: Any = module
-        if plan is not None and module is getattr(owner, plan.layers, None):
+        if plan is not None and getattr(owner, plan.layers, None) is module:
             found.append(Stack(name, layers, _norm_after(owner, plan)))
         elif published is None and plan is None and all(isinstance(x, GradientCheckpointingLayer) for x in module):
             found.append(Stack(name, layers, None))
     return found
 
 
-def token_readers(model: nn.Module) -> list[Any]:
+def token_readers(model: nn.Module) -> list[nn.Module]:
     """The modules that take token ids (or their embeddings) and run a stack: a backbone, or encoder and decoder."""
     part = text_part(model)
     readers = [reader_of(part, stack) for stack in stacks(model)]
@@ -182,7 +181,7 @@ def owns_parameters(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def text_config(model: PreTrainedModel) -> Any:
+def text_config(model: PreTrainedModel) -> PretrainedConfig:
     """The config that describes the text part, or that of a model of images alone, such as CLIP's with a head."""
     config = model.config
     if text_part(model) is model:  # nothing inside that names itself the base: the config may be of more than is there
@@ -202,7 +201,7 @@ def attention_heads(model: nn.Module) -> tuple[int, int] | None:
     return heads, kv_heads
 
 
-def input_embedding(model: PreTrainedModel) -> Any:
+def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     """What the model names as its input embedding, or None: some that read images name none, not even None."""
     try:
         return model.get_input_embeddings()

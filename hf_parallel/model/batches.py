@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
 
 
-def by_name(names: Iterable[str], args: tuple, kwargs: dict[str, Any], owner: object) -> dict[str, Any]:
+def by_name(names: Iterable[str], args: tuple, kwargs: dict, owner: object) -> dict:
     """The arguments of a call of the owner's forward; the owner leads where accelerate rebinds what it wraps."""
     args = args[1:] if args and args[0] is owner else args
     return {**dict(zip(names, args, strict=False)), **kwargs}
 
 
-def tokens_of(batch: dict[str, Any]) -> torch.Tensor:
+def tokens_of(batch: Mapping) -> torch.Tensor:
     """What a backbone reads: [rows, length] or [rows, length, width]."""
     found = next((batch[key] for key in ("input_ids", "inputs_embeds") if batch.get(key) is not None), None)
     if found is None:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
 
-def build_on_meta(config: PretrainedConfig) -> Any:
+def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model of a config on the meta device: of the class it names, else of the one that fits its kind.
 
     Raises:

@@ -13,11 +13,14 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from hf_parallel.model.anatomy import text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _TRAITS = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
 #: Kinds that run every token through every expert, the tokens of one expert after those of another.
@@ -40,17 +43,17 @@ class ExpertFacts:
     unknown: tuple[str, ...] = ()
 
 
-def is_experts(module: Any) -> bool:
+def is_experts(module: object) -> bool:
     """Does this module hold experts side by side?"""
     return type(module).__name__ in DENSE or all(hasattr(module, trait) for trait in _TRAITS)
 
 
-def named_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def named_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules that hold experts, by full name."""
     return ((name, module) for name, module in model.named_modules() if is_experts(module))
 
 
-def expert_facts(module: Any) -> ExpertFacts:
+def expert_facts(module: nn.Module) -> ExpertFacts:
     """What is known of a module that holds experts."""
     kind = type(module).__name__
     dense = kind in DENSE
@@ -80,19 +83,19 @@ _PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 _COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
-def has_known_balance(model: Any) -> bool:
+def has_known_balance(model: PreTrainedModel) -> bool:
     """Has the model the auxiliary loss of nearly all in transformers, and a coefficient for it?"""
     function = getattr(sys.modules.get(type(model).__module__), _FUNCTION, None)
     known = function is not None and list(inspect.signature(function).parameters) == _PARAMETERS
     return known and balance_coefficient(model) is not None and experts_per_token(model) is not None
 
 
-def balance_coefficient(model: Any) -> float | None:
+def balance_coefficient(model: PreTrainedModel) -> float | None:
     """What its auxiliary loss counts in its loss."""
     return _setting(model, _COEFFICIENTS)
 
 
-def experts_per_token(model: Any) -> Any:
+def experts_per_token(model: PreTrainedModel) -> Any:
     """How many experts a token has."""
     return _setting(model, ("num_experts_per_tok",))
 
@@ -108,13 +111,13 @@ def named_routers(model: nn.Module) -> Iterator[tuple[str, nn.Module, int]]:
     recorders, modules = _recorders(model), dict(model.named_modules())
     for name, module in modules.items():
         for recorder in recorders:
-            kind: Any = getattr(recorder, "target_class", recorder)
+            kind = getattr(recorder, "target_class", recorder)
             layer = getattr(recorder, "layer_name", None)
             if isinstance(kind, type) and issubclass(type(module), kind) and f".{layer or name}." in f".{name}.":
                 yield name, module, getattr(recorder, "index", 1)
 
 
-def _recorders(model: nn.Module) -> list[Any]:
+def _recorders(model: nn.Module) -> list[object]:
     declared = (getattr(module, "_can_record_outputs", None) or {} for module in model.modules())
-    found: Any = next((known["router_logits"] for known in declared if "router_logits" in known), [])
+    found: object = next((known["router_logits"] for known in declared if "router_logits" in known), [])
     return found if isinstance(found, list) else [found]

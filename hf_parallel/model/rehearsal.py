@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -24,6 +25,8 @@ _OPERATIONS = (
 class StandIn:
     """Whatever is done with it, another one comes out; it is false, empty, and has the attributes it is given."""
 
+    _left: list[int]
+
     def __init__(self, left: list[int], **known: object) -> None:
         vars(self).update(known, _left=left)
 
@@ -33,7 +36,7 @@ class StandIn:
             raise RecursionError("it does not end on stand-ins")
         return StandIn(self._left)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> StandIn:
         if name.startswith("__"):
             raise AttributeError(name)
         return self._another()
@@ -53,7 +56,9 @@ class StandIn:
     __hash__ = object.__hash__
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: object, args: tuple = (), kwargs: dict | None = None) -> StandIn:
+    def __torch_function__(
+        cls, function: Callable, types: object, args: tuple = (), kwargs: dict | None = None
+    ) -> StandIn:
         return StandIn([_LIMIT])
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.monitor import record
@@ -86,7 +86,7 @@ def _measured(folder: str) -> Measured:
     return Measured(config, Batch(**plan["batch"]), read_cluster(plan["cluster"]), step, values)
 
 
-def read_cluster(saved: dict[str, Any]) -> Cluster:
+def read_cluster(saved: dict) -> Cluster:
     """The cluster of a plan in a record."""
     gpu = saved["gpu"]
     parts = {"efficiency": Efficiency(**gpu["efficiency"]), "host": Host(**gpu["host"])}

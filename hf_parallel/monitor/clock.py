@@ -11,7 +11,7 @@ import torch
 #: What messages among all ranks are called, where these are not those of one axis.
 ALL = "all"
 
-Mark: TypeAlias = Any  # a number of seconds, or an event
+Mark: TypeAlias = Any  # a number of seconds, or an event: each clock reads its own
 
 
 class HostClock:

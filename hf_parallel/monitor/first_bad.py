@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 WEIGHTS, FORWARD, BACKWARD, GRADIENT = range(4)
-Finding = dict[str, Any]
+Finding = dict
 
 
 class _Trace:

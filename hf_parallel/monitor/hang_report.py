@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 #: Collectives to which ranks may give tensors of different shapes.
 _UNEVEN = {"all_to_all", "gather", "scatter", "broadcast", "barrier"}
 _MESSAGES = {"send": "to", "receive": "from"}
-Facts = dict[str, Any]  # of one rank, see `Watchdog`
+Facts = dict  # of one rank, see `Watchdog`
 
 
 def sentence(facts: dict[int, Facts]) -> str:
@@ -64,10 +63,8 @@ def waited_for(own: Facts) -> Facts | None:
 
 def _collective(entry: Facts | None) -> str:
     assert entry is not None
-    what: Any = entry["module"] or ("backward" if entry["backward"] else entry.get("place"))
-    if entry["module"] and entry["backward"]:
-        what += ", backward"
-    inside = ", ".join(filter(None, [entry["axis"], what]))
+    at = entry["module"] or (None if entry["backward"] else entry.get("place"))
+    inside = ", ".join(filter(None, [entry["axis"], at, "backward" if entry["backward"] else None]))
     if entry["operation"] in _MESSAGES:
         peer = "any rank" if entry["peer"] is None else f"rank {entry['peer']}"
         return f"{entry['operation']} {_MESSAGES[entry['operation']]} {peer} ({inside})"

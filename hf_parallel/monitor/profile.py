@@ -12,12 +12,12 @@ import os
 import tempfile
 import time
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, supported_activities
 
+from hf_parallel.collectives import objects
 from hf_parallel.groups import machine_id
 from hf_parallel.mesh import ParallelMesh, coordinates
 from hf_parallel.monitor import profile_picture, trace
@@ -54,7 +54,7 @@ class Profile:
         dist.barrier(mesh.host_group)
         self._begin, self._waits.open = time.time_ns(), True
 
-    def _started(self) -> Any:
+    def _started(self) -> profile | None:
         """torch's profiler; None where the script runs it itself."""
         kinds = {ProfilerActivity.CPU} if self.mesh.device.type == "cpu" else supported_activities()
         profiler = profile(activities=kinds)
@@ -72,20 +72,19 @@ class Profile:
         window = self._earliest(), end
         part = trace.part_of(self._exported(), window, self._notes, self.axes, self._most())
         part.name = f"rank {dist.get_rank()}{self._place()}"
-        parts: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+        parts: list[trace.Part] | None = [part] * dist.get_world_size() if dist.get_rank() == 0 else None
         dist.gather_object(part, parts, group=self.mesh.host_group)
         return [] if parts is None else self._written(folder, parts)
 
     def _earliest(self) -> int:
         """When the first rank of this machine, whose clock they share, left the barrier: a busy one wakes up later."""
-        begins: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(begins, (machine_id(), self._begin), group=self.mesh.host_group)
+        begins = objects.gather((machine_id(), self._begin), self.mesh.host_group)
         return min(begin for machine, begin in begins if machine == machine_id())
 
     def _most(self) -> int:
         return max(_LEAST_EVENTS, trace.MOST_EVENTS // dist.get_world_size())
 
-    def _exported(self) -> dict[str, Any]:
+    def _exported(self) -> dict[str, object]:
         if self._profiler is None:
             return {"traceEvents": []}
         self._profiler.stop()

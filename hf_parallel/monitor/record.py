@@ -9,10 +9,10 @@ A training that goes on appends another `run`. docs/monitoring.md has every fiel
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
-from typing import Any
 
 from hf_parallel.spec import refuse
 
@@ -38,7 +38,7 @@ class Record:
         return None
 
 
-def read(folder: str) -> list[dict[str, Any]]:
+def read(folder: str) -> list[dict]:
     """All lines of a folder's file; one that was cut off while it was written is left out.
 
     Raises:
@@ -50,8 +50,6 @@ def read(folder: str) -> list[dict[str, Any]]:
     found = []
     with open(path, encoding="utf-8") as file:
         for line in file:
-            try:
+            with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
-            except ValueError:
-                continue
-    return found
+    return [line for line in found if isinstance(line, dict)]

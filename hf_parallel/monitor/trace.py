@@ -15,7 +15,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hf_parallel.monitor.clock import ALL
 from hf_parallel.monitor.figures import AXES
@@ -68,9 +68,7 @@ class Part:
         return self.duration - length(union(i for spans in (self.busy, *self.exposed.values()) for i in spans))
 
 
-def part_of(
-    trace: Mapping[str, Any], window: tuple[int, int], waits: list[Wait], axes: Mapping[str, str], most: int
-) -> Part:
+def part_of(trace: Mapping, window: tuple[int, int], waits: list[Wait], axes: Mapping[str, str], most: int) -> Part:
     """What a rank did in a step.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
@@ -209,8 +208,10 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]
     if fitting:
-        chosen: Any = min(fitting, key=lambda choice: choice.seconds_per_row)
+        chosen = min(fitting, key=lambda choice: choice.seconds_per_row)
     else:
         least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
-        chosen = predicted(goal, least.config, least.size, measure=True)
+        measured = predicted(goal, least.config, least.size, measure=True)
+        assert isinstance(measured, Choice)  # what is too large has been cut into micro-batches
+        chosen = measured
     return why_not(chosen, best)

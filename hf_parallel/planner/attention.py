@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.config import ParallelConfig
@@ -117,5 +117,5 @@ def _elsewhere(facts: AttentionFacts, gpu: Gpu, precision: str, own: str | None)
     here = facts.device == "cuda" and facts.capability == gpu.capability
     device = "cpu" if gpu.capability == (0, 0) else "cuda"
     dtype = getattr(torch, _DTYPES.get(precision, "float32"))
-    changes: dict[str, Any] = {"device": device, "capability": gpu.capability, "dtype": dtype, "here": here}
-    return dataclasses.replace(facts, own=own or facts.own, **changes)
+    own = own or facts.own
+    return dataclasses.replace(facts, own=own, device=device, capability=gpu.capability, dtype=dtype, here=here)

@@ -25,7 +25,7 @@ _MOST_CALL = 65536  # tokens of a micro-batch: larger ones are no faster
 #: quantize_weights and quantize_gradients that the search knows: the widest codes of each, and the fewest bits.
 ROUNDED = (("int8", "none"), ("none", "int8"), ("int8", "int4"))
 #: How a layout may save memory, the cheapest first: what each costs is worth it only where nothing before it fits.
-WAYS: tuple[dict[str, Any], ...] = tuple(
+WAYS: tuple[dict[str, str], ...] = tuple(
     {"offload": offload, "activation_checkpointing": recompute}
     for offload in ("none", "optimizer", "cpu", "nvme:PATH", "nvme_all:PATH")
     for recompute in ("none", "selective", "full")
@@ -98,7 +98,7 @@ def layouts(goal: Goal) -> Iterator[ParallelConfig]:
                     yield from _data(goal, sizes, data)
 
 
-def _data(goal: Goal, sizes: dict[str, Any], data: int) -> Iterator[ParallelConfig]:
+def _data(goal: Goal, sizes: dict, data: int) -> Iterator[ParallelConfig]:
     """Replicas and shards, ZeRO's stage, experts."""
     for replicate in _replicas(data, sizes["tp_size"] * sizes["cp_size"], goal.cluster):
         shards = data // replicate

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.config import ParallelConfig
@@ -109,7 +108,7 @@ class TooLarge:
 
 
 def variants(
-    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, Any]]
+    goal: Goal, config: ParallelConfig, limit: float, ways: Iterable[dict[str, str]]
 ) -> Iterator[Choice | TooLarge]:
     """Growing micro-batches in each of `ways`, up to the first in which any fits.
 

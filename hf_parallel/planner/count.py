@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -45,10 +45,11 @@ def _with_ends(model: PreTrainedModel, config: PretrainedConfig, blocks: tuple[B
     distinct = {id(p): p.numel() for p in model.parameters()}
     embedding, head = input_embedding(model), _head(model)
     embedded = embedding.weight.numel() if isinstance(embedding, nn.Embedding) else 0
-    weight: Any = getattr(head, "weight", None)
-    tied = weight is not None and embedded > 0 and _is_tied(model, embedding, weight)
-    separate = weight.numel() if weight is not None and not tied else 0
-    doubled = weight.numel() if tied and weight is not embedding.weight else 0  # not yet tied, on the meta device
+    weight: nn.Parameter | None = getattr(head, "weight", None)
+    held = weight.numel() if weight is not None else 0
+    tied = weight is not None and isinstance(embedding, nn.Embedding) and _is_tied(model, embedding, weight)
+    separate = 0 if tied else held
+    doubled = held if tied and weight is not getattr(embedding, "weight", None) else 0  # on the meta device
     others = sum(distinct.values()) - doubled - embedded - separate - sum(block.parameters for block in blocks)
     return ModelShape(
         name=type(model).__name__,
@@ -70,7 +71,7 @@ def _head(model: PreTrainedModel) -> nn.Module | None:
         return None
 
 
-def _is_tied(model: PreTrainedModel, embedding: Any, weight: nn.Parameter | None) -> bool:
+def _is_tied(model: PreTrainedModel, embedding: nn.Embedding, weight: nn.Parameter) -> bool:
     if weight is embedding.weight:
         return True
     tied = getattr(model, "all_tied_weights_keys", None) or {}
@@ -199,7 +200,9 @@ def _split_of(name: str, inputs: int, outputs: int, hidden: int, in_attention: b
 
 
 def _attention(name: str, module: nn.Module, config: PretrainedConfig) -> Attention:
-    heads = _first(module, config, "num_heads", "num_attention_heads", "n_heads", "n_head", "num_attention_heads")
+    heads = _first(module, config, "num_heads", "num_attention_heads", "n_heads", "n_head")
+    if heads is None:
+        refuse(type(config).__name__, f"does not say how many heads {name} has", do="give its sizes as numbers")
     width = _first(module, None, "head_dim", "head_size", "attention_head_size", "key_value_proj_dim")
     width = width or getattr(config, "head_dim", None) or hidden_size(config) // heads
     query = _first(module, None, "qk_head_dim") or width
@@ -218,7 +221,7 @@ def _window(module: nn.Module, config: PretrainedConfig) -> int | None:
     return _first(None, config, "sliding_window") if getattr(config, "use_sliding_window", True) else None
 
 
-def _first(module: nn.Module | None, config: PretrainedConfig, *names: str) -> Any:
+def _first(module: nn.Module | None, config: PretrainedConfig | None, *names: str) -> int | None:
     for source in (module, config):
         for name in names:
             value = getattr(source, name, None)

@@ -16,9 +16,9 @@ import difflib
 import functools
 import importlib.resources
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 import yaml
 
@@ -109,8 +109,16 @@ class Cluster:
         return -(-self.gpus // self.per_node)
 
 
+class Catalogue(TypedDict):
+    """`catalogue.yaml`: entries by name."""
+
+    gpus: dict[str, dict]
+    links: dict[str, dict]
+    hosts: dict[str, dict]
+
+
 @functools.cache
-def _catalogue() -> dict[str, Any]:
+def _catalogue() -> Catalogue:
     text = (importlib.resources.files(__package__) / "catalogue.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
 
@@ -149,12 +157,12 @@ def find_gpu(name: str) -> Gpu:
     return gpu_from_entry(own, entries[own])
 
 
-def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) -> Gpu:
+def gpu_from_entry(name: str, entry: Mapping, like: Gpu | None = None) -> Gpu:
     """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
     like = like or (find_gpu(entry["like"]) if "like" in entry else None)
     known = vars(like) if like else {}
     plain = ("memory_gib", "units", "scale_up", "scale_out")
-    given: dict[str, Any] = {key: entry[key] for key in plain if key in entry}
+    given: dict = {key: entry[key] for key in plain if key in entry}
     if "bandwidth" in entry:
         given["bandwidth"] = entry["bandwidth"] * 1e9
     if "tflops" in entry:
@@ -170,7 +178,7 @@ def gpu_from_entry(name: str, entry: dict[str, Any], like: Gpu | None = None) ->
     return Gpu(**{**known, **given, **about, "name": name})
 
 
-def host_from_entry(entry: str | dict[str, Any]) -> Host:
+def host_from_entry(entry: str | Mapping) -> Host:
     """A host from its name in the catalogue, or an entry of the same form."""
     values = _catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
     own = {key.removesuffix("_gb_s"): value * 1e9 for key, value in values.items() if key.endswith("_gb_s")}
@@ -192,7 +200,7 @@ def find_link(name: str | Link) -> Link:
     return _link_from_entry(own, _catalogue()["links"][own])
 
 
-def _link_from_entry(name: str, entry: dict[str, Any]) -> Link:
+def _link_from_entry(name: str, entry: Mapping) -> Link:
     return Link(name, entry["gb_s"] * 1e9, entry["latency_us"] * 1e-6, str(entry.get("source", "")))
 
 
@@ -256,13 +264,13 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
     return Cluster(gpu, gpus, int(values.get("gpus_per_node", 8)), inside, between)
 
 
-def _check_keys(where: str, values: dict[str, Any], known: Iterable[str]) -> None:
+def _check_keys(where: str, values: Mapping, known: Iterable[str]) -> None:
     for key in values:
         if key not in known:
             refuse(where, f"{key} is no key", do=f"{', '.join(known)} are")
 
 
-def _own_gpu(path: str, entry: Any) -> Gpu:
+def _own_gpu(path: str, entry: str | Mapping) -> Gpu:
     """A GPU of the catalogue, or one like it; precisions whose peak the entry does not name keep theirs."""
     if isinstance(entry, str):
         return find_gpu(entry)
@@ -275,7 +283,7 @@ def _own_gpu(path: str, entry: Any) -> Gpu:
     return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
 
 
-def _own_link(path: str, entry: Any) -> Link:
+def _own_link(path: str, entry: str | Mapping) -> Link:
     if isinstance(entry, str):
         return find_link(entry)
     try:

@@ -215,7 +215,7 @@ def computed_job(layout: Layout, job: Job) -> Job:
     return dataclasses.replace(job, precision="bf16", lowered=True) if job.autocast and gathered else job
 
 
-def make_layout(given: Mapping[str, Any] | Layout | None, gpus: int | None) -> Layout:
+def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
     """Fill in what is missing or None; `dp` takes the GPUs that are left.
 
     Raises:

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.pipeline import picture
 from hf_parallel.axes.pipeline.timeline import Timeline
@@ -14,6 +14,9 @@ from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.pipeline import make_stages
 from hf_parallel.planner.step_time import predicted_timeline
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 #: From what stays to what passes; told apart in grey too.
 COLOURS = ["#1f4e8c", "#5b8fd6", "#a9c7ee", "#d9822b", "#f1c27d", "#8d7bb5", "#66727f", "#c9ced6"]
@@ -124,7 +127,7 @@ def write_timeline(path: str | Path, choice: Choice) -> str:
 
 
 @contextlib.contextmanager
-def _png(path: str | Path, size: tuple[float, float]) -> Iterator[Any]:
+def _png(path: str | Path, size: tuple[float, float]) -> Iterator[Axes]:
     """Axes of a picture that is written at the end."""
     try:
         import matplotlib

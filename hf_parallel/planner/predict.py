@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.planner.hardware import Cluster, Gpu, Link, make_cluster
 from hf_parallel.planner.layout import Job, Layout, make_job, make_layout
@@ -87,7 +87,7 @@ def predict(
     gpu: str | Gpu | Cluster,
     gpus: int | None = None,
     gpus_per_node: int | None = 8,
-    layout: Mapping[str, Any] | Layout | None = None,
+    layout: Mapping | Layout | None = None,
     seq: int,
     micro_batch: int | None = None,
     global_batch: int | None = None,

@@ -263,9 +263,9 @@ def count_activations(
     if len(set(shape.blocks)) != 1 or shape.layers < 2 or precision not in PRECISIONS:
         return shape
     seq = 256 if shape.blocks[0].attentions else 8  # a recurrence may go token by token
-    given: dict[str, Any] = {"rows": _TOKENS // seq, "seq": seq, "precision": precision, "optimizer": "sgd"}
+    run = functools.partial(dry_run, rows=_TOKENS // seq, seq=seq, precision=precision, optimizer="sgd")
     whole = "dp_shard=1,lean_loss=false"  # the fullest moment is the loss, and not run in a hundred chunks
-    runs = [dry_run(model, whole, layers=layers, adapt=adapt, **given) for layers in (2, 3)]
+    runs = [run(model, whole, layers=layers, adapt=adapt) for layers in (2, 3)]
     kept = (runs[1].peak["activations"] - runs[0].peak["activations"]) / _TOKENS
     if PRECISIONS[precision][1] is not None:  # the copies of weights do not grow with the tokens
         kept -= 2 * lowered_parameters(shape.blocks[0], Layout()) / _TOKENS

@@ -145,7 +145,7 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 # ---- from published numbers ---------------------------------------------------------------------------------------
 
 
-def shape_from_numbers(given: Mapping[str, Any]) -> ModelShape:
+def shape_from_numbers(given: Mapping) -> ModelShape:
     """Build from `layers, hidden, heads, kv_heads, ffn_hidden, vocab` and optional `gated_mlp, tied, experts, top_k`.
 
     What is missing or None gets the usual value: heads of 128, kv_heads = heads, ffn_hidden = 4 hidden, vocab 50257,
@@ -169,22 +169,22 @@ def shape_from_numbers(given: Mapping[str, Any]) -> ModelShape:
     return _build(known, gated, known.get("tied", not gated))
 
 
-def _open(known: Mapping[str, Any], key: str) -> tuple[bool, ...]:
+def _open(known: Mapping, key: str) -> tuple[bool, ...]:
     return (bool(known[key]),) if key in known else (True, False)
 
 
-def _usually_gated(known: Mapping[str, Any]) -> bool:
+def _usually_gated(known: Mapping) -> bool:
     has_groups = known.get("kv_heads", known.get("heads")) != known.get("heads")
     return has_groups or bool(known.get("experts")) or known.get("ffn_hidden", 0) not in (0, 4 * known["hidden"])
 
 
-def _layers_from_parameters(known: Mapping[str, Any]) -> int:
+def _layers_from_parameters(known: Mapping) -> int:
     gated = known.get("gated_mlp", _usually_gated(known))
     one = _build({**known, "layers": 1}, gated, known.get("tied", not gated))
     return max(1, round((known["params"] - one.parameters) / one.blocks[0].parameters) + 1)
 
 
-def _build(known: Mapping[str, Any], gated: bool, tied: bool) -> ModelShape:
+def _build(known: Mapping, gated: bool, tied: bool) -> ModelShape:
     """A shape of equal layers; what is not known gets the usual value."""
     hidden, name = known["hidden"], str(known.get("model") or known.get("name") or "model")
     heads, inner = known.get("heads") or usual_heads(hidden), known.get("ffn_hidden") or 4 * hidden

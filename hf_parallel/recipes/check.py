@@ -6,8 +6,8 @@ Nothing is downloaded for a recipe that names the `shape` of its model, and no G
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -59,7 +59,7 @@ def _verdict(recipe: Recipe, dry: bool) -> Verdict:
     return Verdict(recipe.name, ", ".join(found), tuple(wrong))
 
 
-def _off(source: str, written: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def _off(source: str, written: dict[str, dict], new: Mapping[str, object]) -> list[str]:
     """Numbers of `expect` that are no longer so."""
     old, again = written.get(source) or {}, "`hf-parallel recipe check --write` makes it anew"
     if not old:

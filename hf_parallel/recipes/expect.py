@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+
+from torch import nn
 
 from hf_parallel.axes.axis import Packing
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun import DryRun, dry_run
-from hf_parallel.hooks.auto import script_batch
+from hf_parallel.dryrun.run import end_ranks
+from hf_parallel.hooks.auto import ScriptBatch, script_batch
 from hf_parallel.planner.candidates import Goal
 from hf_parallel.planner.choices import Choice, predicted
 from hf_parallel.planner.memory import GIB
@@ -45,7 +47,7 @@ class Plan:
         """Is that no more than the GPU has?"""
         return self.memory_gib <= self.room_gib
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """For `expect`, in three digits."""
         values = {key: _digits(getattr(self, key)) for key in ("memory_gib", "step_s", "tokens_per_s")}
         return {**values, "within": self.within, **({"note": self.note} if self.note else {})}
@@ -92,8 +94,8 @@ def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
         recipe.hardware.cluster,
         recipe.seq,
         None,
-        batch["precision"],
-        batch["optimizer"],
+        batch.precision,
+        batch.optimizer,
         recipe.adapter_rank,
         recipe.rows,
         recipe.accumulation,
@@ -109,7 +111,7 @@ def _with_logits(recipe: Recipe) -> ParallelConfig:
     return dataclasses.replace(recipe.layout, lean_loss="false")
 
 
-def _batch(recipe: Recipe) -> dict[str, Any]:
+def _batch(recipe: Recipe) -> ScriptBatch:
     """Precision and optimizer as `--parallel auto` reads them from a command line."""
     words = [f"--{key}={value}" for key, value in recipe.arguments.items()]
     dtype = recipe.script_arguments.get("dtype", "bfloat16" if recipe.script is None else "float32")
@@ -126,7 +128,7 @@ def _saved(choice: Choice, shape: ModelShape) -> float:
 
 def _second_model(recipe: Recipe, shape: ModelShape) -> float:
     """GiB of the reference's weights on a rank."""
-    width = 2 if _batch(recipe)["precision"] == "bf16" else 4
+    width = 2 if _batch(recipe).precision == "bf16" else 4
     layout = recipe.layout
     parts = layout.tp_size * layout.pp_size * layout.cp_size * (layout.dp_shard_size if layout.zero_stage else 1)
     return width * shape.parameters / parts / GIB
@@ -142,7 +144,6 @@ def dry_runs(recipe: Recipe) -> list[DryRun]:
         SpecError: the layout cannot hold for this model.
     """
     layout, batch = _with_logits(recipe), _batch(recipe)
-    block = layout.dp_shard_size * layout.cp_size * layout.tp_size
     config = recipe.config()
     return [
         dry_run(
@@ -152,12 +153,12 @@ def dry_runs(recipe: Recipe) -> list[DryRun]:
             rows=recipe.rows,
             seq=recipe.seq,
             accumulation=min(recipe.accumulation, _CALLS),
-            optimizer=batch["optimizer"],
-            precision=batch["precision"],
+            optimizer=batch.optimizer,
+            precision=batch.precision,
             adapt=_adapters(recipe),
             pack=_packing(recipe),
         )
-        for rank in sorted({0, (layout.pp_size - 1) * block})
+        for rank in end_ranks(layout)
     ]
 
 
@@ -168,7 +169,7 @@ def dry_memory(recipe: Recipe) -> float:
     return found + (_second_model(recipe, shape_of_recipe(recipe)) if second else 0.0)
 
 
-def _adapters(recipe: Recipe) -> Callable[[Any], None] | None:
+def _adapters(recipe: Recipe) -> Callable[[nn.Module], None] | None:
     if not recipe.adapter_rank:
         return None
     from hf_parallel.hooks.peft.planned_adapters import lora
@@ -188,9 +189,12 @@ def _packing(recipe: Recipe) -> Packing | None:
 # ---- as it is written --------------------------------------------------------------------------------------------
 
 
-def expected(recipe: Recipe) -> dict[str, Any]:
+def expected(recipe: Recipe) -> dict[str, dict[str, object]]:
     """The section `expect`, made anew; what was measured stays."""
-    found = {"planner": plan(recipe).to_dict(), "dry_run": {"memory_gib": _digits(dry_memory(recipe))}}
+    found: dict[str, dict[str, object]] = {
+        "planner": plan(recipe).to_dict(),
+        "dry_run": {"memory_gib": _digits(dry_memory(recipe))},
+    }
     return {**found, **{key: value for key, value in recipe.expect.items() if key == "measured"}}
 
 

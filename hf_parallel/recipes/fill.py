@@ -13,7 +13,6 @@ import importlib.util
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from hf_parallel.recipes.recipe import Recipe
 from hf_parallel.spec import read_yaml, refuse
@@ -57,7 +56,7 @@ def fill(recipe: Recipe, words: list[str], known: set[str], script: str) -> Fill
     return Filled([*added, *words], tuple(map(" ".join, spelled.values())), yours, unknown)
 
 
-def options(recipe: Recipe, known: set[str]) -> dict[str, Any]:
+def options(recipe: Recipe, known: set[str]) -> dict[str, object]:
     """All options of a recipe, the model's under the name that the script has for it."""
     model = next((name for name in _MODEL_OPTIONS if name in known), _MODEL_OPTIONS[0])
     data = {key: recipe.data[key] for key in _DATA_OPTIONS if key in recipe.data}
@@ -83,7 +82,7 @@ def given_options(words: list[str]) -> set[str]:
     return found
 
 
-def _spelled(value: Any) -> list[str]:
+def _spelled(value: object) -> list[str]:
     if isinstance(value, list):
         return [str(item) for item in value]
     if isinstance(value, dict):

@@ -6,17 +6,22 @@ The section stands between two markers, so that a second push replaces it and le
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.recipes.recipe import Recipe
 from hf_parallel.recipes.table import markdown
 from hf_parallel.spec import HUB_FILE
 
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
 _BEGIN, _END = "<!-- hf-parallel-recipe:{file}:begin -->", "<!-- hf-parallel-recipe:{file}:end -->"
 _CARD = "README.md"
 
 
-def push(recipe: Recipe, repo: str, file: str = HUB_FILE, private: bool | None = None, api: Any = None) -> str:
+def push(
+    recipe: Recipe, repo: str, file: str = HUB_FILE, private: bool | None = None, api: HfApi | None = None
+) -> str:
     """Upload file and card in one commit and return its address.
 
     Args:
@@ -34,7 +39,7 @@ def push(recipe: Recipe, repo: str, file: str = HUB_FILE, private: bool | None =
     return str(api.create_commit(repo, operations, commit_message=f"Add the recipe {file}").commit_url)
 
 
-def _card_there(api: Any, repo: str) -> str | None:
+def _card_there(api: HfApi, repo: str) -> str | None:
     if not api.file_exists(repo, _CARD):
         return None
     return Path(api.hf_hub_download(repo, _CARD)).read_text(encoding="utf-8")

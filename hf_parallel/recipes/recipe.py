@@ -10,12 +10,18 @@ import dataclasses
 import importlib.resources
 import json
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.spec import HUB_FILE, RECIPE_KEYS, convert, layout_of, locate, nearest_key, read_yaml, refuse, shipped
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+
+    from transformers import PretrainedConfig
 
 #: What trains how; docs/recipes.md says it in words.
 METHODS = ("full", "lora", "qlora", "dpo", "grpo", "pretrain", "long_context")
@@ -73,12 +79,12 @@ class Recipe:
     method: str
     hardware: Hardware
     layout: ParallelConfig
-    arguments: dict[str, Any]
-    data: dict[str, Any]
+    arguments: dict
+    data: dict
     shape: str | None = None
     script: str | None = None
-    script_arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
-    expect: dict[str, Any] = dataclasses.field(default_factory=dict)
+    script_arguments: dict = dataclasses.field(default_factory=dict)
+    expect: dict[str, dict] = dataclasses.field(default_factory=dict)
 
     @property
     def seq(self) -> int:
@@ -110,7 +116,7 @@ class Recipe:
         """Is the base packed to 4 bits?"""
         return bool(self.script_arguments.get("load_in_4bit"))
 
-    def config(self) -> Any:
+    def config(self) -> PretrainedConfig:
         """The model's config: of this package's `recipes/models`, else of the Hub or a folder."""
         if self.shape is not None:
             return shipped_config(self.shape)
@@ -161,30 +167,31 @@ def read_recipe(name: str, path: str) -> Recipe:
     _to_numbers(f"{name}: data", data, ("tokens_per_row",))
     machines = Hardware(**hardware)
     layout = ParallelConfig.from_mapping(layout_of(values, name)).resolve(machines.gpus)
-    kept: dict[str, Any] = {key: values.get(key) for key in _TEXTS}
-    words: dict[str, Any] = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
+    kept: dict = {key: values.get(key) for key in _TEXTS}
+    words = {key: _mapping(name, values, key) for key in ("arguments", "script_arguments")}
     for key, options in words.items():
         _to_be_given(f"{name}: {key}", options)
     _to_numbers(f"{name}: arguments", words["arguments"], _COUNTS)
-    recipe = Recipe(name, path, hardware=machines, layout=layout, data=data, expect=expect, **kept, **words)
+    kept |= {"hardware": machines, "layout": layout, "data": data, "expect": expect, **words}
+    recipe = Recipe(name=name, path=path, **kept)
     _check(recipe)
     return recipe
 
 
-def _section(where: str, values: dict[str, Any], key: str, known: Any, needed: Any = ()) -> dict[str, Any]:
+def _section(where: str, values: dict, key: str, known: Collection[str], needed: Collection[str] = ()) -> dict:
     found = _mapping(where, values, key, next(iter(known)))
     _check_keys(f"{where}: {key}", found, known, needed)
     return found
 
 
-def _mapping(where: str, values: dict[str, Any], key: str, example: str = "name") -> dict[str, Any]:
+def _mapping(where: str, values: dict, key: str, example: str = "name") -> dict:
     found = values.get(key) or {}
     if not isinstance(found, dict):
         refuse(f"{where}: {key}", f"is a {type(found).__name__}, not a mapping", f"{key}: {{{example}: …}}")
     return found
 
 
-def _to_numbers(where: str, values: dict[str, Any], keys: tuple[str, ...]) -> None:
+def _to_numbers(where: str, values: dict, keys: tuple[str, ...]) -> None:
     """YAML takes `4k` for a word."""
     for key in keys:
         if key in values:
@@ -193,14 +200,14 @@ def _to_numbers(where: str, values: dict[str, Any], keys: tuple[str, ...]) -> No
                 refuse(f"{where}: {key}={values[key]}", "is one at least", f"{key}: 1")
 
 
-def _to_be_numbers(where: str, values: dict[str, Any]) -> None:
+def _to_be_numbers(where: str, values: Mapping[str, object]) -> None:
     """What is expected, but for the note."""
     for key, value in values.items():
         if key != "note" and (isinstance(value, bool) or not isinstance(value, (int, float)) or value != value):
             refuse(f"{where}: {key}={value}", "is no number", f"{key}: 1.5")
 
 
-def _to_be_texts(where: str, values: dict[str, Any]) -> None:
+def _to_be_texts(where: str, values: Mapping[str, object]) -> None:
     """Names, which YAML takes for numbers where they have digits alone."""
     for key in _TEXTS:
         value = values.get(key)
@@ -208,7 +215,7 @@ def _to_be_texts(where: str, values: dict[str, Any]) -> None:
             refuse(f"{where}: {key}={value}", f"is a {type(value).__name__}, not a text", f'{key}: "{value}"')
 
 
-def _to_be_given(where: str, options: dict[str, Any]) -> None:
+def _to_be_given(where: str, options: Mapping[object, object]) -> None:
     """An option without a value would be handed over as the word None."""
     for key, value in options.items():
         if value is None:
@@ -217,7 +224,7 @@ def _to_be_given(where: str, options: dict[str, Any]) -> None:
             refuse(f"{where}: {key}", "is no name of an option", do="leave it out")
 
 
-def _check_keys(where: str, values: dict[str, Any], known: Any, needed: Any = ()) -> None:
+def _check_keys(where: str, values: Mapping, known: Collection[str], needed: Collection[str] = ()) -> None:
     for key in values:
         if key not in known:
             refuse(f"{where}: {key}", "unknown key", do=nearest_key(str(key), list(known)))
@@ -247,7 +254,7 @@ def _check(recipe: Recipe) -> None:
     recipe.hardware.cluster  # noqa: B018 - names that the catalogue does not have are refused
 
 
-def shipped_config(shape: str) -> Any:
+def shipped_config(shape: str) -> PretrainedConfig:
     """The config of one of the models in `recipes/models`."""
     from transformers import AutoConfig
 
@@ -255,7 +262,7 @@ def shipped_config(shape: str) -> Any:
     return AutoConfig.for_model(**{key: value for key, value in values.items() if key not in ("source", "model")})
 
 
-def _models() -> Any:
+def _models() -> Traversable:
     return importlib.resources.files("hf_parallel") / "recipes" / "models"
 
 

@@ -15,9 +15,12 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Numbers in the logits of a call: more rows are asked one part after another.
 _LOGITS = 1 << 28
@@ -27,10 +30,18 @@ IGNORED = -100
 _KEPT = 64
 
 
+class Facts(TypedDict):
+    """What a server says of its model."""
+
+    model: str
+    dtype: str
+    vocabulary: int
+
+
 class Reference:
     """The model, with the answers of a server."""
 
-    def __init__(self, name: str, model: Any) -> None:
+    def __init__(self, name: str, model: PreTrainedModel) -> None:
         self.name, self.model = name, model.eval()
         self.lock = threading.Lock()
         self.answers = {
@@ -40,12 +51,12 @@ class Reference:
         }
         self._known = functools.lru_cache(_KEPT)(self._scored)
 
-    def facts(self) -> dict[str, Any]:
+    def facts(self) -> Facts:
         """What the trainer compares with its policy."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         return {"model": self.name, "dtype": dtype, "vocabulary": self.model.config.get_text_config().vocab_size}
 
-    def score(self, asked: dict[str, Any]) -> dict[str, str]:
+    def score(self, asked: dict) -> dict[str, str]:
         """Of each row and token but the first: log p(label | tokens before it), 0 where nothing is to be scored."""
         with self.lock:
             return {"log_probs": self._known(json.dumps(asked, sort_keys=True))}
@@ -67,8 +78,8 @@ class Reference:
 
     def _rows(
         self, ids: torch.Tensor, mask: torch.Tensor, labels: torch.Tensor, first: int, temperature: float
-    ) -> Any:
-        wanted: dict[str, Any] = {"use_cache": False}
+    ) -> torch.Tensor:
+        wanted: dict[str, object] = {"use_cache": False}
         if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
             wanted["logits_to_keep"] = ids.shape[1] - first
         logits = self.model(input_ids=ids, attention_mask=mask, **wanted).logits[:, -(ids.shape[1] - first) : -1]
@@ -92,14 +103,14 @@ def from_text(text: str, shape: tuple[int, int]) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).view(shape)
 
 
-def ask(address: str, route: str, timeout: float | None = None, **told: Any) -> dict[str, Any]:
+def ask(address: str, route: str, told: dict[str, object] | None = None, timeout: float | None = None) -> dict:
     """What a server of this package says.
 
     Raises:
         RuntimeError: it is not there, or refuses.
     """
     request = urllib.request.Request(
-        f"{address.rstrip('/')}/{route}", json.dumps(told).encode(), {"Content-Type": "application/json"}
+        f"{address.rstrip('/')}/{route}", json.dumps(told or {}).encode(), {"Content-Type": "application/json"}
     )
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:

@@ -13,7 +13,7 @@ import json
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from typing import TYPE_CHECKING
 from urllib.parse import urlparse
 
 import torch
@@ -22,6 +22,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from hf_parallel.checkpoint.hub_format import Entry
 from hf_parallel.rollouts.reference import Reference
 from hf_parallel.rollouts.transfer import BACKEND, Channel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 #: Of a request for completions; each is used, or has the one value that changes nothing.
 _SAMPLING = {"n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed", "logprobs"}
@@ -36,7 +39,7 @@ class Refused(Exception):
 class Engine:
     """The model, and the trainer's end of the weights."""
 
-    def __init__(self, name: str, model: Any, tokenizer: Any) -> None:
+    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.name, self.model, self.tokenizer = name, model.eval(), tokenizer
         self.parameters = dict(model.named_parameters())
         self.lock = threading.Lock()  # requests of one client come at the same time
@@ -55,7 +58,7 @@ class Engine:
             "/reset_prefix_cache": lambda asked: {"success": True},  # nothing is kept between requests
         }
 
-    def config(self) -> dict[str, Any]:
+    def config(self) -> dict[str, object]:
         """As far as TRL reads it."""
         return {
             "model_config": {"model": self.name, "logprobs_mode": "processed_logprobs"},
@@ -218,7 +221,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    def log_message(self, format: str, *args: Any) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         """Requests are not shown."""
 
 
@@ -232,7 +235,7 @@ def load_reference(name: str, dtype: str = "auto") -> Reference:
     return Reference(name, _model(name, dtype))
 
 
-def _model(name: str, dtype: str) -> Any:
+def _model(name: str, dtype: str) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     return model.to(torch.accelerator.current_accelerator()) if torch.accelerator.is_available() else model
 

@@ -28,13 +28,12 @@ _LIMIT = timedelta(minutes=30)
 class Channel:
     """The group of a trainer (rank 0) and a server; each side makes its own with the same facts."""
 
-    def __init__(self, init_info: dict[str, Any], rank: int) -> None:
+    def __init__(self, init_info: dict, rank: int) -> None:
         host, port = init_info["master_address"], init_info["master_port"]
         size = init_info["world_size"]
-        self.store: Any = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
-        self.group: Any = dist.ProcessGroupGloo(
-            dist.PrefixStore("hf_parallel/rollouts", self.store), rank, size, _LIMIT
-        )
+        self.store: dist.Store | None = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=_LIMIT)
+        prefixed = dist.PrefixStore("hf_parallel/rollouts", self.store)
+        self.group: Any = dist.ProcessGroupGloo(prefixed, rank, size, _LIMIT)
 
     def send(self, tensors: Iterable[torch.Tensor]) -> None:
         """In the order in which they were announced; no more than a bucket is held."""

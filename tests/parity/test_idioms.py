@@ -190,6 +190,9 @@ def change(model):
         model.get_output_embeddings().weight[1] = weight.data.mean(dim=0) if model.config.tie_word_embeddings else 0.5
     model.get_input_embeddings().weight.data[ROWS // 2].zero_()
     model.get_input_embeddings().weight.data[3:7][1].mul_(2)
+    rows = model.get_input_embeddings().weight.data
+    rows[8] = torch.stack([rows[2], rows[9]]).sum(0) + torch.mul(2.0, other=rows[ROWS - 1])
+    torch.add(rows[2], rows[3], out=rows[10])
     found["rows"] = hf_parallel.full_state_dict(model)
     for layer in (layers_of(model)[0], layers_of(model)[5]):
         for module in layer.mlp.modules():

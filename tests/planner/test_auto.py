@@ -40,7 +40,7 @@ def trained(folder, out, route):
         import hf_parallel  # noqa: F401 - gives TrainingArguments its field
 
         args = arguments(out, parallel="auto")
-        assert script_batch(models.llama(), ["train.py"])["rows"] == 4  # not the default of 8
+        assert script_batch(models.llama(), ["train.py"]).rows == 4  # not the default of 8
     else:
         hooks.activate("auto", source="the test")
         args = arguments(out)
@@ -150,7 +150,7 @@ def test_batch_from_the_command_line(argv, expected):
     from hf_parallel.hooks.auto import script_batch
 
     found = script_batch(models.llama(), ["train.py", *argv])
-    assert {key: found[key] for key in expected} == expected
+    assert {key: getattr(found, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,8 @@ def test_batch_from_the_command_line(argv, expected):
 def test_precision_is_that_of_weights_and_of_autocast(dtype, argv, precision):
     from hf_parallel.hooks.auto import script_batch
 
-    assert script_batch(models.llama(dtype=dtype), ["train.py", *argv])["precision"] == precision
-    assert script_batch(models.llama(), ["train.py", *argv], dtype)["precision"] == precision
+    assert script_batch(models.llama(dtype=dtype), ["train.py", *argv]).precision == precision
+    assert script_batch(models.llama(), ["train.py", *argv], dtype).precision == precision
 
 
 def test_launcher_and_library_do_not_mix():

@@ -25,7 +25,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
     ],
 )
 def test_adapters_that_the_command_line_asks_for(argv, rank):
-    assert auto.script_batch(models.llama(), ["train.py", *argv])["lora"] == rank
+    assert auto.script_batch(models.llama(), ["train.py", *argv]).lora == rank
 
 
 def alone(config) -> bool:

@@ -1,5 +1,7 @@
 """What the planner counts of a model: against the model itself and against torch's own count of operations."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +25,7 @@ from transformers import (
 from hf_parallel.config import SpecError
 from hf_parallel.model.build import build_on_meta
 from hf_parallel.planner import shape_of
+from hf_parallel.planner.count import _attention
 from tests.models import DECODER, without
 
 LENGTH = 32
@@ -114,3 +117,9 @@ def test_no_model():
         shape_of({"layers": 2})
     with pytest.raises(SpecError, match="layers is missing"):
         shape_of({"hidden": 64})
+
+
+def test_attention_that_does_not_say_how_many_heads_it_has_is_refused():
+    config = SimpleNamespace(hidden_size=64)
+    with pytest.raises(SpecError, match="how many heads encoder.attn has"):
+        _attention("encoder.attn", torch.nn.Linear(64, 64), config)

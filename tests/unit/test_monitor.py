@@ -396,3 +396,9 @@ def test_off_in_yaml(tmp_path):
     assert ParallelConfig.parse(str(path)).monitor == "off"
     with pytest.raises(SpecError, match="not one of off, basic, full"):
         ParallelConfig.parse("monitor=on")
+
+
+def test_lines_of_a_record_that_are_no_mappings_are_left_out(tmp_path):
+    """Part of a line may be JSON too, as of one that another process was writing."""
+    (tmp_path / record.FILE).write_text('{"kind": "run"}\n33\n"metrics"\n{"kind": "met', encoding="utf-8")
+    assert record.read(str(tmp_path)) == [{"kind": "run"}]

@@ -28,8 +28,6 @@ from hf_parallel.axes.data.units import parameter_groups
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
     from hf_parallel.axes.data.held_gradients import HeldGradients
     from hf_parallel.config import ParallelConfig
 

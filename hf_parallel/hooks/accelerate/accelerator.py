@@ -7,7 +7,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
 
 
 #: Parameters from before a model became parallel -> (model, name); kept alive only by those who still hold them.
-_former: Any = WeakIdKeyDictionary()
+_former = WeakIdKeyDictionary()
 
 
 def make_parallel(model: nn.Module) -> None:
@@ -140,7 +140,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
                 return args, {**kwargs, "num_items_in_batch": items}
         return None
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+    def leave(module: nn.Module, args: tuple, output: object) -> None:
         forward = means.leave()
         loss = output.get("loss") if isinstance(output, dict) else None
         if loss is None or forward.share is None or (state.pipeline is not None and not state.pipeline.last):
@@ -203,10 +203,9 @@ def prepare_model(
 
 
 @patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads")
-def convert_to_fp32(original: Callable, tensor: Any) -> object:
+def convert_to_fp32(original: Callable, tensor: object) -> object:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
-    parts = _parts_of(tensor) if isinstance(tensor, ModelOutput) else set()
-    if not parts:
+    if not isinstance(tensor, ModelOutput) or not (parts := _parts_of(tensor)):
         return original(tensor)
     for key in list(dict.keys(tensor)):
         if key in parts:

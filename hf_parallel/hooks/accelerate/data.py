@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import types
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate import orders
 from hf_parallel.hooks.accelerate.places import Place, follow
@@ -24,7 +25,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+    from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
     from accelerate.state import GradientState
     from torch.utils.data import DataLoader
 
@@ -77,7 +78,7 @@ def _skipping_sampler(dataloader: DataLoader) -> object:
     return next((sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)), None)
 
 
-def _describe(sampler: Any) -> None:
+def _describe(sampler: SkipBatchSampler | None) -> None:
     """Give the sampler that skips what accelerate looks for on the one inside: batch sizes and the epoch's seed."""
     if sampler is None:
         return
@@ -180,7 +181,7 @@ def _sizes(tensor: torch.Tensor) -> list[int]:
 
 @patch("accelerate.accelerator:Accelerator.gather_for_metrics", "takes numbers per rank for rows")
 def gather_for_metrics(
-    original: Callable, self: Accelerator, input_data: Any, use_gather_object: bool = False
+    original: Callable, self: Accelerator, input_data: object, use_gather_object: bool = False
 ) -> object:
     """A number per data rank is no row: none of them is a repeat to be dropped."""
     if torch.is_tensor(input_data) and input_data.ndim == 0 and not use_gather_object:
@@ -189,12 +190,9 @@ def gather_for_metrics(
 
 
 @patch("accelerate.utils.operations:gather_object", "gathers over all processes", copies=True)
-def gather_object(original: Callable, object: Any) -> list:
+def gather_object(original: Callable, object: list) -> list:
     """The lists of all data ranks, joined in their order."""
-    mesh = runtime.mesh()
-    gathered: list[object] = [None] * mesh.data_size
-    dist.all_gather_object(gathered, object, group=mesh.data_group)
-    return [item for part in gathered for item in part]
+    return [item for part in objects.gather(object, runtime.mesh().data_group) for item in part]
 
 
 @patch("accelerate.accelerator:reduce", "reduces over all processes")
@@ -214,7 +212,7 @@ def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: f
 
 
 @contextlib.contextmanager
-def replacing(owner: Any, **attributes: Any) -> Iterator[None]:
+def replacing(owner: object, **attributes: object) -> Iterator[None]:
     """In here the object itself has these, before those of its class."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)

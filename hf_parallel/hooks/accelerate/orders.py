@@ -50,9 +50,9 @@ def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:
         setattr(sampler, _GROUPED, True)
 
 
-def _innermost(dataloader: Any) -> Any:
+def _innermost(dataloader: DataLoader) -> Any:
     """The sampler that says which rows come next, below those that make and share out batches."""
-    part = dataloader
+    part: object = dataloader
     while True:
         inner = [getattr(part, name, None) for name in ("batch_sampler", "sampler")]
         inner = [sampler for sampler in inner if sampler is not None]  # not all of them have a length to be true by

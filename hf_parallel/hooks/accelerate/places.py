@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
@@ -20,10 +20,9 @@ from hf_parallel.hooks.accelerate.random_stream import RandomStream, go_on, plai
 
 if TYPE_CHECKING:
     from accelerate.data_loader import DataLoaderShard
-    from torch import nn
 
 #: Of a loader, as numbers and tensors.
-State: TypeAlias = dict[str, Any]
+State: TypeAlias = dict
 #: In the folder of a state.
 FILE = "data_order.pt"
 
@@ -113,7 +112,7 @@ def follow(loader: DataLoaderShard, place: Place, empty: bool = False) -> None:
     loader._place = place
 
 
-def _parts(loader: DataLoaderShard) -> list[Any]:
+def _parts(loader: DataLoaderShard) -> list[object]:
     """The loader's samplers, from the outside in, and its data set."""
     found: list[object] = []
     waiting = [loader.base_dataloader]
@@ -125,7 +124,7 @@ def _parts(loader: DataLoaderShard) -> list[Any]:
     return found
 
 
-def _held(part: nn.Module, name: str) -> Any:
+def _held(part: object, name: str) -> object:
     return getattr(part, "__dict__", {}).get(name)
 
 

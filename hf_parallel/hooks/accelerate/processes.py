@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -79,8 +79,9 @@ def on_process(
 
 
 @replace("transformers.training_args:TrainingArguments.{should_save,should_log}", "goes by data rank")
-def one_of_all(original: Any) -> property:
+def one_of_all(original: property) -> property:
     """Rank 0 of all, or of each node where `save_on_each_node` or `log_on_each_node` is on."""
+    assert original.fget is not None
     setting = original.fget.__name__.removeprefix("should_") + "_on_each_node"
     return property(lambda args: args.local_process_index == 0 if getattr(args, setting) else dist.get_rank() == 0)
 

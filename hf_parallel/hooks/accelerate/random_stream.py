@@ -10,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+
+from hf_parallel.collectives import objects
 
 
 class RandomStream:
@@ -31,10 +31,9 @@ class RandomStream:
     def here(cls) -> RandomStream:
         """The latest one as long as rank 0's generators are as that has left them; else a new one from there."""
         known = cls.latest is not None and _equal(cls.latest.left, cls._get())
-        told: list[Any] = [None if known else cls._get()]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None:
-            cls.latest = cls(told[0])
+        told = objects.from_one(lambda: None if known else cls._get())
+        if told is not None:
+            cls.latest = cls(told)
         assert cls.latest is not None
         return cls.latest
 
@@ -82,11 +81,7 @@ def go_on(state: tuple | None) -> None:
     """
     if RandomStream.latest is None:
         return
-    told: list[Any] = [state]
-    if state is None:
-        told = [RandomStream._get()]
-        dist.broadcast_object_list(told, src=0)
-    RandomStream.latest.state = told[0]
+    RandomStream.latest.state = objects.from_one(RandomStream._get) if state is None else state
 
 
 def _equal(one: tuple, other: tuple) -> bool:

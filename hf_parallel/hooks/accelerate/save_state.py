@@ -11,18 +11,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.checkpoint.names import of_stages
+from hf_parallel.collectives import assert_all_ranks, objects
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate import places
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer.checkpoints import axis_sizes, data_ranks, inner_optimizer, write_layout
+from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, data_ranks, inner_optimizer, write_layout
 from hf_parallel.hooks.trainer.resuming import all_damages, layout_of, refuse_damages, rng_rank
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def _write(accelerator: Accelerator, saving: folders.Checkpoint) -> None:
         with saving.noting():
             for number in range(len(accelerator._optimizers)):
                 folders.write_refusal(_numbered_name(folder, "optimizer", number) + ".bin")
-            facts = {"spec": mesh.config.to_spec(), "axes": axis_sizes(), "data_ranks": data_ranks()}
+            facts: Layout = {"spec": mesh.config.to_spec(), "axes": axis_sizes(), "data_ranks": data_ranks()}
             write_layout(facts, folder)
             places.save(loaders, folder)
 
@@ -168,16 +168,7 @@ def load_state_without_layout(
 
 def _folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
     """The same on all ranks. Collective."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = _asked_or_newest(accelerator, asked)
-        except ValueError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise ValueError(found[1])
-    return found[0]
+    return objects.from_one(lambda: _asked_or_newest(accelerator, asked), errors=(ValueError,))
 
 
 def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:
@@ -252,9 +243,5 @@ def _group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[lis
     mesh = runtime.mesh()
     of_parameter = {id(p): name for name, p in model.named_parameters(remove_duplicate=False)}
     own = [{of_parameter[id(p)] for p in group["params"]} for group in optimizer.param_groups]
-    found: list[Any] = [own]
-    if mesh.size("pp") > 1:
-        found = [None] * mesh.size("pp")
-        dist.all_gather_object(found, own, group=mesh.group("pp"))
-    merged = [set().union(*(stage[number] for stage in found)) for number in range(len(own))]
+    merged = [set().union(*group) for group in zip(*of_stages(own, mesh), strict=True)]
     return [[name for name in folders.names_in_order(model, mesh) if name in group] for group in merged]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -22,7 +22,9 @@ class MeshGradScaler(ShardedGradScaler):
     Gradients may be split over several meshes, which torch's kernel does not take: it gets this rank's parts.
     """
 
-    def _unscale_grads_(self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object) -> Any:
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> dict[torch.device, torch.Tensor]:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         parts = [SimpleNamespace(grad=local(parameter.grad)) for parameter in parameters]
         return super()._unscale_grads_(SimpleNamespace(param_groups=[{"params": parts}]), *args, **kwargs)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from packaging.version import Version
@@ -78,7 +78,7 @@ class Pack:
         for _, module in self._linears(model):
             pack_linear(module, self.config.bnb_4bit_quant_type, double, compute)
 
-    def _linears(self, model: nn.Module) -> list[tuple[str, Any]]:
+    def _linears(self, model: nn.Module) -> list[tuple[str, nn.Linear | Conv1D]]:
         from transformers.quantizers.base import HfQuantizer
         from transformers.quantizers.quantizers_utils import should_convert_module
 
@@ -93,10 +93,10 @@ def _own_class(module: nn.Module) -> type:
     return next(cls for cls in type(module).__mro__ if not issubclass(cls, TensorParallelLayer))
 
 
-def read_packed(module: Any, value: Any, own: torch.Tensor) -> torch.Tensor:
+def read_packed(
+    packing: Packing, value: torch.Tensor | LazyTensor, own: torch.Tensor, order: StoredOrder | None
+) -> torch.Tensor:
     """What this rank stores of a weight `value` [out, in] from the file."""
-    packing: Packing = module.packing
-    order = getattr(module, "stored_orders", {}).get("weight")
     weight = values(value, local_part(packing.source, order)).to(runtime.mesh().device, packing.source.dtype)
     codes, largest = _quantise(weight, packing.quant_type)
     if packing.double:
@@ -105,19 +105,21 @@ def read_packed(module: Any, value: Any, own: torch.Tensor) -> torch.Tensor:
     return read(packed, local_part(own)).clone()
 
 
-def _quantise(weight: torch.Tensor, quant_type: str, **kwargs: Any) -> Any:
+def _quantise(weight: torch.Tensor, quant_type: str, double: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     from bitsandbytes import functional
 
-    codes, state = functional.quantize_4bit(weight.contiguous(), blocksize=BLOCK, quant_type=quant_type, **kwargs)
+    codes, state = functional.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK, compress_statistics=double, quant_type=quant_type
+    )
     if not state.nested:
         return codes, state.absmax.float()
     return codes, functional.dequantize_blockwise(state.absmax, state.state2).float() + state.offset
 
 
-def _rounded(value: Any, packing: Packing, order: StoredOrder | None) -> torch.Tensor:
+def _rounded(value: torch.Tensor | LazyTensor, packing: Packing, order: StoredOrder | None) -> torch.Tensor:
     """Double quantisation runs over the whole weight: round all largest values, and take this rank's."""
     whole = (value.whole() if isinstance(value, LazyTensor) else value).to(runtime.mesh().device, packing.source.dtype)
-    _, largest = _quantise(whole, packing.quant_type, compress_statistics=True)
+    _, largest = _quantise(whole, packing.quant_type, double=True)
     rows, columns = local_part(packing.source, order)
     return largest.view(whole.shape[0], -1)[rows.to(largest.device)][:, columns[::BLOCK].to(largest.device) // BLOCK]
 
@@ -156,14 +158,14 @@ def finish_casts(model: nn.Module) -> None:
     )
 
 
-def _replace(model: nn.Module, change: Callable[[Any], Any]) -> None:
-    changed: dict[int, Any] = {}  # a tied weight stays one
+def _replace(model: nn.Module, change: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+    changed: dict[int, nn.Parameter] = {}  # a tied weight stays one
     for module in model.modules():
         for name, p in module._parameters.items():
             if p is not None and id(p) not in changed:
                 value = change(p)
                 changed[id(p)] = p if value is None else nn.Parameter(value, requires_grad=p.requires_grad)
-            module._parameters[name] = changed.get(id(p))
+            module._parameters[name] = None if p is None else changed[id(p)]
 
 
 def _refuse_saving(*args: object, **kwargs: object) -> None:

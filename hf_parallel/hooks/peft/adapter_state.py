@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,7 +16,7 @@ class AdapterState:
     def __init__(self, model: nn.Module) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        self.layers: list[Any] = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+        self.layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
 
     def read(self) -> tuple[bool, tuple[str, ...]] | None:
         """Whether adapters are off, and which are active otherwise; None for a stage without any."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -50,14 +50,14 @@ _WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
 @patch("peft.tuners.tuners_utils:BaseTuner.inject_adapter", "sees one stage, and draws random numbers for it only")
 def inject_adapter(
-    original: Callable, self: BaseTuner, model: PreTrainedModel, adapter_name: str, *args: object, **kwargs: Any
+    original: Callable, self: BaseTuner, model: PreTrainedModel, adapter_name: str, *args: object, **kwargs: object
 ) -> None:
     """Match names and draw random numbers as in one process, whatever part of the model is here."""
     config, state = self.peft_config[adapter_name], runtime.parallel_state(model)
     if state is None and runtime.current() is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
-    peft_settings.check(self, model, config, kwargs.get("low_cpu_mem_usage", False))
+    peft_settings.check(self, model, config, bool(kwargs.get("low_cpu_mem_usage", False)))
     if state is None:
         make_parallel(model)
         state = runtime.parallel_state(model)
@@ -186,7 +186,7 @@ def _refuse_unplaced(model: nn.Module, args: tuple) -> None:
 
 
 @patch("peft.peft_model:PeftModel.save_pretrained", "writes shards of one stage")
-def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: object, **kwargs: Any) -> None:
+def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *args: object, **kwargs: object) -> None:
     """peft's own folder, written by rank 0 from whole adapters. Collective, but with `state_dict`."""
     state = runtime.parallel_state(self)
     if state is None:

@@ -6,7 +6,7 @@ They are taken out, the base becomes parallel, and the same adapters are put in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
     """
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
 
-    tuner: Any = getattr(model, "base_model", None)
+    tuner = getattr(model, "base_model", model)
     configs = dict(model.peft_config)
     if not hasattr(tuner, "inject_adapter"):
         refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
@@ -55,7 +55,8 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
 
 
 def _from_first_rank(tensors: dict[str, torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    state: Any = runtime.parallel_state(model)
+    state = runtime.parallel_state(model)
+    assert state is not None
     device, equal = state.mesh.device, {}
     for key in sorted(tensors):
         equal[key] = tensors[key].to(device).contiguous()

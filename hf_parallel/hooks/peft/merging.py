@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -88,7 +88,8 @@ def _whole(layer: nn.Module, adapter: str) -> Iterator[None]:
 
 
 def _gathered(module: nn.Module, name: str) -> contextlib.AbstractContextManager:
-    parameter: Any = module._parameters[name]
+    parameter = module._parameters[name]
+    assert parameter is not None
     whole = (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
     return holding(module, {name: nn.Parameter(whole, requires_grad=False)})
 
@@ -138,8 +139,9 @@ def _taken_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
     names = {id(module): name for name, module in self.model.named_modules()}
     result = take_out()
     for wrapper in wrappers:
-        if isinstance(_wrapped(wrapper), TensorParallelLayer):
-            _wrapped(wrapper).adapted = False
+        inner = _wrapped(wrapper)
+        if isinstance(inner, TensorParallelLayer):
+            inner.adapted = False
     if state.pipeline is not None:
         _follow(self.model, state, {id(wrapper): names[id(wrapper)] for wrapper in wrappers})
     if state.mesh.config.sharing_size > 1:
@@ -147,7 +149,7 @@ def _taken_out(self: BaseTuner, take_out: Callable[[], object]) -> object:
     return result
 
 
-def _wrapped(module: nn.Module) -> Any:
+def _wrapped(module: nn.Module) -> nn.Module | None:
     """What a wrapper of PEFT is around; None for any other module."""
     children = getattr(module, "_modules", {})
     return children.get("base_layer", children.get("original_module"))
@@ -155,7 +157,8 @@ def _wrapped(module: nn.Module) -> Any:
 
 def _follow(model: nn.Module, state: ParallelState, names: dict[int, str]) -> None:
     """Let the stages hold what stands in the place of the wrappers now."""
-    pipeline: Any = state.pipeline
+    pipeline = state.pipeline
+    assert pipeline is not None
     for stage in pipeline.stages:
         for i, part in enumerate(stage.parts):
             if id(part) in names:

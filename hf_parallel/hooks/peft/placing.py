@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -27,8 +27,9 @@ def place(model: PreTrainedModel, state: ParallelState) -> None:
     place_copies(model, state)
     if state.mesh.size("tp") > 1 or state.mesh.size("ep") > 1:
         for name, module in list(model.named_modules()):
-            if isinstance(_innermost(module), TensorParallelLayer | SharedOut):
-                _split(name, module, state)
+            base = _innermost(module)
+            if isinstance(base, TensorParallelLayer | SharedOut):
+                _split(name, module, base, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
         state.pipeline.adapters = AdapterState(model)
@@ -52,7 +53,7 @@ def place_copies(model: nn.Module, state: ParallelState) -> None:
     if state.pipeline is not None:
         around = {id(wrapper.original_module): wrapper for wrapper in wrappers}
         for stage in state.pipeline.stages:
-            parts = cast(Any, stage).parts
+            parts = stage.parts
             for i, part in enumerate(parts):
                 parts[i] = around.get(id(part), part)
 
@@ -72,15 +73,15 @@ def _axes(parameter: DTensor) -> tuple[str, ...]:
     return parameter.device_mesh.mesh_dim_names or ("",)
 
 
-def _innermost(wrapper: BaseTunerLayer) -> Any:
+def _innermost(wrapper: BaseTunerLayer) -> nn.Module | None:
     """What a wrapper is around; those of several weights of one module are around each other."""
     return wrapper.get_base_layer() if hasattr(wrapper, "base_layer") else None
 
 
-def _split(name: str, wrapper: BaseTunerLayer, state: ParallelState) -> None:
+def _split(name: str, wrapper: BaseTunerLayer, base: nn.Module, state: ParallelState) -> None:
     from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper
 
-    base, mesh, device = _innermost(wrapper), state.mesh["tp"], state.mesh.device
+    mesh, device = state.mesh["tp"], state.mesh.device
     if isinstance(wrapper, ParamWrapper) and expert_weights.can_adapt(base, wrapper.parameter_name):
         expert_weights.adapt(wrapper)
         return

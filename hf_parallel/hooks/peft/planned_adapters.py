@@ -8,8 +8,8 @@ The planner knows nothing of peft and bitsandbytes: what it needs of them is han
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def lora(rank: int, targets: Any = "all-linear", **settings: object) -> Callable[[Any], None]:
+def lora(rank: int, targets: str | Sequence[str] = "all-linear", **settings: object) -> Callable[[nn.Module], None]:
     """What puts adapters of `rank` into a parallel model on the meta device, as get_peft_model does into any.
 
     Args:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -82,7 +82,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         refuse(kind, "needs whole adapters, of which ranks hold parts", "AdamW")
 
 
-def check_copies(model: nn.Module, names: Any, mesh: ParallelMesh) -> None:
+def check_copies(model: nn.Module, names: Collection[str], mesh: ParallelMesh) -> None:
     """`modules_to_save` copies modules that are gathered with the layer around them, and whose split is known."""
     for name, module in model.named_modules():
         if not any(name.endswith(target) for target in names):

@@ -12,12 +12,12 @@ import contextlib
 import copy
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
 
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.metrics import remembered
 from hf_parallel.monitor.first_bad import Finding, Search, sentence
@@ -40,7 +40,7 @@ class Looking(TrainerCallback):
     def __init__(self, trainer: Trainer) -> None:
         self.trainer, self.action = trainer, runtime.mesh().config.nan_action
         self.batches: list[tuple[PreTrainedModel, dict, tuple, dict]] = []
-        self.random_state: list[Any] = []
+        self.random_state: runtime.RandomState | None = None
         self.norm: torch.Tensor | None = None
         self.search: Search | None = None  # in the step in progress
         self.wanted = False  # in the next step
@@ -123,6 +123,7 @@ class Looking(TrainerCallback):
         gradients = [parameter.grad for parameter in parameters] if self.action == "report" else []
         self._leave_out()
         restore, stream, batches = remembered(self.trainer), runtime.random_state(), self.batches
+        assert self.random_state is not None  # taken with the first batch
         runtime.set_random_state(self.random_state)
         search.look_at_weights()
         with not_noting():
@@ -171,9 +172,7 @@ class Looking(TrainerCallback):
 
 def _of_all(finding: Finding | None) -> dict[int, Finding | None]:
     """By rank. Collective over all ranks, of which each has come to the same norm."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, finding, group=runtime.mesh().host_group)
-    return dict(enumerate(found))
+    return dict(enumerate(objects.gather(finding, runtime.mesh().host_group)))
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict
 
 import numpy as np
 import torch
@@ -185,8 +185,19 @@ def _export_callbacks(trainer: Trainer) -> None:
                 kept[name] = callback.state()
 
 
+class Layout(TypedDict, total=False):
+    """Who wrote a checkpoint; a folder of `save_state` has no rows per step, and one of plain Trainer nothing."""
+
+    spec: str
+    axes: dict[str, int]
+    data_ranks: list[int]
+    global_batch: int
+    accumulation: int
+    run: str | None
+
+
 def _write_layout(trainer: Trainer, folder: str) -> None:
-    facts = {
+    facts: Layout = {
         "spec": runtime.mesh().config.to_spec(),
         "axes": axis_sizes(),
         "data_ranks": data_ranks(),
@@ -197,7 +208,7 @@ def _write_layout(trainer: Trainer, folder: str) -> None:
     write_layout(facts, folder)
 
 
-def write_layout(facts: dict[str, Any], folder: str) -> None:
+def write_layout(facts: Layout, folder: str) -> None:
     """The facts of who wrote a checkpoint."""
     with open(os.path.join(folder, folders.LAYOUT), "w", encoding="utf-8") as file:
         json.dump(facts, file, indent=2)
@@ -231,7 +242,7 @@ def inner_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _write_state(state: dict[str, Any], path: str) -> None:
+def _write_state(state: dict[str, object], path: str) -> None:
     with open(path, "wb") as file:
         torch.save(state, file)
         file.flush()
@@ -241,7 +252,7 @@ def _write_state(state: dict[str, Any], path: str) -> None:
 def save_rng_state(output_dir: str) -> None:
     """One file per process: stages of one model use their random numbers unequally. One process reads rank 0's."""
     os.makedirs(output_dir, exist_ok=True)
-    state: dict[str, Any] = {
+    state: dict[str, object] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
         "cpu": torch.random.get_rng_state(),

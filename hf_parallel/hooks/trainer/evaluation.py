@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from hf_parallel.hooks.trainer.record import StepRecord, record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
+
+T = TypeVar("T")
 
 
 def prediction_step(
@@ -64,7 +66,7 @@ def _computing(model: PreTrainedModel, step: StepRecord, loss_only: bool) -> Ite
         yield
 
 
-def _rows_to_gather(trainer: Trainer, outputs: Any, real: int, count: int, joined: bool) -> Any:
+def _rows_to_gather(trainer: Trainer, outputs: T, real: int, count: int, joined: bool) -> T:
     """Full again where `gather_for_metrics` drops the repeats; Seq2SeqTrainer gathers all there is."""
     if joined or trainer.gather_function == trainer.accelerator.gather:
         return rows.without_stand_in(outputs, real)

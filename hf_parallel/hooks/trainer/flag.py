@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.hooks.after_import import AfterImport
 
@@ -91,11 +91,11 @@ def _family(cls: type) -> Iterator[type]:
         waiting.extend(new)
 
 
-def _has_its_own(cls: Any) -> bool:
+def _has_its_own(cls: type[TrainingArguments]) -> bool:
     return cls.__dataclass_fields__.get(NAME, FIELD) is not FIELD or hasattr(cls, NAME)
 
 
-def _add_field(cls: Any) -> None:
+def _add_field(cls: type[TrainingArguments]) -> None:
     if "__dataclass_fields__" in cls.__dict__:  # a plain subclass reads its parent's
         cls.__dataclass_fields__[NAME] = FIELD
     if "__init__" in cls.__dict__:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
@@ -10,7 +11,13 @@ from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
+    from datasets import Dataset
+    from transformers import Trainer, TrainingArguments
+
     from hf_parallel.config import ParallelConfig
+
+#: Examples in, a batch out.
+Collate: TypeAlias = Callable[[list], Mapping]
 
 _alone: ParallelConfig | None = None  # of one process, which has no layout to ask
 
@@ -44,29 +51,59 @@ def refuse_joining(why: str, works: str | None = None, config: ParallelConfig | 
     refuse(f"{key}={str(value).lower()}", why, works or f"{key}={off}")
 
 
-def joined(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def joined(rows: Sequence[Mapping[str, object]]) -> dict[str, torch.Tensor]:
     """One row of all tokens that are no padding."""
     parts = [_without_padding(row) for row in rows]
     return {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
 
 
-def why_not_joined(row: dict[str, Any]) -> str | None:
+def why_not_joined(row: Mapping[str, object]) -> str | None:
     """Why a row as the collator gives it cannot be joined to others."""
-    tokens: Any = row.get("input_ids")
+    tokens = row.get("input_ids")
     if not torch.is_tensor(tokens) or tokens.ndim != 2 or "labels" not in row:
         return "the script's collator gives no rows of input_ids and labels"
     odd = [key for key, value in row.items() if not torch.is_tensor(value) or value.shape != tokens.shape]
     return f"the script's collator gives {odd[0]}, which is not of one number per token" if odd else None
 
 
-def _without_padding(row: dict[str, Any]) -> dict[str, torch.Tensor]:
+def _without_padding(row: Mapping[str, object]) -> dict[str, torch.Tensor]:
     why = why_not_joined(row)
     if why is not None:
         refuse_joining(why)
-    tokens = row["input_ids"]
-    mask = row.get("attention_mask", torch.ones_like(tokens))[0].bool()
-    part = {key: value[:, mask] for key, value in row.items() if key != "attention_mask"}
+    held = {key: value for key, value in row.items() if isinstance(value, torch.Tensor)}
+    mask = held.pop("attention_mask", torch.ones_like(held["input_ids"]))[0].bool()
+    part = {key: value[:, mask] for key, value in held.items()}
     part.setdefault("position_ids", torch.arange(int(mask.sum()))[None])
     part["labels"] = part["labels"].clone()
     part["labels"][:, 0] = -100
     return part
+
+
+# ---- the rows of a Trainer ------------------------------------------------------------------------------------------
+
+
+def rows_and_collator(trainer: Trainer) -> tuple[Dataset, Collate]:
+    """The training rows and the collator, of which one leaves out unused columns, as Trainer puts them together."""
+    rows, collate = trainer.train_dataset, trainer.data_collator
+    if hasattr(rows, "column_names"):
+        return trainer._remove_unused_columns(rows, description="training"), collate
+    return rows, trainer._get_collator_with_removed_columns(collate, description="training")
+
+
+def length_column(rows: Dataset, args: TrainingArguments) -> str | None:
+    """The column that says how long rows are, if there is one."""
+    name = getattr(args, "length_column_name", "length")
+    return name if name in (getattr(rows, "column_names", None) or ()) else None
+
+
+def lengths_of(rows: Dataset, args: TrainingArguments, most: int | None = None) -> list[int] | None:
+    """Of the script's first rows, with all of their columns: that of lengths, else their tokens; None without any."""
+    name = length_column(rows, args)
+    if name is not None:
+        return [int(length) for length in rows[name][:most]]
+    first = rows[0]
+    if not hasattr(first, "keys") or "input_ids" not in first:
+        return None
+    if hasattr(rows, "select_columns") and rows.format["type"] != "custom":  # a script's transform takes whole rows
+        rows = rows.select_columns(["input_ids"])
+    return [len(rows[index]["input_ids"]) for index in range(len(rows))[:most]]

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from hf_parallel.axes.experts.load import load_of
 from hf_parallel.axes.loss import CHUNK, LOSS, why_not_in
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
-from hf_parallel.axes.pipeline.unscheduled import served
+from hf_parallel.axes.pipeline.unscheduled import Made, served
 from hf_parallel.axes.tensor import lean_loss
 from hf_parallel.hooks import monitoring, report, runtime
 from hf_parallel.hooks.patching import patch
@@ -24,8 +24,30 @@ from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.model.unread_logits import unread_logits
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
-def prepare(trainer: Any) -> None:
+    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.parallelize import ParallelState
+
+
+class Computed(TypedDict):
+    """What a script made of a batch; of a pipeline it goes from the last stage to the others.
+
+    `targets`: of how many its loss is the mean, where that was seen. `known`: is it known what the loss is a mean of?
+    `weighs`: does the script weigh means by the count of targets? `again`: the batch has to be computed once more.
+    """
+
+    loss: torch.Tensor
+    outputs: list[object]
+    targets: torch.Tensor | None
+    known: bool
+    logged: list[dict[str, object]]
+    weighs: bool
+    again: bool
+
+
+def prepare(trainer: Trainer) -> None:
     """Find out whose loss the trainer computes; in a pipeline the script's own is looked at in the first step."""
     record = record_of(trainer)
     record.loss_plans.clear()
@@ -36,12 +58,12 @@ def prepare(trainer: Any) -> None:
         state.notes.append("the loss is the script's: the first step, and each ragged batch, keeps all activations")
 
 
-def is_own(trainer: Any) -> bool:
+def is_own(trainer: Trainer) -> bool:
     """Does the script compute the loss, rather than the model?"""
     return overrides(trainer) or trainer.compute_loss_func is not None or trainer.label_smoother is not None
 
 
-def why_read(trainer: Any, state: Any) -> str | None:
+def why_read(trainer: Trainer, state: ParallelState | None) -> str | None:
     """Who may read logits in training; None if nobody does but the loss of the one model there is."""
     if overrides(trainer):
         return f"{type(trainer).__name__} computes the loss"
@@ -57,7 +79,7 @@ def _asks_for_outputs(args: tuple, kwargs: dict) -> bool:
     return bool(args[0] if args else kwargs.get("return_outputs"))
 
 
-def how_computed(trainer: Any) -> str:
+def how_computed(trainer: Trainer) -> str:
     """Head and loss in the steps to come, for the start-up report."""
     state = runtime.parallel_state(trainer.model)
     part = None if state is None or state.plan is None else state.plan.part(LOSS)
@@ -71,14 +93,16 @@ def how_computed(trainer: Any) -> str:
     return f"{CHUNK} tokens at a time" + ("" if part.always else ", where that needs less memory than whole logits")
 
 
-def overrides(trainer: Any) -> bool:
+def overrides(trainer: Trainer) -> bool:
     """Has its class a `compute_loss` of its own?"""
     from transformers import Trainer
 
     return type(trainer).compute_loss is not Trainer.compute_loss
 
 
-def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Any:
+def compute_loss(
+    self: Trainer, own: Callable, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
+) -> object:
     """The loss as the model or the script computes it, without Trainer's factor for the number of processes."""
     state = runtime.parallel_state(model)
     engine = state.pipeline if state is not None and is_own(self) else None
@@ -95,9 +119,9 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     plan = record.loss_plans.get(tuple(inputs)) if trains else None
     if plan is not None and takes(plan, inputs, engine.config):
         return _scheduled(self, engine, plan, inputs, call, counts=not record.weighs)
-    made: list[Any] = []
+    made: list[Made] = []
 
-    def serve(batch: dict) -> dict:
+    def serve(batch: dict) -> Computed:
         result, made[:] = served(engine, dict(batch), lambda: call(dict(batch)))
         return result
 
@@ -111,7 +135,9 @@ def compute_loss(self: Any, own: Callable, model: Any, inputs: dict, *args: Any,
     return _weighted(self, result, targets)
 
 
-def _scheduled(trainer: Any, engine: Any, plan: Plan, inputs: dict, call: Callable, *, counts: bool) -> torch.Tensor:
+def _scheduled(
+    trainer: Trainer, engine: PipelineEngine, plan: Plan, inputs: dict, call: Callable, *, counts: bool
+) -> torch.Tensor:
     """The loss by micro-batches, of which what the script logs is one entry."""
     logged: list[dict] = []
 
@@ -127,7 +153,9 @@ def _scheduled(trainer: Any, engine: Any, plan: Plan, inputs: dict, call: Callab
     return loss
 
 
-def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, *, counts: bool) -> Plan | None:
+def _found(
+    trainer: Trainer, engine: PipelineEngine, inputs: dict, made: list[Made], call: Callable, *, counts: bool
+) -> Plan | None:
     """How the script's loss may be scheduled, which rank 0 tells; None if it needs whole batches."""
     quietly = functools.partial(_undone, trainer)
     plan = None
@@ -137,7 +165,7 @@ def _found(trainer: Any, engine: Any, inputs: dict, made: list, call: Callable, 
     return plan
 
 
-def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict], items: Any) -> dict:
+def _settled(trainer: Trainer, inputs: dict, computed: Callable[[dict], Computed], items: object) -> Computed:
     """What is computed of a batch once it is known whether the script weighs means by the count of targets itself.
 
     It is seen while the loss is computed. A model that the script calls without the count gives it the mean over the
@@ -157,7 +185,7 @@ def _settled(trainer: Any, inputs: dict, computed: Callable[[dict], dict], items
     return computed(kept)
 
 
-def _joining(trainer: Any, loss_of: Callable) -> Callable:
+def _joining(trainer: Trainer, loss_of: Callable) -> Callable:
     """The loss of one part after another, of which TRL's trainers count metrics as of a whole batch."""
     if not trl.is_known(trainer):
         return loss_of
@@ -177,8 +205,17 @@ def _verdict(plan: Plan | None, schedule: str) -> str:
     return f"the script's loss {how} over micro-batches: {schedule} from now on"
 
 
-def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, args: tuple, kwargs: dict) -> dict:
-    """What the script makes of a batch: its loss, the outputs beside it, and over how many targets it is a mean."""
+def _call(
+    self: Trainer,
+    state: ParallelState | None,
+    own: Callable,
+    model: PreTrainedModel,
+    inputs: dict,
+    *,
+    args: tuple,
+    kwargs: dict,
+) -> Computed:
+    """Call the script's `compute_loss`."""
     record, former = record_of(self), self.args.average_tokens_across_devices
     step, items = record.step, kwargs.get("num_items_in_batch")
     scope = means.Scope(step.share, items is not None and bool(record.weighs))
@@ -213,9 +250,9 @@ def _call(self: Any, state: Any, own: Callable, model: Any, inputs: dict, *, arg
     }
 
 
-def _told_mean(engine: Any, logged: list[dict]) -> dict:
+def _told_mean(engine: PipelineEngine, logged: list[dict]) -> dict:
     """What the last stage logged for each micro-batch as one entry for the batch, on every stage."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, object] = {}
     for key in {key: None for logs in logged for key in logs}:
         values = [logs[key] for logs in logged if key in logs]
         merged[key] = sum(values) / len(values) if isinstance(values[0], int | float) else values[-1]
@@ -223,7 +260,7 @@ def _told_mean(engine: Any, logged: list[dict]) -> dict:
     return merged
 
 
-def _weighted(self: Any, result: dict, targets: torch.Tensor | None) -> Any:
+def _weighted(self: Trainer, result: Computed, targets: torch.Tensor | None) -> object:
     """The loss of this data rank's rows such that the average over data ranks is that of all rows."""
     loss, outputs = result["loss"], result["outputs"]
     if runtime.mesh().data_size > 1:
@@ -232,7 +269,7 @@ def _weighted(self: Any, result: dict, targets: torch.Tensor | None) -> Any:
     return (loss, *outputs) if outputs else loss
 
 
-def _factor(trainer: Any, targets: torch.Tensor | None) -> torch.Tensor | float:
+def _factor(trainer: Trainer, targets: torch.Tensor | None) -> torch.Tensor | float:
     """The share of the rank's rows, or of its targets where that is what the script returned the mean of."""
     mesh, step = runtime.mesh(), record_of(trainer).step
     if not is_own(trainer):
@@ -245,7 +282,7 @@ def _factor(trainer: Any, targets: torch.Tensor | None) -> torch.Tensor | float:
     return torch.where(total[1] == mesh.data_size, count[0] * mesh.data_size / total[0], step.share)
 
 
-def _say_what_is_unknown(trainer: Any, known: bool) -> None:
+def _say_what_is_unknown(trainer: Trainer, known: bool) -> None:
     if known or record_of(trainer).told_unknown or not is_own(trainer) or trl.is_known(trainer):
         return
     record_of(trainer).told_unknown = True
@@ -256,7 +293,7 @@ def _say_what_is_unknown(trainer: Any, known: bool) -> None:
 
 
 @contextlib.contextmanager
-def _undone(trainer: Any) -> Iterator[None]:
+def _undone(trainer: Trainer) -> Iterator[None]:
     """What a loss counts and collects in its trainer in here is forgotten: the batch is computed once more."""
     restore = remembered(trainer)
     try:
@@ -272,7 +309,7 @@ _OF_THE_END = {"train_loss", "total_flos"}
 
 
 @patch("transformers.trainer:Trainer.log", "metrics of a pipelined loss are known on the last stage")
-def log(original: Callable, self: Any, logs: dict, *args: Any, **kwargs: Any) -> None:
+def log(original: Callable, self: Trainer, logs: dict, *args: object, **kwargs: object) -> None:
     """What a script's loss collects it collects on the last stage: rank 0 shows it."""
     state = runtime.parallel_state(self.model)
     if state is not None and state.pipeline is not None and state.pipeline.pipelines.session is not None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from types import CodeType
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from hf_parallel.hooks.patching import patch
 if TYPE_CHECKING:
     from transformers import Trainer
 
-Given: TypeAlias = dict[str, Any]  # arguments by name
+Given: TypeAlias = Mapping[str, torch.Tensor]  # arguments by name
 _signature = functools.cache(inspect.signature)
 
 
@@ -112,7 +113,7 @@ class Count(torch.Tensor):
     scope: Scope
 
     @classmethod
-    def within(cls, scope: Scope, items: Any) -> Count:
+    def within(cls, scope: Scope, items: torch.Tensor | float) -> Count:
         """The same number."""
         count = torch.as_tensor(items).as_subclass(cls)
         count.scope = scope
@@ -161,7 +162,7 @@ COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
 
 
 @patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
-def mean(original: Callable, *args: object, **kwargs: object) -> Any:
+def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     """Each of these functions; outside of losses it is torch's own."""
     value = original(*args, **kwargs)
     if not _forwards and _scope is None:
@@ -217,7 +218,7 @@ def _before(cls: type, base: type) -> list[type]:
     return list(cls.__mro__[: cls.__mro__.index(base)])
 
 
-def code_of(function: Callable) -> Any:
+def code_of(function: Callable) -> CodeType:
     """What a function, method, partial or callable object runs."""
     while isinstance(function, functools.partial):
         function = function.func

@@ -11,7 +11,7 @@ import copy
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -73,7 +73,7 @@ def remembered(trainer: Trainer) -> Callable[[], None]:
     return restore
 
 
-def _collects(value: Any, depth: int = 3) -> bool:
+def _collects(value: object, depth: int = 3) -> bool:
     """A number, or containers of numbers and words."""
     if value is None or isinstance(value, int | float | str):
         return True
@@ -82,7 +82,7 @@ def _collects(value: Any, depth: int = 3) -> bool:
     return all(_collects(item, depth - 1) for item in (value.values() if isinstance(value, dict) else value))
 
 
-def _restored(value: Any, before: Any) -> Any:
+def _restored(value: object, before: dict | list | deque) -> object:
     """The same container with its former content: others may hold it too."""
     if isinstance(value, dict):
         value.clear()

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import losses
-from hf_parallel.hooks.trainer.joining import asked, joined
+from hf_parallel.hooks.trainer.joining import Collate, asked, joined, lengths_of, rows_and_collator
 from hf_parallel.hooks.trainer.joining import why_not_joined as why_row_not_joined
 from hf_parallel.hooks.trl import trainers as trl
+
+if TYPE_CHECKING:
+    from transformers import Trainer
+
+    from hf_parallel.config import ParallelConfig
+    from hf_parallel.planner.candidates import Goal
 
 _MUCH = 0.1  # of the tokens: so much padding is worth a line
 _GAIN = 0.95  # of the step time: less is below what the planner can tell
 _SAMPLE = 256  # rows whose lengths are looked at for it
-_planned: Any = None  # goal and layout of `--parallel auto`; of rank 0
+_planned: tuple[Goal, ParallelConfig] | None = None  # by `--parallel auto`; of rank 0
 
 
 def wanted() -> bool:
@@ -31,7 +37,7 @@ def wanted() -> bool:
     return asked()[0] == "padding_free"
 
 
-def remember(goal: Any, config: Any) -> None:
+def remember(goal: Goal, config: ParallelConfig) -> None:
     """What `--parallel auto` has planned, for the choice that is made when there are rows."""
     global _planned
     _planned = goal, config
@@ -46,39 +52,36 @@ def stop() -> None:
 class Joined:
     """The script's collator, called with each row alone; its rows are joined."""
 
-    def __init__(self, collate: Callable[[list], Any]) -> None:
+    def __init__(self, collate: Collate) -> None:
         self.collate = collate
 
     def __call__(self, rows: list) -> dict[str, torch.Tensor]:
         return joined([dict(self.collate([row])) for row in rows])
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["collate"], name)
 
 
 # ---- under `--parallel auto` ----------------------------------------------------------------------------------------
 
 
-def choose(trainer: Any, cannot: Callable[[Any], str | None]) -> None:
+def choose(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
     """Where the layout was left to the planner: join the batches where it pays and changes nothing. Collective.
 
     Args:
         cannot: why this Trainer's batches cannot be joined, or None.
     """
-    current, rows = runtime.current(), trainer.train_dataset
-    if current is None or not current.source.endswith("(auto)") or rows is None:
+    current = runtime.current()
+    if current is None or not current.source.endswith("(auto)") or trainer.train_dataset is None:
         return
-    said: list[Any] = [False, None]
-    if dist.get_rank() == 0:
-        said = list(_choice(trainer, current.config, rows, cannot))
-    dist.broadcast_object_list(said, src=0)
-    if said[1] is not None:
-        report.say(said[1])
-    if said[0]:
+    pays, line = objects.from_one(lambda: _choice(trainer, current.config, cannot), errors=(ValueError,))
+    if line is not None:
+        report.say(line)
+    if pays:
         adopt(trainer, current)
 
 
-def adopt(trainer: Any, current: Any) -> None:
+def adopt(trainer: Trainer, current: runtime.Runtime) -> None:
     """From here on the layout says it."""
     current.config = dataclasses.replace(current.config, padding_free=True)
     state = runtime.parallel_state(trainer.model)
@@ -86,11 +89,13 @@ def adopt(trainer: Any, current: Any) -> None:
         state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
 
 
-def _choice(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str | None]) -> tuple[bool, str | None]:
+def _choice(
+    trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]
+) -> tuple[bool, str | None]:
     """Whether, and the line that says why."""
     from hf_parallel.planner.padding import padding_of, share_of
 
-    size, lengths = trainer.args.per_device_train_batch_size, _sampled(rows, trainer.args)
+    size, lengths = trainer.args.per_device_train_batch_size, _sampled(trainer)
     if size == 1 or len(lengths) < 2 * size or getattr(trainer.data_collator, "return_position_ids", False):
         return False, None
     share, mean, _ = share_of(lengths, size)
@@ -99,7 +104,7 @@ def _choice(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str | 
     found = f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
     tokens = max(max(lengths), round(size * mean))
     packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
-    why = _why_not(trainer, config, rows, cannot)
+    why = _why_not(trainer, config, cannot)
     if why is None and _planned is not None:
         goal, layout = _planned
         padding = padding_of(goal, layout, lengths, size)
@@ -111,7 +116,7 @@ def _choice(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str | 
     return False, f"auto: {found}; not padding_free=true: {why}{packs}"
 
 
-def _why_not(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str | None]) -> str | None:
+def _why_not(trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]) -> str | None:
     """What would change the numbers, or cannot be."""
     if config.pp_size > 1:
         return f"a pipeline (pp_size={config.pp_size}) cuts batches by rows"
@@ -120,24 +125,11 @@ def _why_not(trainer: Any, config: Any, rows: Any, cannot: Callable[[Any], str |
         return why
     if trainer.compute_loss_func is not None or (losses.overrides(trainer) and not trl.is_sft(trainer)):
         return "the script's own loss may look at rows"
-    collate = trainer.data_collator
-    first = [rows[index] for index in range(trainer.args.per_device_train_batch_size)]
-    if not hasattr(rows, "column_names"):
-        collate = trainer._get_collator_with_removed_columns(collate, description="training")
-    else:
-        first = [_kept_columns(trainer, row) for row in first]
-    return differs(collate, first)
+    rows, collate = rows_and_collator(trainer)
+    return differs(collate, [rows[index] for index in range(trainer.args.per_device_train_batch_size)])
 
 
-def _kept_columns(trainer: Any, row: dict) -> dict:
-    """As Trainer shows it to the collator."""
-    if not trainer.args.remove_unused_columns:
-        return row
-    trainer._set_signature_columns_if_needed()
-    return {key: value for key, value in row.items() if key in trainer._signature_columns}
-
-
-def differs(collate: Callable[[list], Any], rows: list) -> str | None:
+def differs(collate: Collate, rows: list) -> str | None:
     """Is what the collator makes of these rows together, less padding, what it makes of each? Else why not."""
     try:
         together, alone = dict(collate(rows)), [dict(collate([row])) for row in rows]
@@ -160,12 +152,9 @@ def differs(collate: Callable[[list], Any], rows: list) -> str | None:
     return None if same else "the script's collator makes other rows of several than of each alone"
 
 
-def _sampled(rows: Any, args: Any) -> list[int]:
-    """Lengths of the first rows: from their column, or of their tokens; none of what cannot be looked at twice."""
-    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__"):
+def _sampled(trainer: Trainer) -> list[int]:
+    """Lengths of the first rows; none of what cannot be looked at twice."""
+    rows = trainer.train_dataset
+    if isinstance(rows, torch.utils.data.IterableDataset) or not hasattr(rows, "__len__") or not len(rows):
         return []
-    name = getattr(args, "length_column_name", "length")
-    if name in (getattr(rows, "column_names", None) or ()):
-        return [int(length) for length in rows[name][:_SAMPLE]]
-    first = [rows[index] for index in range(min(_SAMPLE, len(rows)))]
-    return [len(row["input_ids"]) for row in first if hasattr(row, "keys") and "input_ids" in row]
+    return lengths_of(rows, trainer.args, _SAMPLE) or []

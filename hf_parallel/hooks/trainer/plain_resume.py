@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel import checkpoint as folders
 from hf_parallel.hooks import report, restarts
@@ -42,7 +42,7 @@ def train(
 
 
 @contextlib.contextmanager
-def _last_one(trainer: Trainer, run: restarts.Run, chosen: Any) -> Iterator[Any]:
+def _last_one(trainer: Trainer, run: restarts.Run, chosen: str | bool | None) -> Iterator[str | bool | None]:
     """One process is left: from the newest checkpoint of the run if the launcher has started it again."""
     own = (path for path in folders.candidates(trainer.args.output_dir) if run_of(path) == run.identity)
     newest = next((path for path in own if not damages(path, 0, 1)), None) if run.restarted else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_examples, share_of_rows
@@ -27,7 +27,7 @@ class LastBatch(dict):
     share = 1.0
 
 
-def opened(batch: object) -> tuple[Any, StepRecord]:
+def opened(batch: dict) -> tuple[dict, StepRecord]:
     """The batch as it was, and what is known of its rows."""
     if not isinstance(batch, LastBatch):
         return batch, StepRecord()
@@ -64,7 +64,7 @@ def _runs_scheduled(trainer: Trainer) -> bool:
     return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
 
 
-def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> Any:
+def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:
     """Whose a token is, in a ragged last batch whose examples a collator has joined to one row."""
     if not is_ragged(trainer.accelerator.gradient_state):
         return batch

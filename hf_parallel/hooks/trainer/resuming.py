@@ -9,27 +9,27 @@ import os
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.checkpoint.names import of_stages
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import bad_numbers, stopping
-from hf_parallel.hooks.trainer.checkpoints import axis_sizes, inner_optimizer, wait_for_save
+from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
-#: The facts of who wrote a checkpoint.
-Layout: TypeAlias = dict[str, Any]
 #: Seconds that a save in the background may still take when the training has failed.
 GRACE_S = 20.0
 
@@ -90,12 +90,12 @@ def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> st
 
 def _newest_whole(folder: str, run: str | None = None) -> str | None:
     """The newest checkpoint, of this run if one is named, that is whole; damaged ones are told about. Collective."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        looked_at = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
-        found = [[(path, flaws) for path, flaws in looked_at if run is None or (not flaws and run_of(path) == run)]]
-    dist.broadcast_object_list(found, src=0)
-    for path, flaws in found[0]:
+
+    def looked_at() -> list[tuple[str, list[str]]]:
+        found = [(path, folders.flaws(path)) for path in folders.by_step(folder)]
+        return [(path, flaws) for path, flaws in found if run is None or (not flaws and run_of(path) == run)]
+
+    for path, flaws in objects.from_one(looked_at):
         wrong = flaws or all_damages(path)
         if not wrong:
             return path
@@ -117,14 +117,13 @@ def facts_of(folder: str) -> Layout:
     if layout or not os.path.isfile(path):
         return layout
     with open(path, encoding="utf-8") as file:
-        found = json.load(file).get("stateful_callbacks", {}).get(restarts.Signature.PLACE, {})
+        found: Layout | None = json.load(file).get("stateful_callbacks", {}).get(restarts.Signature.PLACE)
     return found if isinstance(found, dict) else {}
 
 
 def all_damages(folder: str) -> list[str]:
     """What is wrong with a checkpoint, the same lines on all ranks, which share the reading. Collective."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, damages(folder, dist.get_rank(), dist.get_world_size()))
+    found = objects.gather(damages(folder, dist.get_rank(), dist.get_world_size()))
     return sorted({line for lines in found for line in lines})
 
 
@@ -261,10 +260,7 @@ def _plain_groups(trainer: Trainer) -> list[list[list[str]]]:
     order = folders.names_in_order(model, mesh)
     decays = set(trainer.get_decay_parameter_names(model))
     trains = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if mesh.size("pp") > 1:
-        found: list[Any] = [None] * mesh.size("pp")
-        dist.all_gather_object(found, (decays, trains), group=mesh.group("pp"))
-        decays, trains = (set().union(*part) for part in zip(*found, strict=True))
+    decays, trains = (set().union(*part) for part in zip(*of_stages((decays, trains), mesh), strict=True))
     kept = [name for name in order if name in trains]
     return [[[n for n in kept if n in decays], [n for n in kept if n not in decays]], [kept], [order]]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.compile import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
@@ -34,7 +34,7 @@ def check_arguments(args: TrainingArguments) -> None:
         _check_micro_batches(args.per_device_train_batch_size, config)
 
 
-def _checkpointing_settings(args: TrainingArguments) -> dict[str, Any]:
+def _checkpointing_settings(args: TrainingArguments) -> dict[str, object]:
     """Transformers 5.23 has renamed them."""
     for name in ("activation_checkpointing", "gradient_checkpointing"):
         if getattr(args, name, False):

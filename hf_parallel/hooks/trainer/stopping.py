@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.checkpoints import wait_for_save
 from hf_parallel.hooks.trainer.save_callbacks import has_failed, is_writing
@@ -79,19 +80,18 @@ def steps_together(trainer: Trainer) -> Iterator[None]:
         yield
         return
     free = threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    ready: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(ready, free)
-    if not all(ready) and not runtime.mesh().config.async_save:
+    takes_signals = all(objects.gather(free))
+    if not takes_signals and not runtime.mesh().config.async_save:
         yield
         return
     together = StepsTogether(trainer)
     trainer.add_callback(together)
-    if all(ready):
+    if takes_signals:
         signal.signal(signal.SIGTERM, together.ask)
     try:
         yield
     finally:
-        if all(ready):
+        if takes_signals:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         trainer.remove_callback(together)
     if together.stops:

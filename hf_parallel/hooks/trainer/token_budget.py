@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -19,12 +19,23 @@ from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
 from hf_parallel.hooks.trainer import padding_free
-from hf_parallel.hooks.trainer.joining import asked, joined, refuse_joining, set_alone
+from hf_parallel.hooks.trainer.joining import (
+    Collate,
+    asked,
+    joined,
+    length_column,
+    lengths_of,
+    refuse_joining,
+    rows_and_collator,
+    set_alone,
+)
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+    from hf_parallel.config import ParallelConfig
 
 _MUCH = 0.1  # of the tokens: lengths that are so much off are told
 _SAMPLE = 256  # rows whose lengths are compared with their tokens
@@ -37,7 +48,7 @@ def budget() -> int:
     return int(value) if key == "pack_tokens" else 0
 
 
-def patches_alone(config: Any) -> list[Patch]:
+def patches_alone(config: ParallelConfig) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
     set_alone(config)
     why = "packs by tokens"
@@ -145,7 +156,7 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
     return self.accelerator.prepare(loader)
 
 
-def _joining(original: Callable, trainer: Any) -> Any:
+def _joining(original: Callable, trainer: Trainer) -> object:
     """The loader of the script's batches, each joined."""
     with replacing(trainer, data_collator=padding_free.Joined(trainer.data_collator)):
         return original(trainer)
@@ -162,13 +173,13 @@ def _line(batches: TokenBatches) -> str:
 class Examples(torch.utils.data.Dataset):
     """Each example as the script's collator makes it alone; `~index` is example `index` without targets."""
 
-    def __init__(self, rows: Dataset, collate: Callable[[list], Mapping]) -> None:
+    def __init__(self, rows: Dataset, collate: Collate) -> None:
         self.rows, self.collate = rows, collate
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         row = dict(self.collate([self.rows[index if index >= 0 else ~index]]))
         if index < 0:
             row["labels"] = torch.full_like(row["labels"], -100)
@@ -178,29 +189,19 @@ class Examples(torch.utils.data.Dataset):
 def _examples(trainer: Trainer) -> Examples:
     from transformers.trainer_utils import has_length
 
-    rows, collate = trainer.train_dataset, trainer.data_collator
+    rows = trainer.train_dataset
     if rows is None or isinstance(rows, torch.utils.data.IterableDataset) or not has_length(rows):
         refuse_joining("examples of a data set without a length cannot be dealt out", "a data set with a length")
-    if hasattr(rows, "column_names"):
-        rows = trainer._remove_unused_columns(rows, description="training")
-    else:
-        collate = trainer._get_collator_with_removed_columns(collate, description="training")
-    return Examples(rows, collate)
+    return Examples(*rows_and_collator(trainer))
 
 
 def _lengths(rows: Dataset, args: TrainingArguments) -> list[int]:
-    """Of each row of the script's data set, with all of its columns: that of lengths, else its tokens."""
-    name = getattr(args, "length_column_name", "length")
-    if name in (getattr(rows, "column_names", None) or ()):
-        lengths = [int(length) for length in rows[name]]
-        _check_lengths(rows, lengths, name)
-        return lengths
-    first = rows[0]
-    if not hasattr(first, "keys") or "input_ids" not in first:
+    lengths, name = lengths_of(rows, args), length_column(rows, args)
+    if lengths is None:
         refuse_joining("rows of the data set have no input_ids to count", "a data set of tokens")
-    if hasattr(rows, "select_columns") and rows.format["type"] != "custom":  # a script's transform takes whole rows
-        rows = rows.select_columns(["input_ids"])
-    return [len(rows[index]["input_ids"]) for index in range(len(rows))]
+    if name is not None:
+        _check_lengths(rows, lengths, name)
+    return lengths
 
 
 def _check_lengths(rows: Dataset, lengths: list[int], name: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.pipeline.stand_ins import stand_ins
 from hf_parallel.hooks import runtime
@@ -44,7 +44,8 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
     if quantization is not None:
         four_bit.mark(result[0] if isinstance(result, tuple) else result, quantization)
     if placed:
-        state: Any = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+        state = runtime.parallel_state(result[0] if isinstance(result, tuple) else result)
+        assert state is not None
         state.notes.append("device_map=auto: the layout is what places the model")
     runtime.equalise_within_model()
     return result
@@ -52,7 +53,7 @@ def from_pretrained(original: Callable, cls: type, *args: object, **kwargs: obje
 
 @patch("transformers.modeling_utils:PreTrainedModel.prepare_distribute_model", "knows only its own meshes")
 def prepare(
-    original: Callable, cls: type, distributed_config: Any, *, device_map: Any = None, **mesh: object
+    original: Callable, cls: type, distributed_config: object, *, device_map: object = None, **mesh: object
 ) -> object:
     """Where to load: this rank's device."""
     if not isinstance(distributed_config, Requested):
@@ -66,7 +67,7 @@ def prepare(
 
 @patch("transformers.modeling_utils:PreTrainedModel.maybe_distribute_model", "cuts the meta model")
 def distribute(
-    original: Callable, cls: type, model: PreTrainedModel, distributed_config: Any, *mesh: object, **meshes: object
+    original: Callable, cls: type, model: PreTrainedModel, distributed_config: object, *mesh: object, **meshes: object
 ) -> object:
     """Make the meta model parallel, and tell the loader which of the checkpoint's names belong to other stages."""
     if not isinstance(distributed_config, Requested):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks import runtime
@@ -24,7 +24,7 @@ from hf_parallel.model.experts import named_experts
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
-    from transformers import TrainingArguments
+    from transformers import PreTrainedModel, TrainingArguments
 
 FUSED = "fused_linear_cross_entropy"
 #: Kernels that write into what a layer's products gave; on by default, each where a model has it.
@@ -48,14 +48,14 @@ def check(args: TrainingArguments, config: ParallelConfig) -> None:
         )
 
 
-def check_losses(trainer: Any, args: Any) -> None:
+def check_losses(kind: type, args: TrainingArguments) -> None:
     """Refuse losses of TRL's that read the head's weight: today's versions take Liger's layers alone.
 
     Args:
-        trainer: of a class of TRL's.
+        kind: TRL's trainer.
     """
     config = runtime.mesh().config
-    names = vars(sys.modules[next(c.__module__ for c in type(trainer).__mro__ if c.__module__.startswith("trl."))])
+    names = vars(sys.modules[kind.__module__])
     fused = args.use_liger_kernel and any(name.startswith("LigerFused") for name in names)
     if config.world_size > config.data_parallel_size and (fused or getattr(args, "use_liger_loss", False)):
         key = "use_liger_kernel" if fused else "use_liger_loss"
@@ -76,7 +76,7 @@ def _why_not_fused(config: ParallelConfig) -> str | None:
 
 
 @patch("transformers.trainer:apply_liger_kernel", "hides what a layout has made of modules, and the engine's forward")
-def apply_liger_kernel(original: Callable, model: Any, kernel_config: dict[str, bool] | None) -> None:
+def apply_liger_kernel(original: Callable, model: PreTrainedModel, kernel_config: dict[str, bool] | None) -> None:
     """Put Liger's kernels behind the layout, without its loss where that cannot be."""
     state = runtime.parallel_state(model)
     if state is None:

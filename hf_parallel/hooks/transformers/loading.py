@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.lazy_tensor import LazyTensor, lazy_tensor, values
+from hf_parallel.checkpoint.names import of_stages
 from hf_parallel.checkpoint.ranges import RangeFile
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks import runtime
@@ -67,7 +67,7 @@ def set_parameter(
     original: Callable,
     model: nn.Module,
     target_name: str,
-    param_value: torch.Tensor,
+    param_value: torch.Tensor | LazyTensor,
     loading_info: LoadStateDictInfo,
     *args: object,
     **kwargs: object,
@@ -75,16 +75,17 @@ def set_parameter(
     """Read this rank's part and set it; whether the checkpoint's tensor fits is judged by global shapes."""
     name, value, info = target_name, param_value, loading_info
     owner, _, leaf = name.rpartition(".")
-    module: Any = model.get_submodule(owner)
+    module = model.get_submodule(owner)
     own = getattr(module, leaf, None)
+    packing = getattr(module, "packing", None) if is_packed(module, leaf) else None
     if not isinstance(own, torch.Tensor):
         value = value.whole() if isinstance(value, LazyTensor) else value
-    elif (module.packing.source if is_packed(module, leaf) else own).shape != value.shape:
+    elif (own if packing is None else packing.source).shape != value.shape:
         info.missing_keys.discard(name)
         info.mismatched_keys.add((name, value.shape, own.shape))
         return
-    elif is_packed(module, leaf):
-        value = read_packed(module, value, own)
+    elif packing is not None:
+        value = read_packed(packing, value, own, getattr(module, "stored_orders", {}).get("weight"))
     else:
         value = values(value, local_part(own, stored_order(model, name)))
     original(model, name, value, info, *args, **kwargs)
@@ -108,9 +109,8 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
 @patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "new heads equal on all ranks")
 def initialize(original: Callable, self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object) -> None:
     """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
-    new: dict[str, Any] = {
-        name: parameter for name, parameter in module._parameters.items() if _is_new_part(module, parameter)
-    }
+    held = ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
+    new = {name: parameter for name, parameter in held if _is_new_part(module, parameter)}
     for name, shard in new.items():
         whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
         module._parameters[name] = nn.Parameter(whole)
@@ -122,9 +122,9 @@ def initialize(original: Callable, self: PreTrainedModel, module: nn.Module, *ar
         module._parameters[name] = shard
 
 
-def _is_new_part(module: nn.Module, parameter: object) -> bool:
+def _is_new_part(module: nn.Module, parameter: nn.Parameter) -> bool:
     """Not loaded, and not stored as its values are drawn."""
-    if parameter is None or getattr(parameter, "_is_hf_initialized", False):
+    if getattr(parameter, "_is_hf_initialized", False):
         return False
     return isinstance(parameter, DTensor) or hasattr(module, "stored_orders")
 
@@ -134,13 +134,10 @@ def report(original: Callable, *args: object, **kwargs: object) -> None:
     """One report, and one error if sizes do not match, for all stages of a pipeline."""
     model, info = kwargs["model"], kwargs["loading_info"]
     own = {**vars(info), "untied": _untied(model)}
-    stages: list[Any] = [own]
-    if runtime.mesh().size("pp") > 1:
-        stages = [None] * runtime.mesh().size("pp")
-        dist.all_gather_object(stages, own, group=runtime.mesh().group("pp"))
-        for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
-            for stage in stages:
-                getattr(info, field).update(stage[field])
+    stages = of_stages(own, runtime.mesh())
+    for field in ("missing_keys", "unexpected_keys", "mismatched_keys", "conversion_errors"):
+        for stage in stages:
+            getattr(info, field).update(stage[field])
     _check_tied(model, stages)
     original(*args, **kwargs)
 
@@ -152,7 +149,7 @@ def _untied(model: PreTrainedModel) -> list[tuple[str, str]]:
     return [(target, source) for target, source in pairs if held[target] is not held[source]]
 
 
-def _check_tied(model: PreTrainedModel, stages: list[dict[str, Any]]) -> None:
+def _check_tied(model: PreTrainedModel, stages: list[dict]) -> None:
     """Refuse checkpoints that would untie what is sharded or cut as one parameter.
 
     Raises:

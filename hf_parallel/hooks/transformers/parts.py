@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map
 
 from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
 from hf_parallel.config import SHARDS, ParallelConfig
@@ -20,16 +21,24 @@ from hf_parallel.hooks.report import say
 from hf_parallel.mesh import EXPERT_AXES, stored
 from hf_parallel.whole import full_tensor, order_of
 
+T = TypeVar("T")
+Index: TypeAlias = torch.Tensor | int | slice | tuple | None
+#: A weight, which of its rows, and these.
+Place: TypeAlias = tuple[DTensor, Index, torch.Tensor]
+
 
 class Rows(torch.Tensor):
     """Rows of a weight that is cut over ranks: what is written to them goes there. All ranks of it do the same."""
 
-    place: tuple[DTensor, object, torch.Tensor]  # the weight, which rows, and these
+    place: Place
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: object, args: tuple = (), kwargs: dict | None = None) -> object:
-        plain = [_plain(arg) for arg in args]
-        result = func(*plain, **(kwargs or {}))
+        plain, named = tree_map(_plain, (args, kwargs or {}))  # rows in lists too: torch.stack([row, row])
+        result, out = func(*plain, **named), (kwargs or {}).get("out")
+        if isinstance(out, Rows):
+            _write(*out.place)
+            return out
         if not args or not isinstance(args[0], Rows):
             return result
         if _writes(func.__name__):
@@ -39,13 +48,13 @@ class Rows(torch.Tensor):
         return _rows(result, args[0].place) if is_view else result
 
 
-def _rows(tensor: torch.Tensor, place: tuple[DTensor, object, torch.Tensor]) -> object:
+def _rows(tensor: torch.Tensor, place: Place) -> Rows:
     rows = tensor.as_subclass(Rows)
     rows.place = place
     return rows
 
 
-def _plain(value: object) -> Any:
+def _plain(value: T) -> T | torch.Tensor:
     if isinstance(value, Rows):
         return value.as_subclass(torch.Tensor)
     return full_tensor(value) if isinstance(value, DTensor) else value
@@ -61,7 +70,7 @@ def _writes(name: str) -> bool:
 
 
 @patch("torch.distributed.tensor:DTensor.__getitem__", "what is written to rows of a cut weight is lost")
-def get_rows(original: Callable, self: DTensor, index: Any) -> object:
+def get_rows(original: Callable, self: DTensor, index: Index) -> object:
     """`weight.data[-1].zero_()` reaches the weight. What autograd follows stays torch's."""
     if not _is_cut(self) or (self.requires_grad and torch.is_grad_enabled()):
         return original(self, index)
@@ -70,7 +79,7 @@ def get_rows(original: Callable, self: DTensor, index: Any) -> object:
 
 
 @patch("torch.distributed.tensor:DTensor.__setitem__", "what is written to rows of a cut weight is lost")
-def set_rows(original: Callable, self: DTensor, index: object, value: object) -> None:
+def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tensor | float) -> None:
     """`weight.data[-1] = mean` reaches the weight."""
     if not _is_cut(self):
         original(self, index, value)
@@ -96,7 +105,7 @@ def _is_cut(tensor: DTensor) -> bool:
     return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 
-def _write(tensor: DTensor, index: Any, value: Any) -> None:
+def _write(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:
     whole = full_tensor(tensor)
     whole[index] = _plain(value)
     _keep(tensor, whole)

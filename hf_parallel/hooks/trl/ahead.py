@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.rollouts import ONE_STEP_BEHIND
 from hf_parallel.hooks import runtime
@@ -24,6 +24,12 @@ from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trl.servers import ASKED_AHEAD
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch.utils.data import BatchSampler, DataLoader
+    from trl import GRPOTrainer
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
 
 _GRPO = "trl.trainer.grpo_trainer:GRPOTrainer"
 #: In the first row of a batch: the rows of the generation batch after it.
@@ -41,7 +47,7 @@ def is_on() -> bool:
 class Upcoming:
     """A batch sampler that names, behind the rows of a batch, those of the batch `distance` later, if there is one."""
 
-    def __init__(self, batch_sampler: Any, distance: int) -> None:
+    def __init__(self, batch_sampler: BatchSampler, distance: int) -> None:
         self.batch_sampler, self.distance = batch_sampler, distance
         self.batch_size, self.drop_last = batch_sampler.batch_size, batch_sampler.drop_last
 
@@ -70,7 +76,7 @@ def _collated(collate: Callable, rows: int, examples: list) -> list:
 
 
 @patch(f"{_GRPO}.get_train_dataloader", "shows no batch before its turn", since="1.16")
-def get_train_dataloader(original: Callable, self: Any) -> Any:
+def get_train_dataloader(original: Callable, self: GRPOTrainer) -> DataLoader:
     """Batches that know the one after them."""
     loader = original(self)
     if not is_on():
@@ -86,7 +92,7 @@ def get_train_dataloader(original: Callable, self: Any) -> Any:
     return loader
 
 
-def take_upcoming(trainer: Any, inputs: list[dict]) -> None:
+def take_upcoming(trainer: GRPOTrainer, inputs: list[dict]) -> None:
     """Remember the rows after these, and leave them out of what reward functions see."""
     record_of(trainer).upcoming = inputs[0].pop(_NEXT, None)
 
@@ -136,12 +142,12 @@ def _call(call: Callable[[], dict], answer: Future) -> None:
         answer.set_exception(error)
 
 
-def _questions(client: Any) -> Questions:
+def _questions(client: VLLMClient) -> Questions:
     return vars(client).setdefault("_hf_parallel_questions", Questions())
 
 
 @patch("trl.generation.vllm_client:VLLMClient.generate", "waits for what it asks", since="1.16")
-def generate(original: Callable, self: Any, prompts: list, *args: Any, **kwargs: Any) -> dict:
+def generate(original: Callable, self: VLLMClient, prompts: list, *args: object, **kwargs: object) -> dict:
     """What was asked ahead is there, or soon will be."""
     questions, asked = _questions(self), (prompts, args, kwargs)
     call = functools.partial(original, self, prompts, *args, **kwargs)
@@ -152,7 +158,7 @@ def generate(original: Callable, self: Any, prompts: list, *args: Any, **kwargs:
 
 
 @patch("trl.generation.vllm_generation:VLLMGeneration.sync_weights", "sends while completions are drawn", since="1.16")
-def sync_weights(original: Callable, self: Any) -> None:
+def sync_weights(original: Callable, self: VLLMGeneration) -> None:
     """Completions that are being drawn are drawn to their end by the weights that they began with."""
     if hasattr(self, "vllm_client"):
         _questions(self.vllm_client).wait()
@@ -160,7 +166,7 @@ def sync_weights(original: Callable, self: Any) -> None:
 
 
 @patch(f"{_GRPO}._generate_single_turn", "draws in turn with training", since="1.16")
-def generate_single_turn(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any:
+def generate_single_turn(original: Callable, self: GRPOTrainer, *args: object, **kwargs: object) -> object:
     """Now that the server has this step's weights and these completions are there: draw for the next step."""
     drawn = original(self, *args, **kwargs)
     record = record_of(self)
@@ -170,14 +176,14 @@ def generate_single_turn(original: Callable, self: Any, *args: Any, **kwargs: An
     return drawn
 
 
-def _is_last(trainer: Any) -> bool:
+def _is_last(trainer: GRPOTrainer) -> bool:
     """Will no step train on what is generated next?"""
     every, calls = trainer.args.steps_per_generation * trainer.num_iterations, trainer.args.gradient_accumulation_steps
     steps = (trainer._step % calls + every) // calls
     return trainer.state.global_step + steps >= trainer.state.max_steps
 
 
-def _ask_ahead(trainer: Any, prompts: list) -> None:
+def _ask_ahead(trainer: GRPOTrainer, prompts: list) -> None:
     """As TRL itself would ask, but that nobody waits for the answer."""
     ids, images, _ = trainer._tokenize_prompts(prompts)
     generation = trainer.vllm_generation

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,20 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+    from torch import nn
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
 TRAINERS = ("trl.trainer.grpo_trainer.GRPOTrainer", "trl.trainer.rloo_trainer.RLOOTrainer")
 #: Losses of GRPO that are a sum over tokens, divided by their number over all processes.
 _SUMS = ("cispo", "dapo", "vespo")
 
 
-def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None:
+def check(
+    trainer: GRPOTrainer | RLOOTrainer,
+    args: GRPOConfig | RLOOConfig,
+    eval_dataset: object,
+    model: nn.Module | None = None,
+) -> None:
     """Refuse what would not be the same on all ranks of a model, or not that of one process, by name."""
     mesh = runtime.mesh()
     data_ranks = mesh.data_size
@@ -95,12 +102,12 @@ def check(trainer: Any, args: Any, eval_dataset: Any, model: Any = None) -> None
             refuse(f"{type(trainer).__name__} with {spelled}", why, works)
 
 
-def couples_rows(trainer: Any) -> bool:
+def couples_rows(trainer: GRPOTrainer | RLOOTrainer) -> bool:
     """GRPO's losses that are none of single rows: a quantile over the batch, a mean over its tokens."""
     return getattr(trainer, "top_entropy_quantile", 1.0) < 1 or getattr(trainer, "loss_type", "") == "bnpo"
 
 
-def _has_no_length(dataset: Any) -> bool:
+def _has_no_length(dataset: object) -> bool:
     from transformers.trainer_utils import has_length
 
     sets = dataset.values() if isinstance(dataset, dict) else [dataset]
@@ -112,7 +119,7 @@ def _has_no_length(dataset: Any) -> bool:
 
 @patch("trl.trainer.{grpo,rloo}_trainer:pad", "pads by process")
 def pad(
-    original: Callable, tensors: list, padding_value: Any = 0, padding_side: str = "right", **kwargs: Any
+    original: Callable, tensors: list, padding_value: float = 0, padding_side: str = "right", **kwargs: object
 ) -> torch.Tensor:
     """To the longest row of the global batch: models with absolute positions count padding too."""
     padded, mesh = original(tensors, padding_value, padding_side, **kwargs), runtime.mesh()
@@ -147,7 +154,7 @@ def split_tensor_dict(original: Callable, tensor_dict: dict, num_chunks: int) ->
     return original(batch, parts)
 
 
-def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
+def _rows_of_all(value: object, wanted: torch.Tensor) -> object:
     """These rows of the data ranks' tensors behind one another; all have the same shape."""
     if not torch.is_tensor(value) or value.ndim == 0:
         return value
@@ -164,7 +171,7 @@ def _rows_of_all(value: Any, wanted: torch.Tensor) -> Any:
     "trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._generate_and_score_completions",
     "takes rows by process, repeated ones too",
 )
-def generate_and_score(original: Callable, self: Any, inputs: list[dict]) -> dict:
+def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict]) -> dict:
     """The same random state for the ranks of one model, and scores of the rows that are not repeated."""
     runtime.equalise_within_model(0)
     ahead.take_upcoming(self, inputs)
@@ -183,7 +190,7 @@ def generate_and_score(original: Callable, self: Any, inputs: list[dict]) -> dic
 
 
 @patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._calculate_rewards", "asks on every process")
-def calculate_rewards(original: Callable, self: Any, *args: Any) -> torch.Tensor:
+def calculate_rewards(original: Callable, self: GRPOTrainer | RLOOTrainer, *args: object) -> torch.Tensor:
     """What a reward function says may differ from call to call: one rank's word counts for its whole model.
 
     Repeated rows have none, which TRL leaves out of its means.
@@ -201,7 +208,9 @@ def calculate_rewards(original: Callable, self: Any, *args: Any) -> torch.Tensor
     "trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._get_per_token_logps_and_entropies",
     "asks one stage",
 )
-def per_token_scores(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+def per_token_scores(
+    original: Callable, self: GRPOTrainer | RLOOTrainer, model: nn.Module, *args: object, **kwargs: object
+) -> object:
     """Before the loss, policy and reference are asked for log-probabilities: the last stage of a pipeline answers."""
     state = runtime.parallel_state(model)
     if state is None or state.pipeline is None or state.pipeline.pipelines.session is not None:
@@ -212,7 +221,7 @@ def per_token_scores(original: Callable, self: Any, model: Any, *args: Any, **kw
 # ---- ragged last batches of an evaluation --------------------------------------------------------------------------
 
 
-def _real_rows(trainer: Any, rows: int) -> list[int] | None:
+def _real_rows(trainer: GRPOTrainer | RLOOTrainer, rows: int) -> list[int] | None:
     """How many rows of each data rank's batch are not repeats; None if none is. Batches to train on are whole."""
     mesh, state = runtime.mesh(), trainer.accelerator.gradient_state
     if trainer.model.training or mesh.data_size == 1 or not state.end_of_dataloader:
@@ -224,21 +233,21 @@ def _real_rows(trainer: Any, rows: int) -> list[int] | None:
     return [max(0, min(rows, left - rank * rows)) for rank in range(mesh.data_size)] if left else None
 
 
-def _real_lengths(accelerator: Accelerator, real: int, original: Callable, prompts: list) -> Any:
+def _real_lengths(accelerator: Accelerator, real: int, original: Callable, prompts: list) -> object:
     """`_generate`, which tells of lengths: those of the rows that are not repeated."""
     gather = accelerator.gather
     with replacing(accelerator, gather=lambda tensor: gather(tensor)[:real]):
         return original(prompts)
 
 
-def _real_scores(real: list[int], original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _real_scores(real: list[int], original: Callable, *args: object, **kwargs: object) -> tuple:
     """Log-probabilities of repeated rows are zero: policy and reference agree about them."""
     logps, *others = original(*args, **kwargs)
     logps[real[runtime.mesh().data_rank] :] = 0
     return logps, *others
 
 
-def _without_repeats(trainer: Any, real: list[int], outputs: dict) -> dict:
+def _without_repeats(trainer: GRPOTrainer | RLOOTrainer, real: list[int], outputs: dict) -> dict:
     """Repeated rows keep their place but have no token that counts."""
     mesh, mask = runtime.mesh(), outputs["completion_mask"].clone()
     mask[real[mesh.data_rank] :] = 0
@@ -251,7 +260,7 @@ def _without_repeats(trainer: Any, real: list[int], outputs: dict) -> dict:
     return {**outputs, **changed}
 
 
-def _correct_logs(trainer: Any, real: int, rows: int, tokens_too_many: float) -> None:
+def _correct_logs(trainer: GRPOTrainer | RLOOTrainer, real: int, rows: int, tokens_too_many: float) -> None:
     """Take repeated rows out of tables and of what was divided by their number too."""
     logs, metrics = trainer._logs, trainer._metrics["eval"]
     for column in (logs["prompt"], logs["completion"], logs["advantages"], *logs["rewards"].values()):
@@ -267,7 +276,7 @@ def _correct_logs(trainer: Any, real: int, rows: int, tokens_too_many: float) ->
 # ---- the loss -------------------------------------------------------------------------------------------------------
 
 
-def weighted(trainer: Any, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
+def weighted(trainer: GRPOTrainer | RLOOTrainer, loss: torch.Tensor, inputs: dict) -> torch.Tensor:
     """What `compute_loss` returned, such that the average over data ranks is the loss of the global batch.
 
     Means over rows are that already, and sums over tokens, which TRL divides by the tokens of all processes.

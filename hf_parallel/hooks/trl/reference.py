@@ -9,17 +9,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
 from hf_parallel.rollouts.reference import ask, from_text
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, Trainer
 
 #: Seconds that the server may take to say who it is.
 _PATIENCE = 60
@@ -32,7 +35,6 @@ class ServedReference(nn.Module):
         super().__init__()
         self.address, self.temperature = address, temperature
         mesh = runtime.mesh()
-        self.asks = mesh.index("tp") == 0
         self.group = mesh.group_on_host("tp") if mesh.size("tp") > 1 else None
 
     def forward(
@@ -42,7 +44,7 @@ class ServedReference(nn.Module):
         labels: torch.Tensor | None = None,
         fused_lm_head: bool = False,
         use_cache: bool | None = None,
-        **others: Any,
+        **others: object,
     ) -> SimpleNamespace:
         """Log-probabilities of the labels; the first rank of a tp group asks."""
         given = next((name for name, value in others.items() if value is not None), None)
@@ -53,7 +55,7 @@ class ServedReference(nn.Module):
         assert labels is not None
         kind = input_ids.device.type
         dtype = str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else "none"
-        text = self._shared(
+        text = self._scores(
             input_ids=input_ids.tolist(),
             mask=attention_mask.tolist(),
             labels=labels.tolist(),
@@ -63,23 +65,17 @@ class ServedReference(nn.Module):
         scores = from_text(text, (labels.shape[0], labels.shape[1] - 1))
         return SimpleNamespace(log_probs=scores.to(input_ids.device))
 
-    def _shared(self, **told: Any) -> str:
+    def _scores(self, **told: object) -> str:
         """One rank's question, and its answer or its error for all of the group."""
-        answer: list[Any] = [None, None]
-        if self.asks:
-            try:
-                answer[0] = ask(self.address, "log_probs", **told)["log_probs"]
-            except RuntimeError as error:
-                answer[1] = str(error)
-        if self.group is not None:
-            dist.broadcast_object_list(answer, group=self.group, group_src=0)
-        if answer[1] is not None:
-            raise RuntimeError(answer[1])
-        return answer[0]
 
-    def check(self, policy: Any) -> None:
+        def answer() -> str:
+            return ask(self.address, "log_probs", told)["log_probs"]
+
+        return answer() if self.group is None else objects.from_one(answer, self.group, errors=(RuntimeError,))
+
+    def check(self, policy: PreTrainedModel) -> None:
         """Refuse a model of another kind than the policy's."""
-        facts, what = ask(self.address, "reference", _PATIENCE), f"reference={self.address}"
+        facts, what = ask(self.address, "reference", timeout=_PATIENCE), f"reference={self.address}"
         dtype = str(policy.dtype).removeprefix("torch.")
         if facts["dtype"] != dtype:
             refuse(
@@ -97,7 +93,7 @@ class ServedReference(nn.Module):
     "trl.trainer.{dpo_trainer:DPOTrainer,grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}.__init__",
     "loads the reference on every rank",
 )
-def init(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+def init(original: Callable, self: Trainer, model: object, *args: object, **kwargs: object) -> None:
     """Where a reference is served, it is not loaded: of two models that the trainer would load it is the second."""
     address = runtime.mesh().config.reference
     if address is None:
@@ -109,12 +105,12 @@ def init(original: Callable, self: Any, model: Any, *args: Any, **kwargs: Any) -
         refuse(f"reference={address}", "this TRL asks its reference in another way", "trl 1.16")
     loads = iter([load] if isinstance(model, str) else [])
 
-    def served(*args: Any, **kwargs: Any) -> Any:
+    def served(*args: object, **kwargs: object) -> object:
         return next(loads, lambda *_, **__: ServedReference(address, getattr(self, "temperature", 1.0)))(
             *args, **kwargs
         )
 
-    def headed(model: Any, *args: Any, **kwargs: Any) -> None:
+    def headed(model: object, *args: object, **kwargs: object) -> None:
         if not isinstance(model, ServedReference):
             add_head(model, *args, **kwargs)
 

@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+    from trl import GRPOTrainer
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
@@ -66,7 +67,7 @@ def _groups(generation: VLLMGeneration) -> list:
     return generation._hf_parallel_groups
 
 
-def _base(model: PreTrainedModel) -> Any:
+def _base(model: PreTrainedModel) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
@@ -87,7 +88,7 @@ def _own_names(model: PreTrainedModel) -> Callable[[str], str | None]:
 # ---- how far the server is off -------------------------------------------------------------------------------------
 
 
-def correct_means(trainer: Any, outputs: dict) -> None:
+def correct_means(trainer: GRPOTrainer, outputs: dict) -> None:
     """TRL logs the mean over processes of means over their tokens: of the global batch it is one over all tokens."""
     mesh, ratio = runtime.mesh(), outputs.get("importance_sampling_ratio")
     if ratio is None or mesh.data_size == 1:
@@ -113,7 +114,7 @@ def correct_means(trainer: Any, outputs: dict) -> None:
     "asks for vLLM where only its server is talked to",
     since="1.16",
 )
-def available(original: Callable) -> Callable[..., bool]:
+def available(original: Callable) -> Callable:
     """Whether it is needed the server tells, in `init_communicator`."""
     return lambda *args, **kwargs: True
 

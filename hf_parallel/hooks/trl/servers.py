@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hf_parallel.axes.rollouts import IN_TURN, ONE_STEP_BEHIND
 from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainingArguments
 
 ASKED_AHEAD = f"rollouts={ONE_STEP_BEHIND}"
 #: Trainers that ask their reference in the way that is known.
@@ -22,14 +25,19 @@ def refuse_loop() -> None:
             refuse(f"{name}={value}", "only TRL's trainers ask servers", f"{name}={str(default).lower()}")
 
 
-def check(trainer: Any, args: Any) -> None:
+def classes_of(trainer: Trainer) -> list[type]:
+    """TRL's among its classes, the innermost one first; none of another library's trainer."""
+    return [cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")]
+
+
+def check(trainer: Trainer, args: TrainingArguments) -> None:
     """Refuse a Trainer that would not ask, or not what was meant."""
-    kinds = {cls.__name__ for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")}
+    kinds = {cls.__name__ for cls in classes_of(trainer)}
     _check_rollouts(type(trainer).__name__, kinds, args)
     _check_reference(type(trainer).__name__, kinds, args)
 
 
-def _check_rollouts(name: str, kinds: set[str], args: Any) -> None:
+def _check_rollouts(name: str, kinds: set[str], args: TrainingArguments) -> None:
     if runtime.mesh().config.rollouts == IN_TURN:
         return
     if "GRPOTrainer" not in kinds:
@@ -42,7 +50,7 @@ def _check_rollouts(name: str, kinds: set[str], args: Any) -> None:
         refuse(ASKED_AHEAD, why, "vllm_importance_sampling_correction=True")
 
 
-def _check_reference(name: str, kinds: set[str], args: Any) -> None:
+def _check_reference(name: str, kinds: set[str], args: TrainingArguments) -> None:
     address = runtime.mesh().config.reference
     if address is None:
         return

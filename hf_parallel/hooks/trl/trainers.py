@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
@@ -49,11 +50,11 @@ def check(
     trainer: Trainer, args: TrainingArguments, eval_dataset: object, model: PreTrainedModel | None = None
 ) -> None:
     """Refuse TRL's other trainers: what they do per process is not known to be that of one process."""
-    kind = next((cls for cls in type(trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    kind = next(iter(servers.classes_of(trainer)), None)
     if kind is not None:
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
         _refuse_old(kind, model)
-        kernels.check_losses(trainer, args)
+        kernels.check_losses(kind, args)
     servers.check(trainer, args)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
@@ -111,9 +112,12 @@ def needs_whole_batches(trainer: Trainer) -> bool:
 
 
 @patch("trl.trainer.{dpo_trainer:DPOTrainer,kto_trainer:KTOTrainer}.compute_ref_log_probs", "asks one stage")
-def reference_log_probs(original: Callable, self: Trainer, *args: Any) -> object:  # before TRL 1.9 without the model
+def reference_log_probs(
+    original: Callable, self: Trainer, *args: PreTrainedModel | dict
+) -> object:  # before TRL 1.9 without the model
     """Before training TRL asks the reference by itself: in a pipeline only the last stage can answer."""
-    state = runtime.parallel_state(args[0] if len(args) > 1 else self.ref_model or self.model)
+    model = args[0] if len(args) > 1 else self.ref_model or self.model  # TRL before 1.9 hands over the batch alone
+    state = runtime.parallel_state(model)
     if state is None or state.pipeline is None:
         return original(self, *args)
     with torch.no_grad():
@@ -134,7 +138,7 @@ def no_tensor(original: type) -> type:
 
 
 @replace("trl.trainer.utils:_ChunkedLogProbFunction", "multiplies by a whole head", since="1.8")
-def chunked_log_probs(original: Any) -> type:
+def chunked_log_probs(original: type[torch.autograd.Function]) -> type:
     """TRL's product of hidden states and head; over a head that is cut over tp, each rank takes its rows."""
 
     class LogProbs:
@@ -143,8 +147,8 @@ def chunked_log_probs(original: Any) -> type:
         @staticmethod
         def apply(
             hidden: torch.Tensor,
-            weight: Any,
-            bias: Any,
+            weight: torch.Tensor,
+            bias: torch.Tensor | None,
             targets: torch.Tensor,
             temperature: float,
             chunk_size: int,
@@ -153,11 +157,10 @@ def chunked_log_probs(original: Any) -> type:
             wanted: tuple[str, ...] = (),
         ) -> tuple:
             """As TRL's `apply`."""
-            mesh = weight.device_mesh if isinstance(weight, DTensor) else None
-            if mesh is None or mesh.mesh_dim_names != ("tp",) or not _all_have_rows(weight):
-                weight, bias = (w.full_tensor() if isinstance(w, DTensor) else w for w in (weight, bias))
-                return original.apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, scale, wanted)
-            group, vocabulary = mesh.get_group(), weight.shape[0]
+            if not isinstance(weight, DTensor) or not _is_cut_over_tp(weight):
+                whole = (w.full_tensor() if isinstance(w, DTensor) else w for w in (weight, bias))
+                return original.apply(hidden, *whole, targets, temperature, chunk_size, softcap, scale, wanted)
+            group, vocabulary = weight.device_mesh.get_group(), weight.shape[0]
             scaling = Scaling(temperature, softcap, scale)
             parts = local(weight), local(bias), targets, group, first_row(vocabulary, group), vocabulary, scaling
             scores = log_probs(hidden, *parts)
@@ -167,10 +170,12 @@ def chunked_log_probs(original: Any) -> type:
     return LogProbs
 
 
-def _all_have_rows(weight: DTensor) -> bool:
-    """A small vocabulary may leave the last ranks without any."""
+def _is_cut_over_tp(weight: DTensor) -> bool:
+    """Such that each rank has rows: a small vocabulary may leave the last ranks without any."""
     ranks = weight.device_mesh.size()
-    return (ranks - 1) * -(-weight.shape[0] // ranks) < weight.shape[0]
+    return (
+        weight.device_mesh.mesh_dim_names == ("tp",) and (ranks - 1) * -(-weight.shape[0] // ranks) < weight.shape[0]
+    )
 
 
 # ---- batches without padding ---------------------------------------------------------------------------------------
@@ -270,6 +275,4 @@ def hash_module(original: Callable, module: nn.Module) -> str:
         part = stored(tensor)
         digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
         digest.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, digest.hexdigest())
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
+    return hashlib.sha256(" ".join(objects.gather(digest.hexdigest())).encode()).hexdigest()

@@ -11,7 +11,7 @@ import math
 import os
 import re
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.monitor import record
@@ -20,7 +20,7 @@ from hf_parallel.spec import refuse
 _MOST_RANKS = 1 << 20  # a larger number is no layout
 LAYOUT, STATE, HANGS = "hf_parallel.json", "trainer_state.json", "hangs"
 
-Line: TypeAlias = dict[str, Any]  # of a file that the run wrote
+Line: TypeAlias = dict  # of a file that the run wrote
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def read_facts(folder: str) -> Facts:
 # ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _json(path: str) -> Any:
+def _json(path: str) -> object:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return json.load(file)
@@ -140,7 +140,7 @@ def _json(path: str) -> Any:
 
 def _record(folder: str) -> list[Line]:
     try:
-        return [line for line in record.read(folder) if isinstance(line, dict)]
+        return record.read(folder)
     except (SpecError, OSError, UnicodeDecodeError):
         return []
 
@@ -175,7 +175,7 @@ def _began(facts: Facts) -> float:
 def _hangs(folder: str, since: float) -> list[tuple[str, str]]:
     """What was found out since, then where each rank was: by its own words, or by those of the rank that told."""
 
-    def _json_of_run(path: str) -> Any:
+    def _json_of_run(path: str) -> object:
         return _json(path) if os.path.isfile(path) and os.stat(path).st_mtime >= since else None
 
     report = mapping(_json_of_run(os.path.join(folder, "report.json")))

@@ -16,6 +16,7 @@ from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.container import BarContainer
 
 
 #: Colours that the page has as --c0, --c1, …
@@ -60,7 +61,7 @@ def curves(name: str, lines: Sequence[Curve], unit: str) -> str:
         for line in lines:
             values = [value if math.isfinite(value) else math.nan for value in line.values]
             few = "o" if len(values) < 40 else None
-            style: dict[str, Any] = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
+            style: dict = {"color": _colour(line.colour), "linewidth": 1.6, "marker": few, "markersize": 3}
             axes.plot(line.steps, values, label=_plain(line.label), **style)
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.set_xlabel("step")
@@ -76,7 +77,7 @@ def bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
     rows = [len(group) for group in groups]
     with _figure(name, 1.1 + 0.24 * sum(rows) + 0.45 * len(groups)) as drawing:
         drawn = drawing.figure.subplots(len(groups), squeeze=False, height_ratios=[count + 0.5 for count in rows])
-        seen: dict[str, Any] = {}
+        seen: dict[str, BarContainer] = {}
         for axes, group in zip(drawn[:, 0], groups, strict=True):
             seen |= _stacked(axes, group)
             axes.locator_params(axis="x", nbins=6)
@@ -85,9 +86,9 @@ def bars(name: str, groups: Sequence[Sequence[Bar]], unit: str) -> str:
     return drawing.text
 
 
-def _stacked(axes: Axes, group: Sequence[Bar]) -> dict[str, Any]:
+def _stacked(axes: Axes, group: Sequence[Bar]) -> dict[str, BarContainer]:
     """Draw a group; a handle for each kind of part."""
-    seen: dict[str, Any] = {}
+    seen: dict[str, BarContainer] = {}
     for row, bar in enumerate(group):
         left = 0.0
         for part, value, colour in bar.parts:
@@ -135,8 +136,8 @@ class _figure:
         handles, labels = axes.get_legend_handles_labels()
         if entries is not None:
             handles, labels = list(entries.values()), [_plain(label) for label in entries]
-        style: Any = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
-        self.figure.legend(handles, labels, loc="outside lower left", ncols=3, **style)
+        narrow = {"handlelength": 1.0, "columnspacing": 1.2, "handletextpad": 0.4}
+        self.figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8, **narrow)
 
 
 def _plain(text: str) -> str:
