@@ -216,23 +216,43 @@ def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelStat
     return lambda name: any(part in name for part in parts) or name.startswith(ends_of)
 
 
-@patch("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "cuts in another order")
-def reshard_for_load(
-    original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+@patch("peft.utils.save_and_load:set_peft_model_state_dict", "cuts in another order", copies=True)
+def set_state_dict(
+    original: Callable,
+    model: nn.Module,
+    peft_model_state_dict: dict[str, torch.Tensor],
+    *args: object,
+    **kwargs: object,
+) -> object:
     """This rank's part of every tensor of an adapter's file, in the order in which it is stored."""
-    if runtime.parallel_state(model) is None:
-        return original(model, state_dict)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for key, tensor in state_dict.items():
-        own = parameters.get(key)
-        if own is None:
-            continue
-        part = read(tensor, local_part(own, stored_order(model, key)))
-        with torch.no_grad():
-            local(own).copy_(part)
-        state_dict[key] = own.detach()
-    return state_dict
+    shown: Any = model if runtime.parallel_state(model) is None else _Uncut(model)
+    return original(shown, peft_model_state_dict, *args, **kwargs)
+
+
+class _Uncut:
+    """Stands for a model whose parameters are whole, so that peft cuts none; takes whole values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole, without values."""
+        for name, parameter in self._model.named_parameters():
+            yield name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], **how: Any) -> object:
+        """Each rank takes its part; tensors of other stages are unexpected, as to any module."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        own = {key: parameters[key] for key in state_dict if key in parameters}
+        for key, parameter in own.items():
+            part = read(state_dict[key], local_part(parameter, stored_order(self._model, key)))
+            with torch.no_grad():
+                local(parameter).copy_(part)
+        parts = {key: parameter.detach() for key, parameter in own.items()}
+        return self._model.load_state_dict({**state_dict, **parts}, **how)
 
 
 def load_adapter_weights(model: nn.Module, directory: str) -> None:
