@@ -43,8 +43,8 @@ What was looked at to need fewer, and why it is not done:
 
 - *The number and index of processes as values of accelerate's states.* `TrainingArguments` and scripts make the states
   anew, and what is set in them would have to be taken back when a layout ends; a property of the class answers.
-- *`_cast_adapter_dtype` of PEFT.* Adapters are split after PEFT's last change; in `inject_adapter` it is not known yet
-  which dtype they will have, and FSDP2 would hold those from before.
+- *`inject_adapter` of PEFT alone.* Adapters are split after PEFT's last change, at the end of `PeftModel.__init__` and
+  `add_adapter`; in `inject_adapter` it is not known yet which dtype they will have.
 - *One subclass of `Accelerator` bound in its place.* It serves no `Accelerator` that exists already: scripts make
   theirs before `TrainingArguments(parallel=…)`, and `--parallel auto` chooses inside the `prepare` of one. Those would
   wrap a model in DDP without a word. After it `isinstance(accelerator, Accelerator)` is false for them, and a class

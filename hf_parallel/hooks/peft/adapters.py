@@ -2,7 +2,7 @@
 
     get_peft_model / PeftModel.from_pretrained
         inject_adapter        on every stage the names and random numbers of one process; adapters of full size
-        _cast_adapter_dtype   the last step that replaces parameters: then A and B are split and given to FSDP2
+        casts their dtype     the last step that replaces parameters: then A and B are split and given to FSDP2
     save_pretrained           whole adapters gathered, none of the base; rank 0 writes peft's own folder
 
 Each patch takes the original. Without a parallel base they do what peft does.
@@ -74,20 +74,30 @@ def inject_adapter(
         model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
 
 
-@patch("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "leaves adapters whole on every rank")
-def cast_adapter_dtype(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> None:
-    """Split the adapters when peft is done with them."""
-    original(self, *args, **kwargs)
-    state = runtime.parallel_state(self.model)
+@patch("peft.peft_model:PeftModel.__init__", "leaves adapters whole on every rank")
+def init_model(
+    original: Callable, self: PeftModel, model: nn.Module, peft_config: PeftConfig, *args: object, **kwargs: object
+) -> None:
+    """Split the first adapters when peft is done with them."""
+    original(self, model, peft_config, *args, **kwargs)
+    place_adapters(self)
+
+
+def place_adapters(model: PeftModel) -> None:
+    """Split the adapters of a parallel base; those that are split already stay as they are."""
+    base = model.get_base_model()
+    state = runtime.parallel_state(base)
     if state is not None:
-        place(self.model, state)
+        place(base, state)
 
 
-@patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", "reads sizes off shards")
-def in_out_features(original: Callable, self: LoraLayer, module: nn.Module) -> object:
+@patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
+def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
     """Full-size adapters: what peft reads off a shard is that shard's size."""
-    is_linear = isinstance(module, nn.Linear) and hasattr(module, "in_features")
-    return (module.in_features, module.out_features) if is_linear else original(self, module)
+    original(self, base_layer, *args, **kwargs)
+    base = self.get_base_layer()
+    if isinstance(base, nn.Linear) and hasattr(base, "in_features") and not hasattr(self, "parameter_name"):
+        self.in_features, self.out_features = base.in_features, base.out_features
 
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
@@ -130,15 +140,16 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
         local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
 
 
-@patch("peft.peft_model:PeftModel.add_adapter", "prompt learning changes the rows that stages expect")
+@patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole; prompts change the rows that stages expect")
 def add_adapter(
     original: Callable, self: PeftModel, adapter_name: str, peft_config: PeftConfig, *args: object, **kwargs: object
 ) -> None:
-    """Prompt learning adds no layers, so nothing else would notice it."""
+    """Split the new adapters. Prompt learning adds no layers, so nothing else would notice it."""
     within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
     if peft_config.is_prompt_learning and within_layout:
         refuse(f"peft_type={peft_config.peft_type.value}", "not part of this version", "LoRA")
     original(self, adapter_name, peft_config, *args, **kwargs)
+    place_adapters(self)
 
 
 @contextlib.contextmanager
