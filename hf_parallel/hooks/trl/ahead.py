@@ -22,6 +22,7 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.hooks.trl import server_mode
 from hf_parallel.hooks.trl.servers import ASKED_AHEAD
 from hf_parallel.spec import refuse
 
@@ -155,14 +156,15 @@ def generate(original: Callable, self: Any, prompts: list, *args: Any, **kwargs:
 
 @patch(
     "trl.generation.vllm_generation:VLLMGeneration.sync_weights",
-    "sends while completions are drawn",
+    "sends parts, while completions are drawn",
     since="1.16",
 )
 def sync_weights(original: Callable, self: Any) -> None:
     """Completions that are being drawn are drawn to their end by the weights that they began with."""
     if hasattr(self, "vllm_client"):
         _questions(self.vllm_client).wait()
-    original(self)
+    with server_mode.shown_whole(self):
+        original(self)
 
 
 def _then_ahead(trainer: Any, generate: Callable, *args: Any, **kwargs: Any) -> Any:
