@@ -29,15 +29,18 @@ replacement too. Functions that change together (`{{grpo,rloo}}_trainer:pad`) sh
 {counts}
 
 On objects, not on classes: a Trainer's `compute_loss` and `prediction_step`, `on_save` and `on_step_end` of its
-callbacks, `save_pretrained` and the like of a parallel model; in a ragged batch of an evaluation, while it is
-computed, `gather_for_metrics` of an Accelerator and what TRL's generating trainers ask for lengths and scores.
+callbacks, `save_pretrained` and the like of a parallel model, `__new__` of the class that FSDP2 makes for one of
+sentence-transformers; `generate` of TRL's way to a server where completions are drawn ahead, and its `model` while
+weights are sent; in a ragged batch of an evaluation, while it is computed, `gather_for_metrics` of an Accelerator and
+what TRL's generating trainers ask for lengths and scores (`_generate`, `_get_per_token_logps_and_entropies`).
 
 Of 153 targets by 116 replacements, 33 of them private, {targets} by {replacements} are left, {private} of them
 private. The losses of TRL are weighed where all losses are, its casts are finished when its Trainer is made, its seeds
 follow from `process_index`; optimizers' steps are told by torch's hooks, the fp16 scaler is exchanged in `prepare`,
-rows are grouped in the sampler that it is given. Two that looked needless are needed, as tests say:
-`is_fsdp_managed_module` (torch marks what it shards, and Trainer then asks a config that is not there) and
-`_load_from_checkpoint` of sentence-transformers (it makes an object of the model's class, which FSDP2's is not for).
+rows are grouped in the sampler that it is given. New heads are whole inside the public `initialize_weights`, adapters
+are split where `PeftModel`'s public methods end, rewards count where they are gathered, and TRL sends the weights of a
+model that stands for the whole one. One that looked needless is needed, as tests say: `is_fsdp_managed_module` (torch
+marks what it shards, and Trainer then asks a config that is not there).
 
 What was looked at to need fewer, and why it is not done:
 
