@@ -62,6 +62,10 @@ What was looked at to need fewer, and why it is not done:
 - *Callbacks in the place of Trainer's private methods.* No event lies between a checkpoint's files and the place that
   reads them, and scripts override `_save` and call `_get_num_items_in_batch` themselves. A private target that is gone
   stops the start by name; a callback that comes too late does not.
+- *KTO's pairs made anew when its Trainer is made.* `evaluate` of a data set of its own computes the reference's
+  log-probabilities of the pairs before it calls a public method of Trainer.
+- *`is_distributed_loading_by_transformers` left off, against `_sync_replicated_trainable_parameters`.* Trainer would
+  then give its model to `prepare` as a loop does, and be watched and scaled as one.
 
 Where no layout is active, four targets change, so that plain Trainer resumes from the checkpoints of layouts.
 """
