@@ -30,22 +30,25 @@ modules that have imported it by name get the replacement too. Functions that ch
 {counts}
 
 On objects, not on classes: a Trainer's `compute_loss` and `prediction_step`, `on_save` and `on_step_end` of its
-callbacks, `save_pretrained` and the like of a parallel model; in a ragged batch of an evaluation, while it is
-computed, `gather_for_metrics` of an Accelerator and what TRL's generating trainers ask for lengths and scores.
+callbacks, `save_pretrained` and the like of a parallel model, `__new__` of the class that FSDP2 makes for one of
+sentence-transformers; `generate` of TRL's way to a server where completions are drawn ahead, and its `model` while
+weights are sent; in a ragged batch of an evaluation, while it is computed, `gather_for_metrics` of an Accelerator and
+what TRL's generating trainers ask for lengths and scores (`_generate`, `_get_per_token_logps_and_entropies`).
 
 Of 153 targets by 116 replacements, 33 of them private, {targets} by {replacements} are left, {private} of them
 private. The losses of TRL are weighed where all losses are, its casts are finished when its Trainer is made, its seeds
 follow from `process_index`; optimizers' steps are told by torch's hooks, the fp16 scaler is exchanged in `prepare`,
-rows are grouped in the sampler that it is given. Two that looked needless are needed, as tests say:
-`is_fsdp_managed_module` (torch marks what it shards, and Trainer then asks a config that is not there) and
-`_load_from_checkpoint` of sentence-transformers (it makes an object of the model's class, which FSDP2's is not for).
+rows are grouped in the sampler that it is given. New heads are whole inside the public `initialize_weights`, adapters
+are split where `PeftModel`'s public methods end, rewards count where they are gathered, and TRL sends the weights of a
+model that stands for the whole one. One that looked needless is needed, as tests say: `is_fsdp_managed_module` (torch
+marks what it shards, and Trainer then asks a config that is not there).
 
 What was looked at to need fewer, and why it is not done:
 
 - *The number and index of processes as values of accelerate's states.* `TrainingArguments` and scripts make the states
   anew, and what is set in them would have to be taken back when a layout ends; a property of the class answers.
-- *`_cast_adapter_dtype` of PEFT.* Adapters are split after PEFT's last change; in `inject_adapter` it is not known yet
-  which dtype they will have, and FSDP2 would hold those from before.
+- *`inject_adapter` of PEFT alone.* Adapters are split after PEFT's last change, at the end of `PeftModel.__init__` and
+  `add_adapter`; in `inject_adapter` it is not known yet which dtype they will have.
 - *One subclass of `Accelerator` bound in its place.* It serves no `Accelerator` that exists already: scripts make
   theirs before `TrainingArguments(parallel=…)`, and `--parallel auto` chooses inside the `prepare` of one. Those would
   wrap a model in DDP without a word. After it `isinstance(accelerator, Accelerator)` is false for them, and a class
@@ -60,6 +63,10 @@ What was looked at to need fewer, and why it is not done:
 - *Callbacks in the place of Trainer's private methods.* No event lies between a checkpoint's files and the place that
   reads them, and scripts override `_save` and call `_get_num_items_in_batch` themselves. A private target that is gone
   stops the start by name; a callback that comes too late does not.
+- *KTO's pairs made anew when its Trainer is made.* `evaluate` of a data set of its own computes the reference's
+  log-probabilities of the pairs before it calls a public method of Trainer.
+- *`is_distributed_loading_by_transformers` left off, against `_sync_replicated_trainable_parameters`.* Trainer would
+  then give its model to `prepare` as a loop does, and be watched and scaled as one.
 
 Where no layout is active, four targets change, so that plain Trainer resumes from the checkpoints of layouts.
 """

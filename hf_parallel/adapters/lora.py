@@ -17,7 +17,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -169,7 +169,7 @@ def split_embedding(down: nn.Module, name: str, mesh: DeviceMesh, device: torch.
     shard_parameter(down, name, mesh, 1, device)
 
 
-def can_split(base: nn.Module) -> bool:
+def can_split(base: nn.Module) -> TypeGuard[TensorParallelLayer]:
     """Is it known how adapters of this split layer are split?"""
     return isinstance(base, ColumnParallel | RowParallel | SharedHeads | PartialGradient | VocabParallel)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -44,10 +44,13 @@ def keep_last_batch(original: Callable, self: TrainingArguments) -> None:
 def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.Module) -> object:
     """What the loss and the model share is sharded; weights of the loss alone no data rank would average.
 
+    The trainer is being made, and its model sharded.
+
     Raises:
         SpecError: it has such weights.
     """
     prepared, mesh = original(self, loss, model), runtime.mesh()
+    _make_plain(type(model))
     alone = [name for name, p in prepared.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
     if alone and mesh.data_size > 1:
         refuse(
@@ -58,23 +61,27 @@ def prepare_loss(original: Callable, self: Trainer, loss: nn.Module, model: nn.M
     return prepared
 
 
+def _make_plain(kind: type) -> None:
+    """An object that is made of FSDP2's class of a model, as to load a checkpoint, is one of the script's class.
+
+    FSDP2 itself makes it too, but calls its `__init__` without what it is given later.
+    """
+    if not issubclass(kind, FSDPModule):
+        return
+    own: Any = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+
+    def new(cls: type, *args: object, **kwargs: object) -> object:
+        made = own.__new__(own)
+        if args or kwargs:
+            made.__init__(*args, **kwargs)
+        return made
+
+    kind.__new__ = new  # type: ignore[method-assign]
+
+
 def saves_on_one_rank(trainer: Trainer) -> bool:
     """Does its `_save` expect to be called on one rank? The others give their weights."""
     return any(cls.__module__ == "sentence_transformers.base.trainer" for cls in type(trainer).__mro__)
-
-
-@patch(
-    "sentence_transformers.base.trainer:BaseTrainer._load_from_checkpoint",
-    "makes another model of the sharded one's class",
-)
-def load_from_checkpoint(original: Callable, self: Trainer, checkpoint_path: str) -> None:
-    """A model of the script's class is loaded, and gives its weights: FSDP2's class of the model cannot be loaded."""
-    kind = type(self.model)
-    self.model.__class__ = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
-    try:
-        original(self, checkpoint_path)
-    finally:
-        self.model.__class__ = kind
 
 
 @patch("sentence_transformers.util.distributed:get_rank", "finds its rows by process", copies=True)

@@ -1,11 +1,13 @@
 """The stand-in for vLLM's server, asked by TRL's own client; and what a rank holds while it sends weights."""
 
+import contextlib
 import copy
 from types import SimpleNamespace
 from urllib.parse import urlparse
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("trl")
@@ -196,8 +198,26 @@ def held(root, spec: str, limit: int) -> tuple[dict, int]:
         return whole
 
     stream.gathered = counted
-    generation = SimpleNamespace(model=AutoModelForCausalLM.from_pretrained(root), _weight_metadata=[])
-    return dict(VLLMGeneration._iter_named_params(generation)), max(sizes)
+    sent: dict[str, torch.Tensor] = {}
+    generation = VLLMGeneration.__new__(VLLMGeneration)
+    generation.model, generation.mode = AutoModelForCausalLM.from_pretrained(root), "server"
+    generation._weight_metadata = None
+    generation._dist = SimpleNamespace(is_fsdp=False, gather_params=contextlib.nullcontext)
+    generation.accelerator = Accelerator(cpu=True)
+    generation.vllm_client = SimpleNamespace(
+        update_named_params=lambda metadata, named: sent.update(checked(metadata, named)),
+        reset_prefix_cache=lambda: None,
+    )
+    generation.sync_weights()
+    return sent, max(sizes)
+
+
+def checked(metadata: list, named) -> dict[str, torch.Tensor]:
+    """What is sent, if it is what was announced."""
+    sent = dict(named)
+    found = [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in sent.items()]
+    assert found == metadata
+    return sent
 
 
 @pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2,pp=2"])

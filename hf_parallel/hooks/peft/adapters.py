@@ -2,7 +2,7 @@
 
     get_peft_model / PeftModel.from_pretrained
         inject_adapter        on every stage the names and random numbers of one process; adapters of full size
-        _cast_adapter_dtype   the last step that replaces parameters: then A and B are split and given to FSDP2
+        casts their dtype     the last step that replaces parameters: then A and B are split and given to FSDP2
     save_pretrained           whole adapters gathered, none of the base; rank 0 writes peft's own folder
 
 Each patch takes the original. Without a parallel base they do what peft does.
@@ -74,20 +74,30 @@ def inject_adapter(
         model._hf_parallel_unplaced = model.register_forward_pre_hook(_refuse_unplaced)
 
 
-@patch("peft.tuners.tuners_utils:BaseTuner._cast_adapter_dtype", "leaves adapters whole on every rank")
-def cast_adapter_dtype(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> None:
-    """Split the adapters when peft is done with them."""
-    original(self, *args, **kwargs)
-    state = runtime.parallel_state(self.model)
+@patch("peft.peft_model:PeftModel.__init__", "leaves adapters whole on every rank")
+def init_model(
+    original: Callable, self: PeftModel, model: nn.Module, peft_config: PeftConfig, *args: object, **kwargs: object
+) -> None:
+    """Split the first adapters when peft is done with them."""
+    original(self, model, peft_config, *args, **kwargs)
+    place_adapters(self)
+
+
+def place_adapters(model: PeftModel) -> None:
+    """Split the adapters of a parallel base; those that are split already stay as they are."""
+    base = model.get_base_model()
+    state = runtime.parallel_state(base)
     if state is not None:
-        place(self.model, state)
+        place(base, state)
 
 
-@patch("peft.tuners.lora.layer:LoraLayer._get_in_out_features", "reads sizes off shards")
-def in_out_features(original: Callable, self: LoraLayer, module: nn.Module) -> object:
+@patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
+def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
     """Full-size adapters: what peft reads off a shard is that shard's size."""
-    is_linear = isinstance(module, nn.Linear) and hasattr(module, "in_features")
-    return (module.in_features, module.out_features) if is_linear else original(self, module)
+    original(self, base_layer, *args, **kwargs)
+    base = self.get_base_layer()
+    if isinstance(base, nn.Linear) and hasattr(base, "in_features") and not hasattr(self, "parameter_name"):
+        self.in_features, self.out_features = base.in_features, base.out_features
 
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
@@ -130,15 +140,16 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
         local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
 
 
-@patch("peft.peft_model:PeftModel.add_adapter", "prompt learning changes the rows that stages expect")
+@patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole; prompts change the rows that stages expect")
 def add_adapter(
     original: Callable, self: PeftModel, adapter_name: str, peft_config: PeftConfig, *args: object, **kwargs: object
 ) -> None:
-    """Prompt learning adds no layers, so nothing else would notice it."""
+    """Split the new adapters. Prompt learning adds no layers, so nothing else would notice it."""
     within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
     if peft_config.is_prompt_learning and within_layout:
         refuse(f"peft_type={peft_config.peft_type.value}", "not part of this version", "LoRA")
     original(self, adapter_name, peft_config, *args, **kwargs)
+    place_adapters(self)
 
 
 @contextlib.contextmanager
@@ -216,23 +227,43 @@ def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelStat
     return lambda name: any(part in name for part in parts) or name.startswith(ends_of)
 
 
-@patch("peft.utils.save_and_load:_reshard_dtensor_values_for_load", "cuts in another order")
-def reshard_for_load(
-    original: Callable, model: nn.Module, state_dict: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+@patch("peft.utils.save_and_load:set_peft_model_state_dict", "cuts in another order", copies=True)
+def set_state_dict(
+    original: Callable,
+    model: nn.Module,
+    peft_model_state_dict: dict[str, torch.Tensor],
+    *args: object,
+    **kwargs: object,
+) -> object:
     """This rank's part of every tensor of an adapter's file, in the order in which it is stored."""
-    if runtime.parallel_state(model) is None:
-        return original(model, state_dict)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for key, tensor in state_dict.items():
-        own = parameters.get(key)
-        if own is None:
-            continue
-        part = read(tensor, local_part(own, stored_order(model, key)))
-        with torch.no_grad():
-            local(own).copy_(part)
-        state_dict[key] = own.detach()
-    return state_dict
+    shown = model if runtime.parallel_state(model) is None else _Uncut(model)
+    return original(shown, peft_model_state_dict, *args, **kwargs)
+
+
+class _Uncut:
+    """Stands for a model whose parameters are whole, so that peft cuts none; takes whole values."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole, without values."""
+        for name, parameter in self._model.named_parameters():
+            yield name, torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor], **how: bool) -> object:
+        """Each rank takes its part; tensors of other stages are unexpected, as to any module."""
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
+        own = {key: parameters[key] for key in state_dict if key in parameters}
+        for key, parameter in own.items():
+            part = read(state_dict[key], local_part(parameter, stored_order(self._model, key)))
+            with torch.no_grad():
+                local(parameter).copy_(part)
+        parts = {key: parameter.detach() for key, parameter in own.items()}
+        return self._model.load_state_dict({**state_dict, **parts}, **how)
 
 
 def load_adapter_weights(model: nn.Module, directory: str) -> None:

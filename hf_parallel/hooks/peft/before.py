@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.peft import settings as peft_settings
+from hf_parallel.hooks.peft.placing import place
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
     for name in configs:
         tuner.inject_adapter(tuner.model, name)
         tuner._cast_adapter_dtype(adapter_name=name, autocast_adapter_dtype=True)
+        state = runtime.parallel_state(tuner.model)
+        assert state is not None
+        place(tuner.model, state)
         set_peft_model_state_dict(model, _from_first_rank(kept[name], tuner.model), adapter_name=name)
     tuner.set_adapter(active, inference_mode=not trains)
 

@@ -6,8 +6,9 @@ read yet (see `checkpoint.lazy_tensor`), and read this rank's part when the resu
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -91,9 +92,14 @@ def set_parameter(
     original(model, name, value, info, *args, **kwargs)
 
 
-@patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "stages would draw alike")
+@patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "new heads unequal, stages draw alike")
 def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     """Stages draw new weights one after the other, so that each draws what one process would."""
+    with _drawn_whole(self):
+        _draw_by_stage(original, self)
+
+
+def _draw_by_stage(original: Callable, self: PreTrainedModel) -> None:
     mesh, state = runtime.mesh(), runtime.parallel_state(self)
     if state is None or mesh.size("pp") == 1:
         return original(self)
@@ -106,19 +112,18 @@ def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
         runtime.equalise_random_state("pp", stage)
 
 
-@patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "new heads equal on all ranks")
-def initialize(original: Callable, self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object) -> None:
-    """A new head: draw the whole tensor, with the same random numbers on all ranks, and keep this rank's slice."""
-    held = ((name, parameter) for name, parameter in module._parameters.items() if parameter is not None)
-    new = {name: parameter for name, parameter in held if _is_new_part(module, parameter)}
-    for name, shard in new.items():
-        whole = torch.zeros(shard.shape, dtype=shard.dtype, device=local(shard).device)
-        module._parameters[name] = nn.Parameter(whole)
-    original(self, module, *args, **kwargs)
-    for name, shard in new.items():
-        part = local_part(shard, stored_order(module, name))
+@contextlib.contextmanager
+def _drawn_whole(model: PreTrainedModel) -> Iterator[None]:
+    """In here new weights, such as a head's, are whole: all ranks draw the same, and each keeps its slice."""
+    places = [(module, name, part) for module in model.modules() for name, part in module._parameters.items()]
+    new = [(module, name, part) for module, name, part in places if part is not None and _is_new_part(module, part)]
+    whole = {p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=local(p).device)) for _, _, p in new}
+    for module, name, shard in new:
+        module._parameters[name] = whole[shard]
+    yield
+    for module, name, shard in new:
         with torch.no_grad():
-            local(shard).copy_(read(module.get_parameter(name).detach(), part))
+            local(shard).copy_(read(module._parameters[name].detach(), local_part(shard, stored_order(module, name))))
         module._parameters[name] = shard
 
 

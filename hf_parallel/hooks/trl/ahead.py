@@ -22,6 +22,7 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.hooks.trl import server_mode
 from hf_parallel.hooks.trl.servers import ASKED_AHEAD
 from hf_parallel.spec import refuse
 
@@ -86,6 +87,8 @@ def get_train_dataloader(original: Callable, self: GRPOTrainer) -> DataLoader:
         refuse(ASKED_AHEAD, "a stream does not show its next rows", do="a train_dataset with a length works")
     if self.accelerator.is_main_process:
         _questions(self.vllm_generation.vllm_client).forget()  # of a training that was stopped
+    generation = self.vllm_generation
+    vars(generation)["generate"] = functools.partial(_then_ahead, self, type(generation).generate.__get__(generation))
     rows = self._train_batch_size * self.args.steps_per_generation
     vars(base)["batch_sampler"] = Upcoming(base.batch_sampler, self.args.steps_per_generation * self.num_iterations)
     base.collate_fn = functools.partial(_collated, base.collate_fn, rows)
@@ -157,22 +160,26 @@ def generate(original: Callable, self: VLLMClient, prompts: list, *args: object,
     return questions.taken(asked) or call()
 
 
-@patch("trl.generation.vllm_generation:VLLMGeneration.sync_weights", "sends while completions are drawn", since="1.16")
+@patch(
+    "trl.generation.vllm_generation:VLLMGeneration.sync_weights",
+    "sends parts, while completions are drawn",
+    since="1.16",
+)
 def sync_weights(original: Callable, self: VLLMGeneration) -> None:
     """Completions that are being drawn are drawn to their end by the weights that they began with."""
     if hasattr(self, "vllm_client"):
         _questions(self.vllm_client).wait()
-    original(self)
+    with server_mode.shown_whole(self):
+        original(self)
 
 
-@patch(f"{_GRPO}._generate_single_turn", "draws in turn with training", since="1.16")
-def generate_single_turn(original: Callable, self: GRPOTrainer, *args: object, **kwargs: object) -> object:
+def _then_ahead(trainer: GRPOTrainer, generate: Callable, *args: object, **kwargs: object) -> object:
     """Now that the server has this step's weights and these completions are there: draw for the next step."""
-    drawn = original(self, *args, **kwargs)
-    record = record_of(self)
+    drawn = generate(*args, **kwargs)
+    record = record_of(trainer)
     rows, record.upcoming = record.upcoming, None
-    if rows is not None and self.model.training and not _is_last(self):
-        _ask_ahead(self, [copy.deepcopy(row["prompt"]) for row in rows])
+    if rows is not None and trainer.model.training and not _is_last(trainer):
+        _ask_ahead(trainer, generate, [copy.deepcopy(row["prompt"]) for row in rows])
     return drawn
 
 
@@ -183,10 +190,10 @@ def _is_last(trainer: GRPOTrainer) -> bool:
     return trainer.state.global_step + steps >= trainer.state.max_steps
 
 
-def _ask_ahead(trainer: GRPOTrainer, prompts: list) -> None:
+def _ask_ahead(trainer: GRPOTrainer, generate: Callable, prompts: list) -> None:
     """As TRL itself would ask, but that nobody waits for the answer."""
     ids, images, _ = trainer._tokenize_prompts(prompts)
     generation = trainer.vllm_generation
     questions = _questions(generation.vllm_client) if trainer.accelerator.is_main_process else Questions()
     with replacing(questions, ahead=True):
-        generation.generate(prompts=ids, images=images, num_generations=trainer.num_generations)
+        generate(prompts=ids, images=images, num_generations=trainer.num_generations)

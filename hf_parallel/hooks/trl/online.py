@@ -7,8 +7,10 @@ padded and shuffled over the global batch, so that each micro-batch holds the ro
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
@@ -177,31 +179,51 @@ def generate_and_score(original: Callable, self: GRPOTrainer | RLOOTrainer, inpu
     ahead.take_upcoming(self, inputs)
     step = record_of(self).step
     step.generated = _real_rows(self, len(inputs))
-    if step.generated is None:
-        outputs = original(self, inputs)
-        server_mode.correct_means(self, outputs)
-        return outputs
-    scores = functools.partial(_real_scores, step.generated, self._get_per_token_logps_and_entropies)
-    lengths = functools.partial(_real_lengths, self.accelerator, sum(step.generated), self._generate)
-    with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
-        outputs = _without_repeats(self, step.generated, original(self, inputs))
+    with _scoring(step.generated):
+        outputs = _generated(original, self, inputs, step.generated)
     server_mode.correct_means(self, outputs)
     return outputs
 
 
-@patch("trl.trainer.{grpo_trainer:GRPOTrainer,rloo_trainer:RLOOTrainer}._calculate_rewards", "asks on every process")
-def calculate_rewards(original: Callable, self: GRPOTrainer | RLOOTrainer, *args: object) -> torch.Tensor:
-    """What a reward function says may differ from call to call: one rank's word counts for its whole model.
+def _generated(
+    original: Callable, self: GRPOTrainer | RLOOTrainer, inputs: list[dict], real: list[int] | None
+) -> dict:
+    if real is None:
+        return original(self, inputs)
+    scores = functools.partial(_real_scores, real, self._get_per_token_logps_and_entropies)
+    lengths = functools.partial(_real_lengths, self.accelerator, sum(real), self._generate)
+    with replacing(self, _get_per_token_logps_and_entropies=scores, _generate=lengths):
+        return _without_repeats(self, real, original(self, inputs))
+
+
+#: Real rows of each data rank's batch, while it is generated and scored; None if none is repeated.
+_scored: ContextVar[list[int] | None] = ContextVar("scored", default=None)
+
+
+@contextlib.contextmanager
+def _scoring(real: list[int] | None) -> Iterator[None]:
+    token = _scored.set(real)
+    try:
+        yield
+    finally:
+        _scored.reset(token)
+
+
+@patch("trl.trainer.{grpo,rloo}_trainer:gather", "takes every process's word for its rewards, and repeated rows")
+def gather(original: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    """Rewards, a column for each function: what one says may differ from call to call, so one rank of a model counts.
 
     Repeated rows have none, which TRL leaves out of its means.
     """
-    rewards, mesh, generated = original(self, *args), runtime.mesh(), record_of(self).step.generated
+    gathered, mesh, generated = original(tensor), runtime.mesh(), _scored.get()
+    if gathered.ndim != 2:  # RLOO's penalties
+        return gathered
     for axis in ("pp", "tp"):
         if mesh.size(axis) > 1:
-            dist.broadcast(rewards, group=mesh.group(axis), group_src=0)
+            dist.broadcast(gathered, group=mesh.group(axis), group_src=0)
     if generated is not None:
-        rewards[sum(generated) :] = torch.nan
-    return rewards
+        gathered[sum(generated) :] = torch.nan
+    return gathered
 
 
 @patch(

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from hf_parallel import checkpoint
 from hf_parallel.hooks import runtime
+from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.rollouts import transfer
 from hf_parallel.spec import refuse
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
 
-_GENERATION = "trl.generation.vllm_generation:VLLMGeneration"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
 #: What PEFT puts around a layer, which its weight's own name has not.
 _WRAPPERS = (".base_layer", "modules_to_save.default.")
@@ -36,35 +37,50 @@ _WRAPPERS = (".base_layer", "modules_to_save.default.")
 # ---- weights --------------------------------------------------------------------------------------------------------
 
 
-@patch(f"{_GENERATION}._iter_named_params", "yields this rank's part of its own stage", since="1.16")
-def named_parameters(original: Callable, self: VLLMGeneration) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
-    if runtime.parallel_state(self.model) is None:
-        yield from original(self)
-        return
-    if self._weight_metadata is None:  # asked for names and shapes, which are known without the values
-        for entry in (entry for group in _groups(self) for entry in group.entries):
-            yield entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-        return
-    adapted = hasattr(self.model, "merge_adapter")
-    if adapted:
-        self.model.merge_adapter()
-    try:
-        own, stored = _own_names(self.model), checkpoint.parameters(_base(self.model))
-        local = {name: tensor for given, tensor in stored.items() if (name := own(given)) is not None}
-        for name, tensor in checkpoint.streamed(_groups(self), local, runtime.mesh(), transfer.BUCKET):
-            yield name, tensor.to(runtime.mesh().device)
-    finally:
+class WholeModel(nn.Module):
+    """Stands for a parallel model where TRL reads the weights that it sends. Has no modules of its own."""
+
+    generation: VLLMGeneration
+    model: PreTrainedModel
+
+    def __init__(self, generation: VLLMGeneration) -> None:
+        super().__init__()
+        vars(self).update(generation=generation, model=generation.model)
+
+    def named_parameters(  # type: ignore[override] # tensors, which TRL takes
+        self, *args: object, **kwargs: object
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Whole tensors of all stages on rank 0, which sends them; the others take part and yield nothing."""
+        if self.generation._weight_metadata is None:  # asked for names and shapes, which are known without the values
+            for entry in (entry for group in _groups(self) for entry in group.entries):
+                yield entry.name, torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+            return
+        adapted = hasattr(self.model, "merge_adapter")
         if adapted:
-            self.model.unmerge_adapter()
+            self.model.merge_adapter()
+        try:
+            own, stored = _own_names(self.model), checkpoint.parameters(_base(self.model))
+            local = {name: tensor for given, tensor in stored.items() if (name := own(given)) is not None}
+            for name, tensor in checkpoint.streamed(_groups(self), local, runtime.mesh(), transfer.BUCKET):
+                yield name, tensor.to(runtime.mesh().device)
+        finally:
+            if adapted:
+                self.model.unmerge_adapter()
 
 
-def _groups(generation: VLLMGeneration) -> list:
+def shown_whole(generation: VLLMGeneration) -> contextlib.AbstractContextManager:
+    """In here TRL reads whole weights; what it would read itself is this rank's part of its own stage."""
+    parallel = runtime.parallel_state(generation.model) is not None
+    return replacing(generation, model=WholeModel(generation)) if parallel else contextlib.nullcontext()
+
+
+def _groups(whole: WholeModel) -> list:
     """What is sent, in its order; collective the first time."""
-    if not hasattr(generation, "_hf_parallel_groups"):
-        base, own = _base(generation.model), _own_names(generation.model)
-        generation._hf_parallel_groups = checkpoint.parameter_groups(base, runtime.mesh(), own)
-    return generation._hf_parallel_groups
+    kept = whole.generation
+    if not hasattr(kept, "_hf_parallel_groups"):
+        base, own = _base(whole.model), _own_names(whole.model)
+        kept._hf_parallel_groups = checkpoint.parameter_groups(base, runtime.mesh(), own)
+    return kept._hf_parallel_groups
 
 
 def _base(model: PreTrainedModel) -> PreTrainedModel:
