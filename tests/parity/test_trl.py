@@ -36,6 +36,9 @@ PREFERENCE = {
 REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged": RAGGED}
 #: Of what depends on time, or on how wide a batch is padded.
 NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time")
+#: Margins of a model that is its reference still are zero but for what fp32 rounds in sums of size 100 (1e-7 here,
+#: while those of a step that was trained are 1e-4 and more): their signs, of which an accuracy is the mean, are chance.
+ROUNDED = 1e-6
 
 
 def cases(row, specs):
@@ -52,6 +55,12 @@ def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
 
 
+def tied(key, *logs):
+    """Is it an accuracy of margins that rounding alone keeps from zero? Those that are exactly zero are compared."""
+    margins = [log.get(key.replace("accuracies", "margins"), 0.0) for log in logs]
+    return key.endswith("rewards/accuracies") and 0 < max(map(abs, margins)) <= ROUNDED
+
+
 def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights=2e-5, also=""):
     """Fail with every difference from one process in words; `also` are flags that the ranks alone are given."""
     reference, ranks = folder.reference(name, data, flags), folder.parallel(name, data, f"{flags} {also}", spec)
@@ -64,7 +73,7 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
                 names = [key for key in names if key in ("loss", "grad_norm", "eval_loss")]
             if "--packing" in flags and "pp=" in spec:
                 names = [key for key in names if key != "num_tokens"]  # TRL takes a micro-batch for one row
-            for key in names:
+            for key in (key for key in names if not tied(key, ours, theirs)):
                 if not (gap := abs(ours[key] - theirs[key])) <= tolerance * max(1, abs(theirs[key])):
                     found.append(
                         f"rank {rank}: {key} in log {step}: {ours[key]}, one process {theirs[key]} ({gap:.1e})"
