@@ -6,7 +6,7 @@ process.
 
 import pytest
 
-from tests.training import none, spec_id, weight_differences
+from tests.training import key_differences, none, pairs, weight_differences
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -37,17 +37,8 @@ REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged":
 #: Of what depends on time, or on how wide a batch is padded.
 NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time")
 #: Margins of a model that is its reference still are zero but for what fp32 rounds in sums of size 100 (1e-7 here,
-#: while those of a step that was trained are 1e-4 and more): their signs, of which an accuracy is the mean, are chance.
+#: while those of a step that was trained are 1e-4 and more): their signs, whose mean an accuracy is, are chance.
 ROUNDED = 1e-6
-
-
-def cases(row, specs):
-    """A parameter per case and layout of `specs`, with its cell of the support matrix."""
-    pairs = [(case, spec) for case, layouts in specs.items() for spec in layouts.split()]
-    return [
-        pytest.param(case, spec, marks=pytest.mark.support(spec, row), id=f"{case}-{spec_id(spec)}")
-        for case, spec in pairs
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -78,9 +69,7 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
                     found.append(
                         f"rank {rank}: {key} in log {step}: {ours[key]}, one process {theirs[key]} ({gap:.1e})"
                     )
-    for step, expected in enumerate(reference.gradient_keys):
-        present = set().union(*(outcome.gradient_keys[step] for outcome in ranks))
-        found += [] if present == set(expected) else [f"step {step + 1}: gradients of {sorted(present)[:3]}…"]
+    found += key_differences([outcome.gradient_keys for outcome in ranks], reference.gradient_keys)
     # Five steps of SGD at a rate of 0.1 or 1 carry on what fp32 rounds in the losses: 1e-5 of gradients of size 1.
     none(found + weight_differences(ranks[0].folder, reference.folder, weights))
 
@@ -88,10 +77,10 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
 BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
 
 
+@pytest.mark.support("trl sft")
 @pytest.mark.parametrize(
     ("case", "spec"),
-    cases(
-        "trl sft",
+    pairs(
         {
             "text": "tp=2",
             "completion": "pp=2",
@@ -101,7 +90,7 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
             "dft": "dp_shard=2",
             "ragged": "dp_shard=2",
             "joined": "dp_shard=2",
-        },
+        }
     ),
 )
 def test_sft(folder, case, spec):
@@ -109,40 +98,34 @@ def test_sft(folder, case, spec):
     check(folder, "sft", data, flags, spec)
 
 
+@pytest.mark.support("trl dpo")
 @pytest.mark.parametrize(
     ("case", "spec"),
-    cases(
-        "trl dpo",
+    pairs(
         {
             "reference": "dp_shard=2,tp=2 pp=2",
             "adapters": BOTH,
             "precomputed": "dp_shard=2,tp=2 pp=2",
             "ragged": "dp_shard=2",
             "few": "tp=2",
-        },
+        }
     ),
 )
 def test_dpo(folder, case, spec):
     check(folder, "dpo", "preference", PREFERENCE[case], spec)
 
 
+@pytest.mark.support("trl kto")
 @pytest.mark.parametrize(
-    ("case", "spec"),
-    cases(
-        "trl kto",
-        {"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "ragged": "dp_shard=2"},
-    ),
+    ("case", "spec"), pairs({"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "ragged": "dp_shard=2"})
 )
 def test_kto(folder, case, spec):
     check(folder, "kto", "preference", PREFERENCE[case], spec)
 
 
+@pytest.mark.support("trl reward")
 @pytest.mark.parametrize(
-    ("case", "spec"),
-    cases(
-        "trl reward",
-        {"whole": "pp=2", "adapters": "dp_shard=2,tp=2", "ragged": "dp_shard=2"},
-    ),
+    ("case", "spec"), pairs({"whole": "pp=2", "adapters": "dp_shard=2,tp=2", "ragged": "dp_shard=2"})
 )
 def test_reward(folder, case, spec):
     check(folder, "reward", "preference", REWARD[case], spec)
