@@ -1,6 +1,7 @@
 """Fixtures of the whole suite, and the recorder behind the README's support matrix."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -38,12 +39,19 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     """Register the marker, and the recorder if it is wanted."""
     config.addinivalue_line(
-        "markers", "support(spec, column, outcome='passed'): the cell of the support matrix this test stands for"
+        "markers", "support([spec,] row, outcome='passed'): the cell of the support matrix this test stands for"
     )
     if config.getoption("--record-support") or config.getoption("--add-support"):
         config.pluginmanager.register(Recorder(config.getoption("--add-support")), "support-recorder")
     if config.getoption("--record-seconds") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(SecondsRecorder(), "seconds-recorder")
+
+
+def pytest_make_parametrize_id(val, argname):
+    """A layout by a name that `-k` can select, in every test: `tp=2,pp=2` is `tp2_pp2`."""
+    if argname in ("spec", "source") and isinstance(val, str) and re.fullmatch(r"\w+=[^,=]+(,\w+=[^,=]+)*", val):
+        return training.spec_id(val)
+    return None
 
 
 def pytest_collection_modifyitems(config, items):
@@ -64,7 +72,7 @@ def pytest_collection_modifyitems(config, items):
 
 def _case(item) -> selection.Case:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    specs = [marker.args[0] for marker in item.iter_markers("support")]
+    specs = [marker.args[0] for marker in item.iter_markers("support") if len(marker.args) == 2]
     return selection.Case(item.nodeid, item.nodeid.partition("[")[0], selection.values(parameters, specs))
 
 
@@ -89,10 +97,10 @@ class Recorder:
         report = yield
         marker = item.get_closest_marker("support")
         if marker is not None and (report.failed or (report.when == "call" and report.passed)):
-            spec, column = marker.args
-            row = self.cells.setdefault(support_matrix.layout(spec), {})
-            if row.get(column) != "failed":
-                row[column] = "failed" if report.failed else marker.kwargs.get("outcome", "passed")
+            layout, row = support_matrix.cell(item)
+            rows = self.cells.setdefault(layout, {})
+            if rows.get(row) != "failed":
+                rows[row] = "failed" if report.failed else marker.kwargs.get("outcome", "passed")
         return report
 
     def pytest_sessionfinish(self):

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tests import models
+from tests.training import Tolerance, key_differences, number_differences, tensor_differences
 
 #: name -> entries of a batch beside tokens and labels. 33 tokens: nothing divides them.
 ROWS, LENGTH = 2, 33
@@ -80,22 +81,14 @@ def all_steps(cases: list[tuple], specs: bool) -> list[dict[str, Any]]:
 
 
 def differences(cases: list[tuple], ranks: list[list[dict]], alone: list[dict]) -> list[str]:
-    """In words. Relative 1e-5 for losses and norms, as sums run in another order; absolute 1e-6 for weights."""
+    """What is not as in one process, in words: losses, norms, keys of gradients, weights."""
     found = []
     for number, (case, expected) in enumerate(zip(cases, alone, strict=True)):
         here = [rank[number] for rank in ranks]
-        for key in ("losses", "norms"):
-            for rank, ours in enumerate(here):
-                pairs = zip(ours[key], expected[key], strict=True)
-                gaps = [abs(a - b) / abs(b) for a, b in pairs]
-                found += [f"{case} rank {rank} {key}: off by {gap:.1e}" for gap in gaps if not gap <= 1e-5]
-        for step, keys in enumerate(expected["keys"]):
-            present = set().union(*(ours["keys"][step] for ours in here))
-            if present != set(keys):
-                found.append(f"{case} step {step}: gradients {present ^ set(keys)} differ")
-        weights = here[0]["weights"]
-        for key, value in expected["weights"].items():
-            gap = (weights[key] - value).abs().max().item()
-            if not gap <= 1e-6:
-                found.append(f"{case} {key}: off by {gap:.1e}")
+        lines = key_differences([ours["keys"] for ours in here], expected["keys"])
+        for rank, ours in enumerate(here):
+            for key in ("losses", "norms"):
+                lines += [f"rank {rank}, {key}: {line}" for line in number_differences(ours[key], expected[key])]
+        lines += tensor_differences("weight", here[0]["weights"], expected["weights"], Tolerance.weights)
+        found += [f"{case}: {line}" for line in lines]
     return found

@@ -14,9 +14,10 @@ import numpy
 import torch
 import transformers
 from torch.nn import functional as F
-from transformers import PrinterCallback, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainingArguments
 
 from tests import models
+from tests.training import arguments_of, trainer_of
 
 VOCABULARY, LENGTH = 515, 33
 
@@ -294,35 +295,18 @@ def t5() -> Any:
     return model
 
 
-def trained(script: Counted, spec: str | None, data_ranks: int) -> list[float]:
+def trained(script: Counted, data_ranks: int) -> list[float]:
     """Loss and gradient norm of each step, the evaluation's loss, and its metrics and predictions if they matter."""
-    batch, generates = 8 // data_ranks, "predict_with_generate" in script.arguments
-    arguments = (Seq2SeqTrainingArguments if generates else TrainingArguments)(
-        tempfile.mkdtemp(),
-        per_device_train_batch_size=batch,
-        per_device_eval_batch_size=batch,
-        **{
-            "optim": "sgd",
-            "learning_rate": 0.1,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "num_train_epochs": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "use_cpu": True,
-            "disable_tqdm": True,
-            "label_names": ["start_positions", "end_positions"] if script.data is answered else None,
-            **script.arguments,
-        },
+    generates = "predict_with_generate" in script.arguments
+    names = ["start_positions", "end_positions"] if script.data is answered else None
+    kind = Seq2SeqTrainingArguments if generates else TrainingArguments
+    settings = arguments_of(
+        tempfile.mkdtemp(), data_ranks, kind, **{"seed": 42, "label_names": names, **script.arguments}
     )
-    trainer = (Seq2SeqTrainer if generates else script.trainer)(
-        model=script.model(),
-        args=arguments,
-        train_dataset=script.data(script.rows, 1),
-        eval_dataset=script.data(11, 2),
-        **{"data_collator": padded, **script.options},
-    )
-    trainer.remove_callback(PrinterCallback)
+    sets = {"train_dataset": script.data(script.rows, 1), "eval_dataset": script.data(11, 2)}
+    options = {**sets, "data_collator": padded, **script.options}
+    kind = Seq2SeqTrainer if generates else script.trainer
+    trainer, _ = trainer_of(script.model(), settings.output_dir, settings=settings, kind=kind, **options)
     trainer.train()
     logs = [log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")]
     if not script.predicts:

@@ -7,12 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, Trainer, TrainerCallback, TrainingArguments
 
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import data
-from tests.training import EVAL_SEED, GLOBAL_BATCH, TRAIN_SEED, Recorder, axes, weights
+from tests.training import EVAL_SEED, GLOBAL_BATCH, TRAIN_SEED, Recorder, activate, axes, trainer_of, weights
 
 ONE = ""  # the spec of one process
 ROWS = 44  # two epochs of three steps of 8, 8, 8, 8, 8 and 4 rows: two batches a step, the last of an epoch ragged
@@ -53,8 +53,8 @@ def train(
     model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     model = adapt(model) if adapt else model
     rows, held_out = data("llama", ROWS, TRAIN_SEED, stream=stream), data("llama", 13, EVAL_SEED)
-    trainer = Trainer(model, settings, train_dataset=rows, eval_dataset=held_out, callbacks=[recorder := Steps()])
-    trainer.remove_callback(PrinterCallback)
+    sets = {"train_dataset": rows, "eval_dataset": held_out}
+    trainer, recorder = trainer_of(model, out, settings=settings, recorder=Steps(), **sets)
     if resume:
         trainer.add_callback(SaveAgain(trainer))
     if change is not None:
@@ -87,10 +87,7 @@ class SaveAgain(TrainerCallback):
 
 def train_rank(spec: str, jobs: list[dict[str, Any]]) -> list[Ended]:
     """Several runs of `train`, one after the other, under one layout."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec or "tp=1", source="test")
-    data_ranks = axes(spec)["data_ranks"]
+    data_ranks = activate(spec or "tp=1")
     return [train(data_ranks=data_ranks, **job)[0] for job in jobs]
 
 

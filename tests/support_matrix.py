@@ -128,6 +128,16 @@ TABLES = {
 }
 
 
+#: What rows call the models of `tests/models.py`.
+NAMES = {
+    **{"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral", "gemma3": "Gemma 3", "phi3": "Phi-3"},
+    **{"gpt2": "GPT-2", "gpt_neox": "GPT-NeoX", "opt": "OPT", "opt_350m": "OPT", "bloom": "BLOOM"},
+    **{"falcon": "Falcon", "falcon_7b": "Falcon", "falcon_rw": "Falcon", "granite_swa": "Granite SWA"},
+    **{"bert": "BERT", "roberta": "RoBERTa", "t5": "T5", "t5_gated": "T5", "vit": "ViT", "llava": "Llava"},
+    **{"deepseek_v3": "DeepSeek-V3 dense", "deepseek_moe": "DeepSeek-V3"},
+    **{"mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE"},
+}
+
 #: The tables that the README shows; the others are on the page.
 FIRST = ("model",)
 REST = tuple(title for title in TABLES if title not in FIRST)
@@ -156,22 +166,20 @@ def versions() -> dict[str, str]:
 
 
 def layout(spec: str) -> str:
-    """One name for one layout: `dp_shard=2,tp=2` is `tp=2,dp_shard=2`."""
-    return ",".join(sorted(spec.split(","), key=lambda item: AXES.index(item.split("=")[0])))
+    """One name for the axes of a layout, whatever else its spec says: `dp_shard=2,tp=2` is `tp=2,dp_shard=2`."""
+    axes = [item for item in spec.split(",") if item.split("=")[0] in AXES]
+    return ",".join(sorted(axes, key=lambda item: AXES.index(item.split("=")[0])))
 
 
-def tell(node: pytest.Function, rows: dict[str, str], **names: str) -> None:
-    """Mark a test with its cell: the row by the name of its function, which may hold parameters as `names` call them.
-
-    The column is the axes of its `spec`, or `cp=` its `size`.
-    """
-    if node.originalname not in rows:
-        return
-    given = node.callspec.params
-    spec = given.get("spec") or f"cp={given['size']}"
-    axes = ",".join(item for item in spec.split(",") if item.split("=")[0] in AXES)
-    row = rows[node.originalname].format(**{key: names.get(value, value) for key, value in given.items()})
-    node.add_marker(pytest.mark.support(axes, row))
+def cell(item: pytest.Function) -> tuple[str, str] | None:
+    """The layout and the row that a case stands for: those of its marker, or of its parameters as that names them."""
+    marker = item.get_closest_marker("support")
+    if marker is None:
+        return None
+    given = item.callspec.params if hasattr(item, "callspec") else {}
+    names = {key: NAMES.get(value, value) if isinstance(value, str) else value for key, value in given.items()}
+    *spec, row = marker.args
+    return layout(spec[0] if spec else given.get("spec") or f"cp={given['size']}"), row.format(**names)
 
 
 def added(former: dict, results: dict) -> dict:

@@ -2,11 +2,16 @@
 
 `train` is what a user writes. A rank of a parallel run calls `activate` before it, and its batch size per device is
 the global one divided by the data ranks; nothing else differs from the reference, which runs in one plain process.
+
+Scripts of another kind are functions `script(spec, out, …)` that give an `Outcome`: `activate(spec)`, a model, then
+`fit(*trainer_of(model, out, data_ranks, …))`, with arguments for all that differs. `Runs.compare` runs them on ranks
+and in one process. All comparisons and their tolerances are here; one of its own has its reason beside it.
 """
 
 import math
 import os
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
+from hf_parallel import hooks
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import data, pad
@@ -63,12 +69,12 @@ class Tolerance:
     weights: float = 1e-6  # absolute; three SGD steps move the largest entry of every tensor by 1e-3 or more
 
 
-DATA_PARALLEL = Tolerance(
-    loss=1e-6, grad_norm=1e-6
-)  # no matrix product is cut: only the order of the last sum differs
-BF16 = Tolerance(
-    2e-2, 2e-2, 2e-2, 5e-1, 1e-2
-)  # bf16 keeps 8 bits: 4e-3 per product, and layouts round at other places
+#: No matrix product is cut: only the order of the last sum differs.
+DATA_PARALLEL = Tolerance(loss=1e-6, grad_norm=1e-6)
+#: bf16 keeps 8 bits: 4e-3 per product, and layouts round at other places.
+BF16 = Tolerance(2e-2, 2e-2, 2e-2, 5e-1, 1e-2)
+#: Relative, of numbers that are compared one by one: as `Tolerance.loss`, and under fp16, whose 11 bits keep 5e-4.
+SUMS, FP16 = Tolerance.loss, 3e-3
 
 
 def compared(logs: dict[str, Any]) -> dict[str, Any]:
@@ -93,14 +99,15 @@ class Recorder(TrainerCallback):
 
 @dataclass
 class Outcome:
-    """What one run did, on one rank or in one process."""
+    """What one run did, on one rank or in one process; what its script does not do is None."""
 
     logs: list[dict[str, float]]
     gradient_keys: list[list[str]]
-    eval_loss: float
-    predictions: torch.Tensor
-    label_ids: torch.Tensor
-    folder: str
+    folder: str | None = None  # with what it saved
+    eval_loss: float | None = None
+    predictions: torch.Tensor | None = None
+    label_ids: torch.Tensor | None = None
+    more: Any = None  # for the test itself: it is not compared
 
 
 def own_loss(outputs: Any, labels: torch.Tensor, num_items_in_batch: torch.Tensor | None = None) -> torch.Tensor:
@@ -147,7 +154,9 @@ def with_adapters(script: Script, model):
     return model
 
 
-def arguments_of(out: str, data_ranks: int = 1, **changes: Any) -> TrainingArguments:
+def arguments_of(
+    out: str, data_ranks: int = 1, kind: type[TrainingArguments] = TrainingArguments, **changes: Any
+) -> Any:
     """What scripts here start from: an epoch of plain SGD over `GLOBAL_BATCH` rows per step, on CPUs, without a word.
 
     Args:
@@ -159,41 +168,69 @@ def arguments_of(out: str, data_ranks: int = 1, **changes: Any) -> TrainingArgum
         **{"num_train_epochs": 1, "optim": "sgd", "learning_rate": 0.1, "lr_scheduler_type": "constant", "seed": 0},
         **{"logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True},
     }
-    return TrainingArguments(out, **{**given, **changes})
+    return kind(out, **{**given, **changes})
 
 
-def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int = 0) -> Outcome:
-    """Train, evaluate, predict and save, as a user's script does."""
-    chosen = {
+def trainer_of(
+    model: Any,
+    out: str,
+    data_ranks: int = 1,
+    settings: TrainingArguments | dict[str, Any] | None = None,
+    kind: type[Trainer] = Trainer,
+    recorder: Recorder | None = None,
+    callbacks: Iterable[TrainerCallback] = (),
+    **options: Any,
+) -> tuple[Trainer, Any]:
+    """The trainer of a script, which prints nothing, and what records it.
+
+    Args:
+        settings: arguments of training as they are, or what differs from those of `arguments_of`.
+        kind: the class of the trainer, such as one with its own `compute_loss`.
+        options: what else the trainer is given: data sets, a collator, a loss function.
+    """
+    recorder = recorder or Recorder()
+    ready = isinstance(settings, TrainingArguments)
+    arguments = settings if ready else arguments_of(out, data_ranks, **(settings or {}))
+    trainer = kind(model=model, args=arguments, callbacks=[recorder, *callbacks], **options)
+    trainer.remove_callback(PrinterCallback)
+    return trainer, recorder
+
+
+def fit(trainer: Trainer, recorder: Recorder, folder: str | None = None, predicts: bool = False) -> Outcome:
+    """Train, evaluate if the trainer has rows for it, predict those if asked, and save if there is a folder."""
+    trainer.train()
+    outcome = Outcome(recorder.logs, recorder.gradient_keys, folder)
+    if trainer.eval_dataset is not None:
+        outcome.eval_loss = trainer.evaluate()["eval_loss"]
+    if predicts:
+        predicted = trainer.predict(trainer.eval_dataset)
+        outcome.predictions, outcome.label_ids = as_one(predicted.predictions), torch.as_tensor(predicted.label_ids)
+    if folder is not None:
+        trainer.save_model(folder)
+    return outcome
+
+
+def train(script: Script, initial: str, out: str, data_ranks: int = 1, rank: int = 0, model: Any = None) -> Outcome:
+    """Train, evaluate, predict and save, as a user's script does; `model` stands for the one that it would load."""
+    changes = {
         "gradient_accumulation_steps": script.accumulation,
         **({"max_steps": 3} if script.stream else {}),
         **{key: dict(value) if isinstance(value, tuple) else value for key, value in script.arguments},
     }
-    arguments = arguments_of(out, data_ranks, **chosen)
-    recorder, kind = (
-        Recorder(),
-        {key: getattr(script, key) for key in ("stream", "uneven_lengths", "length", "masked")},
-    )
-    trainer_class = OwnTrainer if script.overrides else Trainer
-    trainer = trainer_class(
-        model=load_model(script, initial, rank),
-        args=arguments,
-        train_dataset=data(script.model, script.rows, TRAIN_SEED, **kind),
-        eval_dataset=data(script.model, script.eval_rows, EVAL_SEED, **kind),
-        data_collator=pad if script.uneven_lengths else None,
-        compute_loss_func=own_loss if script.own_loss else None,
-        callbacks=[recorder],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    eval_loss = trainer.evaluate()["eval_loss"]
-    predicted = trainer.predict(trainer.eval_dataset)
-    folder = f"{out}/saved"
-    trainer.save_model(folder)
-    predictions, label_ids = as_one(predicted.predictions), torch.as_tensor(predicted.label_ids)
+    arguments = arguments_of(out, data_ranks, **changes)
+    kind = {key: getattr(script, key) for key in ("stream", "uneven_lengths", "length", "masked")}
+    options = {
+        "train_dataset": data(script.model, script.rows, TRAIN_SEED, **kind),
+        "eval_dataset": data(script.model, script.eval_rows, EVAL_SEED, **kind),
+        "data_collator": pad if script.uneven_lengths else None,
+        "compute_loss_func": own_loss if script.own_loss else None,
+    }
+    model = load_model(script, initial, rank) if model is None else model
+    made = trainer_of(model, out, settings=arguments, kind=OwnTrainer if script.overrides else Trainer, **options)
+    outcome = fit(*made, f"{out}/saved", predicts=True)
     if script.uneven_lengths:
-        predictions[label_ids == -100] = 0  # what stands at padding depends on who padded
-    return Outcome(recorder.logs, recorder.gradient_keys, eval_loss, predictions, label_ids, folder)
+        outcome.predictions[outcome.label_ids == -100] = 0  # what stands at padding depends on who padded
+    return outcome
 
 
 def as_one(predictions: Any) -> torch.Tensor:
@@ -205,23 +242,46 @@ def as_one(predictions: Any) -> torch.Tensor:
 
 def train_rank(spec: str, script: Script, initial: str, out: str) -> Outcome:
     """`train` on one rank of a parallel run."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
-    return train(script, initial, out, axes(spec)["data_ranks"], int(os.environ["RANK"]))
+    return train(script, initial, out, activate(spec), int(os.environ["RANK"]))
 
 
-def axes(spec: str) -> dict[str, int]:
+def activate(spec: str | None) -> int:
+    """Make this process a rank of the layout, or leave it the one plain process that it is; returns the data ranks."""
+    if spec:
+        hooks.activate(spec, source="test")
+    return axes(spec)["data_ranks"]
+
+
+def axes(spec: str | None) -> dict[str, int]:
     """World size and data ranks of a spec in short keys, by plain multiplication (not the product's own parser)."""
-    sizes = dict(re.findall(r"(\w+)=(\d+)", spec))
+    sizes = dict(re.findall(r"(\w+)=(\d+)", spec or ""))
     size = {axis: int(sizes.get(axis, 1)) for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp")}
     data_ranks = size["dp_replicate"] * size["dp_shard"]
     return {"world": data_ranks * size["pp"] * size["cp"] * size["tp"], "data_ranks": data_ranks}
 
 
-def layouts(column: str, *specs: str) -> list:
-    """Parameters for `spec`, each marked with its cell of the support matrix and with an id that `-k` can select."""
-    return [pytest.param(spec, marks=pytest.mark.support(spec, column), id=spec_id(spec)) for spec in specs]
+def over(row: str, *specs: str, **others: Iterable[Any]) -> Callable:
+    """Parametrise a test over layouts, each a cell in this row of the support matrix, and over what else is named.
+
+    The row may hold parameters, such as "{model}"; what is named comes before the layout in the names of cases.
+    """
+
+    def decorated(test: Callable) -> Callable:
+        for name, values in others.items():
+            test = pytest.mark.parametrize(name, list(values))(test)
+        return pytest.mark.support(row)(pytest.mark.parametrize("spec", specs)(test))
+
+    return decorated
+
+
+def pairs(specs: dict[str, str]) -> list[tuple[str, str]]:
+    """Parameters of tests whose cases run on layouts of their own: each case with each of its specs in one string."""
+    return [(case, spec) for case, several in specs.items() for spec in several.split()]
+
+
+def layouts(row: str, *specs: str) -> list:
+    """Parameters for `spec`, for a test of which not all cases are of one row."""
+    return [pytest.param(spec, marks=pytest.mark.support(row)) for spec in specs]
 
 
 def spec_id(spec: str) -> str:
@@ -274,6 +334,25 @@ class Runs:
         call = partial(train_rank, spec, script, self.initial(script.model), self._folder())
         return run(call, axes(spec)["world"], init=False, timeout=90)
 
+    def compare(
+        self, script: Callable, spec: str, *args: Any, tolerance: Tolerance | None = None, timeout: float = 90
+    ) -> list[Outcome]:
+        """Fail unless `script(spec, out, *args)` does on all ranks what it does in one process, where spec is None.
+
+        Returns what each rank did. In one process it runs once per session with the same arguments.
+        """
+        reference = self.alone(script, *args)
+        ranks = run(partial(script, spec, self._folder(), *args), axes(spec)["world"], init=False, timeout=timeout)
+        none(differences(ranks, reference, tolerance or Tolerance()))
+        return ranks
+
+    def alone(self, script: Callable, *args: Any) -> Outcome:
+        """What `script(None, out, *args)` does in one process."""
+        key = script, args
+        if key not in self.made:
+            self.made[key] = run_alone(script, None, self._folder(), *args)
+        return self.made[key]
+
     def check(self, script: Script, spec: str, tolerance: Tolerance | None = None) -> None:
         """Fail, with every difference in words, unless the layout does what one process does."""
         if tolerance is None:
@@ -292,22 +371,37 @@ def differences(ranks: list[Outcome], reference: Outcome, tolerance: Tolerance) 
     found = []
     for rank, outcome in enumerate(ranks):
         found += [f"rank {rank}: {text}" for text in _numbers(outcome, reference, tolerance)]
-    for step, expected in enumerate(reference.gradient_keys):
-        present = set().union(*(rank.gradient_keys[step] for rank in ranks if step < len(rank.gradient_keys)))
-        found += _keys(f"gradients in step {step + 1}", present, set(expected))
+    found += key_differences([rank.gradient_keys for rank in ranks], reference.gradient_keys)
+    if reference.folder is None:
+        return found
     return found + weight_differences(ranks[0].folder, reference.folder, tolerance.weights)
+
+
+def key_differences(ranks: list[list[list[str]]], reference: list[list[str]]) -> list[str]:
+    """Compare, step by step, the gradients that any of the ranks has with those of the reference."""
+    found = []
+    for step, expected in enumerate(reference):
+        present = set().union(*(keys[step] for keys in ranks if step < len(keys)))
+        found += _keys(f"gradients in step {step + 1}", present, set(expected))
+    return found
 
 
 def weight_differences(folder: str, reference: str, tolerance: float) -> list[str]:
     """Compare two saved folders: the same tensors by name, dtype and shape, within an absolute tolerance."""
-    ours, theirs = weights(folder), weights(reference)
-    found = _keys("saved tensors", set(ours), set(theirs))
+    return tensor_differences("weight", weights(folder), weights(reference), tolerance)
+
+
+def tensor_differences(
+    what: str, ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float
+) -> list[str]:
+    """Compare tensors by name, dtype and shape, within an absolute tolerance."""
+    found = _keys(f"{what}s", set(ours), set(theirs))
     for name in ours.keys() & theirs.keys():
         a, b = ours[name], theirs[name]
         if a.shape != b.shape or a.dtype != b.dtype:
-            found.append(f"weight {name}: {a.dtype} {tuple(a.shape)}, one process {b.dtype} {tuple(b.shape)}")
+            found.append(f"{what} {name}: {a.dtype} {tuple(a.shape)}, one process {b.dtype} {tuple(b.shape)}")
         elif not (gap := (a.double() - b.double()).abs().max().item()) <= tolerance:
-            found.append(f"weight {name}: off by {gap:.2e}")
+            found.append(f"{what} {name}: off by {gap:.2e}")
     return found
 
 
@@ -318,20 +412,47 @@ def _numbers(outcome: Outcome, reference: Outcome, tolerance: Tolerance) -> list
     for step, (ours, theirs) in enumerate(zip(outcome.logs, reference.logs, strict=True)):
         for key in ("loss", "grad_norm"):
             found += close(f"{key} in step {step + 1}", ours[key], theirs[key], getattr(tolerance, key))
-    found += close("eval_loss", outcome.eval_loss, reference.eval_loss, tolerance.eval_loss)
+    if reference.eval_loss is not None:
+        found += close("eval_loss", outcome.eval_loss, reference.eval_loss, tolerance.eval_loss)
+    return found if reference.predictions is None else found + _predictions(outcome, reference, tolerance)
+
+
+def _predictions(outcome: Outcome, reference: Outcome, tolerance: Tolerance) -> list[str]:
     if outcome.predictions.shape != reference.predictions.shape:
-        return [*found, f"predictions {tuple(outcome.predictions.shape)}, not {tuple(reference.predictions.shape)}"]
+        return [f"predictions {tuple(outcome.predictions.shape)}, not {tuple(reference.predictions.shape)}"]
+    found = []
     if not torch.equal(outcome.label_ids, reference.label_ids):
         found.append("predicted rows are not the data set's rows in order")
     gap = (outcome.predictions - reference.predictions).abs().max().item()
     return found if gap <= tolerance.predictions else [*found, f"predictions off by {gap:.2e}"]
 
 
+def check_numbers(ranks: list[list[float]], reference: list[float], tolerance: float = SUMS) -> None:
+    """Fail unless every rank has the numbers of one process, one by one."""
+    every = enumerate(ranks)
+    none([f"rank {rank}: {line}" for rank, ours in every for line in number_differences(ours, reference, tolerance)])
+
+
+def check_alone(fn: Callable, spec: str, *args: Any, tolerance: float = SUMS, init: bool = True) -> None:
+    """Fail unless `fn(spec, *args)` gives every rank the numbers of one process, where spec is None."""
+    ranks = run(fn, axes(spec)["world"], spec, *args, init=init)
+    check_numbers(ranks, run_alone(fn, None, *args), tolerance)
+
+
+def number_differences(ours: list[float], theirs: list[float], tolerance: float = SUMS) -> list[str]:
+    """Compare two lists of numbers, each within a relative tolerance."""
+    if len(ours) != len(theirs):
+        return [f"{len(ours)} numbers, one process {len(theirs)}"]
+    pairs = enumerate(zip(ours, theirs, strict=True), 1)
+    return [line for place, pair in pairs for line in close(f"number {place}", *pair, tolerance)]
+
+
 def close(what: str, ours: float, theirs: float, tolerance: float) -> list[str]:
     """One line if two numbers are not within a relative tolerance (NaN never is), else nothing."""
     if math.isfinite(ours) and abs(ours - theirs) <= tolerance * abs(theirs):
         return []
-    return [f"{what}: {ours!r}, one process {theirs!r} (relative {abs(ours - theirs) / abs(theirs):.1e})"]
+    gap = abs(ours - theirs) / (abs(theirs) or math.nan)
+    return [f"{what}: {ours!r}, one process {theirs!r} (relative {gap:.1e})"]
 
 
 def _keys(what: str, ours: set[str], theirs: set[str]) -> list[str]:

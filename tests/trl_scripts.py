@@ -7,7 +7,6 @@ stand for the Hub's: one per kind of data set, with a `train` and a `test` split
 import importlib
 import json
 import random
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,9 +19,10 @@ from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, PrinterCallback, trainer
 
+from hf_parallel import hooks
 from tests import models, rollouts
 from tests.distributed import run, run_alone
-from tests.training import Recorder, axes, compared
+from tests.training import Outcome, Recorder, activate, axes, compared
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -94,15 +94,6 @@ def write_data(root: str) -> None:
             (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
 
 
-@dataclass
-class Outcome:
-    """What a script did: what Trainer logged, the sets of gradients, the folder it saved."""
-
-    logs: list[dict[str, float]]
-    gradient_keys: list[list[str]]
-    folder: str
-
-
 class AllLogs(Recorder):
     """Keeps every log, metrics of the trainer included."""
 
@@ -133,7 +124,7 @@ def script(
     callbacks = [recorder, rollouts.SeedEachStep()] if real_draws else [recorder]
     trainer.DEFAULT_CALLBACKS = [*callbacks, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
     PrinterCallback.on_log = lambda *args, **kwargs: None
-    rows = str(batch // (axes(spec)["data_ranks"] if spec else 1))
+    rows = str(batch // axes(spec)["data_ranks"])
     common = {
         **{"output_dir": out, "max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", "report_to": "none"},
         **{"use_cpu": "true", "bf16": "false", "disable_tqdm": "true", "optim": "sgd", "learning_rate": 0.1},
@@ -148,12 +139,8 @@ def script(
 
 def _activate(spec: str | None) -> int:
     """Make the layout active; returns the data rank."""
-    if spec is None:
-        return 0
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
-    return hooks.runtime.mesh().data_rank
+    activate(spec)
+    return hooks.runtime.mesh().data_rank if spec else 0
 
 
 def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, Any], **more: Any) -> int:

@@ -2,8 +2,6 @@
 
 import pytest
 
-from tests.training import spec_id
-
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
@@ -18,12 +16,7 @@ def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
 
 
-@pytest.mark.parametrize(
-    ("name", "spec"),
-    [
-        pytest.param(name, spec, marks=pytest.mark.support(spec, f"trl {name}"), id=f"{name}-{spec_id(spec)}")
-        for name, spec in LAYOUTS
-    ],
-)
+@pytest.mark.support("trl {name}")
+@pytest.mark.parametrize(("name", "spec"), LAYOUTS)
 def test_as_in_one_process(folder, name, spec):
     check(folder, name, "preference", "", spec)

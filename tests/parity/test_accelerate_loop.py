@@ -9,16 +9,14 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from tests.distributed import run, run_alone
 from tests.rows import Rows
-from tests.training import axes, close, layouts, none, weight_differences
+from tests.training import Tolerance, activate, axes, none, number_differences, over, weight_differences
 
 GLOBAL_BATCH = 8
-TOLERANCE = 1e-5  # relative, losses and norms: sums in another order
-WEIGHTS = 1e-6  # absolute, after three SGD steps
-LOGITS = 1e-4  # absolute, on logits of size ~10
 
 
-def accelerate_loop(folder: str, out: str, data_ranks: int, even: bool) -> dict:
+def accelerate_loop(spec: str | None, out: str, folder: str, even: bool) -> dict:
     """Three steps of two micro-batches, then evaluation and saving, as the Accelerate guides write them."""
+    data_ranks = activate(spec)
     accelerator = Accelerator(gradient_accumulation_steps=2, cpu=True)
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -57,51 +55,35 @@ def accelerate_loop(folder: str, out: str, data_ranks: int, even: bool) -> dict:
     return seen
 
 
-def parallel_loop(spec: str, *args) -> dict:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
-    return accelerate_loop(*args)
-
-
 @pytest.fixture(scope="module", params=[True, False], ids=["even", "uneven label counts"])
 def reference(request, runs, tmp_path_factory):
     """What one process does, and which labels it did it with."""
     out = str(tmp_path_factory.mktemp("alone"))
-    return run_alone(accelerate_loop, runs.initial("llama"), out, 1, request.param), out, request.param
+    return run_alone(accelerate_loop, None, out, runs.initial("llama"), request.param), out, request.param
 
 
-@pytest.mark.parametrize(
-    "spec", layouts("Accelerate loop", "dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2", "pp=2,dp_shard=2")
-)
+@over("Accelerate loop", "dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2", "pp=2,dp_shard=2")
 def test_same_numbers_as_one_process(runs, reference, spec, tmp_path):
     expected, saved, even = reference
-    out, size = str(tmp_path / "saved"), axes(spec)
-    arguments = (spec, runs.initial("llama"), out, size["data_ranks"], even)
-    ranks = run(parallel_loop, size["world"], *arguments, init=False, timeout=90)
+    given = spec, str(tmp_path / "saved"), runs.initial("llama"), even
+    ranks = run(accelerate_loop, axes(spec)["world"], *given, init=False, timeout=90)
     found = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in _differences(seen, expected)]
-    none(found + weight_differences(out, saved, WEIGHTS))
+    none(found + weight_differences(given[1], saved, Tolerance.weights))
 
 
 def _differences(seen: dict, expected: dict) -> list[str]:
     found = []
     for key in ("losses", "norms", "rates"):
-        if len(seen[key]) != len(expected[key]):
-            found.append(f"{len(seen[key])} {key}, one process {len(expected[key])}")
-        for index, (ours, theirs) in enumerate(zip(seen[key], expected[key], strict=False)):
-            found += close(f"{key}[{index}]", ours, theirs, TOLERANCE)
+        found += [f"{key}: {line}" for line in number_differences(seen[key], expected[key])]
     if not torch.equal(seen["tokens"], expected["tokens"]):
         return [*found, f"gathered {len(seen['tokens'])} rows, not the {len(expected['tokens'])} of the set in order"]
     gap = (seen["logits"] - expected["logits"]).abs().max().item()
-    return found if gap <= LOGITS else [*found, f"logits off by {gap:.2e}"]
+    return found if gap <= Tolerance.predictions else [*found, f"logits off by {gap:.2e}"]
 
 
 def orders(spec: str | None) -> list[list[list[int]]]:
     """The rows of loaders in the order in which they are read: two after one seed, then two after the same again."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+    activate(spec)
     accelerator, found = Accelerator(cpu=True), []
     for seeded, shuffle in ((True, RandomSampler), (False, SubsetRandomSampler), (True, RandomSampler)):
         if seeded:
@@ -126,9 +108,7 @@ def test_seeds_order_rows_as_in_one_process(spec):
 
 def stops(spec: str) -> list[bool]:
     """What `check_trigger` says where only the last rank sets it, once."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     accelerator, found = Accelerator(cpu=True), []
     for step in range(3):
         if step == 1 and dist.get_rank() == dist.get_world_size() - 1:

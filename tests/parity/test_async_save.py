@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.resuming import STEPS, STOP, checkpoint_differences, log_differences, train, trained
-from tests.training import axes, none
+from tests.training import activate, axes, none
 
 pytestmark = pytest.mark.clock
 
@@ -33,10 +33,9 @@ def test_the_same_checkpoints(runs, tmp_path):
 
 def stopped_for(spec: str, folder: str, out: str) -> dict:
     """A disk that takes two seconds for the optimizer's state: what the training waits for, and in which thread."""
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import resume
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     write, seen = resume._write_tensors, {"threads": set(), "saves": []}
 
     def slow(*args):
@@ -106,10 +105,9 @@ class Witness(TrainerCallback):
 
 def witnessed(spec: str, folder: str, out: str, patience: float, settings: dict) -> tuple[list, list]:
     """A run under a disk that writes the optimizer's state of step 4 until step 6 begins."""
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import resume
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     write, witnesses = resume._write_tensors, []
     resume._write_tensors = lambda *args: (witnesses[0].sixth.wait(patience), write(*args))
     train(folder, out, axes(spec)["data_ranks"], change=lambda t: witnesses.append(Witness(t)), **settings)
@@ -142,10 +140,9 @@ def test_callbacks_and_uploads_find_whole_folders(runs, tmp_path, settings, pati
 
 def copies(spec: str, folder: str, out: str) -> None:
     """A callback that saves the model itself: by then it is the model of a later step."""
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import resume
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     write = resume._write_tensors
     resume._write_tensors = lambda *args: (time.sleep(0.5), write(*args))
 
@@ -167,11 +164,10 @@ def test_a_callback_that_saves_by_itself_is_refused(runs, tmp_path):
 
 def fails_later(spec: str, folder: str, out: str) -> str:
     """The disk fills up while training goes on."""
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import CheckpointError
     from tests.reliability.faults import full_disk
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     with full_disk("optimizer/state.safetensors"), pytest.raises(CheckpointError) as caught:
         train(folder, out, axes(spec)["data_ranks"], max_steps=3, save_steps=2)
     return str(caught.value)

@@ -5,7 +5,7 @@ import pytest
 from tests.adapters import lora
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
-from tests.training import Script, axes, none, spec_id
+from tests.training import Script, axes, none
 
 
 @pytest.mark.parametrize(
@@ -17,14 +17,13 @@ from tests.training import Script, axes, none, spec_id
         ("pp=2,pipeline_schedule=zbv_zero_bubble", {"arguments": (("gradient_checkpointing", True),)}),
         ("pp=2,dp_shard=2", {"overrides": True, "arguments": (("max_grad_norm", 0.1),)}),
     ],
-    ids=lambda value: spec_id(value) if isinstance(value, str) else None,
 )
 def test_a_trainer_script(runs, spec, changes):
     """Data ranks bring unlike numbers of rows; evaluation has the loss too, a loss of the script's own has none."""
     runs.check(Script(model="mixtral_balanced", **changes).with_accumulation(2), spec)
 
 
-@pytest.mark.parametrize("spec", ["pp=2,cp=2,ep=2", "pp=2,tp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["pp=2,cp=2,ep=2", "pp=2,tp=2"])
 def test_parts_of_sequences(spec):
     """33 tokens, of which padding does not count; a stage without experts."""
     sparse = {"output_router_logits": True, "router_aux_loss_coef": 0.5}

@@ -11,7 +11,7 @@ import torch
 
 from tests import models
 from tests.distributed import run, run_alone
-from tests.training import spec_id
+from tests.training import activate
 
 SPECS = ["dp_shard=4", "tp=2,dp_shard=2", "pp=2,dp_shard=2"]
 FORMATS = {"consolidated": "50GB", "sharded": "40KB"}
@@ -19,10 +19,9 @@ FORMATS = {"consolidated": "50GB", "sharded": "40KB"}
 
 def loaded(spec: str, root: str) -> dict[str, tuple[int, dict[str, int], dict[str, int], set[str]]]:
     """By folder: bytes that this rank must read, those it has read of each file in two ways, its tensors' names."""
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import load_weights, ranges
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     seen, read = collections.Counter(), os.preadv
 
     def counted(handle, buffers, start):
@@ -59,7 +58,7 @@ def folders(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_only_what_a_rank_needs(folders, spec):
     """By `from_pretrained`, and when a checkpoint is read into a model that is there."""
     for rank in run(partial(loaded, spec, str(folders)), 4, init=False):

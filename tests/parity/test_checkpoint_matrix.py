@@ -129,7 +129,7 @@ def sources(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("spec", LAYOUTS, ids=spec_id)
+@pytest.mark.parametrize("spec", LAYOUTS)
 def test_every_source_in_every_format(sources, tmp_path, spec):
     assert axes(spec)["world"] == 4
     run(partial(read_sources, str(sources), str(tmp_path)), 4, spec)
@@ -175,7 +175,7 @@ def whole_on_rank_0(spec: str) -> list[str]:
     return [name for name in one if found and not torch.equal(found[name], one[name])]
 
 
-@pytest.mark.parametrize("spec", ["dp_replicate=2,dp_shard=2", "pp=2,tp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_replicate=2,dp_shard=2", "pp=2,tp=2"])
 def test_whole_tensors_on_rank_0(spec):
     """Also where some ranks have nothing to send."""
     none(run(partial(whole_on_rank_0, spec), 4, timeout=30)[0])

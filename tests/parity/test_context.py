@@ -4,38 +4,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import models, support_matrix
+from tests import models
 from tests.activations import own_bytes
 from tests.adapters import lora
 from tests.context import DOCUMENTS, all_steps, batch, differences
 from tests.distributed import run, run_alone
 from tests.resuming import ONE, STEPS, STOP, log_differences, trained
 from tests.training import Script, axes, none
-
-NAMES = {
-    "llama": "Llama",
-    "qwen3": "Qwen3",
-    "mistral": "Mistral",
-    "gemma3": "Gemma 3",
-    "gpt2": "GPT-2",
-    "bert": "BERT",
-}
-#: Rows of the support matrix, by test.
-ROWS = {
-    "test_variants": "{name}, each variant",
-    "test_soft_caps_and_odd_heads": "Gemma 2, odd heads",
-    "test_with_other_axes": "ring, plain rows and packs",
-    "test_a_trainer_script": "Trainer",
-    "test_a_scripts_own_loss": "Trainer, own loss",
-    "test_adapters": "Trainer, LoRA",
-    "test_recomputed_layers": "recomputed layers",
-    "test_goes_on_over_other_ranks": "resumed on other ranks",
-}
-
-
-@pytest.fixture(autouse=True)
-def _told(request):
-    support_matrix.tell(request.node, ROWS, **NAMES)
 
 
 def check(*cases: tuple) -> None:
@@ -48,6 +23,7 @@ def check(*cases: tuple) -> None:
 VARIANTS = {2: ("ring", "ulysses", "allgather"), 4: ("ring", "ulysses", "allgather", "hybrid:2")}
 
 
+@pytest.mark.support("{name}, each variant")
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral", "gemma3", "gpt2", "bert"])
 def test_variants(name, size):
@@ -60,6 +36,7 @@ def test_variants(name, size):
     check(*cases)
 
 
+@pytest.mark.support("ring, plain rows and packs")
 @pytest.mark.parametrize(
     "spec",
     ["cp=2,tp=2", "cp=2,pp=2", "cp=2,tp=2,sequence_parallel=false", "cp=2,pp=2,pipeline_schedule=zbv_zero_bubble"],
@@ -69,6 +46,7 @@ def test_with_other_axes(spec):
     check(*[("llama", kind, f"{spec},context_parallel=ring", True, {}) for kind in ("plain", "packed")])
 
 
+@pytest.mark.support("Trainer")
 @pytest.mark.parametrize(
     "spec",
     ["cp=2,dp_shard=2", "cp=2,pp=2,tp=2", "cp=4,dp_shard=2", "cp=2,dp_shard=2,tp=2", "cp=2,dp_replicate=2,pp=2"],
@@ -78,6 +56,7 @@ def test_a_trainer_script(runs, spec):
     runs.check(Script(uneven_lengths=True), spec)
 
 
+@pytest.mark.support("Trainer, own loss")
 @pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=2,pp=2"])
 def test_a_scripts_own_loss(runs, spec):
     """It reads logits of all tokens in their order, while it gives the labels to the model besides."""
@@ -88,6 +67,7 @@ def test_a_loss_that_couples_tokens():
     check(*[("llama", "plain", f"cp=2,context_parallel={v}", False, {}) for v in ("ring", "ulysses")])
 
 
+@pytest.mark.support("recomputed layers")
 @pytest.mark.parametrize("spec", ["cp=2", "cp=2,pp=2"])
 def test_recomputed_layers(spec):
     """A pack at a boundary between ranks, once more in the backward pass."""
@@ -98,6 +78,7 @@ def test_recomputed_layers(spec):
 ODD = {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48, "num_hidden_layers": 7}
 
 
+@pytest.mark.support("Gemma 2, odd heads")
 @pytest.mark.parametrize("size", [2, 4])
 def test_soft_caps_and_odd_heads(size):
     """Scores with a soft cap, of which one process makes other things at padding; three heads, seven layers."""
@@ -128,11 +109,13 @@ def test_another_variant_for_another_batch():
         assert rank == pytest.approx(alone, rel=1e-5)
 
 
+@pytest.mark.support("Trainer, LoRA")
 @pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=4", "cp=2,tp=2", "cp=2,pp=2"])
 def test_adapters(runs, spec):
     runs.check(Script(lora=lora("all-linear"), uneven_lengths=True).with_accumulation(2), spec)
 
 
+@pytest.mark.support("resumed on other ranks")
 @pytest.mark.parametrize(("source", "spec"), [("cp=2,dp_shard=2", "cp=4"), (ONE, "cp=2")])
 def test_goes_on_over_other_ranks(runs, tmp_path, source, spec):
     """2e-5: two more AdamW steps, as where other layouts resume each other."""

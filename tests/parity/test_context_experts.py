@@ -2,25 +2,11 @@
 
 import pytest
 
-from tests import support_matrix
 from tests.adapters import lora
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
-from tests.training import Script, axes, none, spec_id
-
-#: Rows of the support matrix, by test.
-ROWS = {
-    "test_odd_rows": "experts, odd rows",
-    "test_a_trainer_script": "experts, Trainer",
-    "test_balance_over_all_rows": "experts, balance",
-    "test_adapters": "experts, LoRA",
-}
-
-
-@pytest.fixture(autouse=True)
-def _told(request):
-    support_matrix.tell(request.node, ROWS)
+from tests.training import Script, axes, none
 
 
 def check(spec: str, *cases: tuple[str, str, bool]) -> None:
@@ -30,6 +16,7 @@ def check(spec: str, *cases: tuple[str, str, bool]) -> None:
     none(differences(made, run(all_steps, axes(spec)["world"], made, True), alone))
 
 
+@pytest.mark.support("experts, odd rows")
 @pytest.mark.parametrize(
     "spec",
     [
@@ -42,13 +29,13 @@ def check(spec: str, *cases: tuple[str, str, bool]) -> None:
         "cp=4,ep=4,context_parallel=ring",
         "dp_replicate=2,cp=2,ep=2",
     ],
-    ids=spec_id,
 )
 def test_odd_rows(spec):
     """Padded rows and packs of 33 tokens; a loss of the script's own."""
     check(spec, ("mixtral", "padded", True), ("qwen3_moe", "packed", True), ("qwen3_moe", "plain", False))
 
 
+@pytest.mark.support("experts, Trainer")
 @pytest.mark.parametrize(("model", "overrides"), [("mixtral", True), ("qwen3_moe", False)])
 @pytest.mark.parametrize(
     "spec",
@@ -60,7 +47,6 @@ def test_odd_rows(spec):
         "cp=2,dp_shard=2,tp=2,ep=4",
         "cp=2,dp_shard=2,pp=2,ep=4",
     ],
-    ids=spec_id,
 )
 def test_a_trainer_script(runs, model, overrides, spec):
     """Data ranks bring unlike numbers of rows of unlike length; the norm that clips counts each expert once.
@@ -71,13 +57,14 @@ def test_a_trainer_script(runs, model, overrides, spec):
     runs.check(script.with_accumulation(2), spec)
 
 
-@pytest.mark.parametrize("spec", ["cp=2", "cp=2,tp=2,ep=4", "dp_shard=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["cp=2", "cp=2,tp=2,ep=4", "dp_shard=2"])
 def test_balance(spec):
     """The auxiliary loss of whole rows, without their padding; every parameter has its gradient."""
     check(spec, ("mixtral_balanced", "padded", True), ("mixtral_balanced", "packed", True))
 
 
-@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=2,dp_shard=2,ep=4"], ids=spec_id)
+@pytest.mark.support("experts, balance")
+@pytest.mark.parametrize("spec", ["cp=2,dp_shard=2", "cp=2,dp_shard=2,ep=4"])
 def test_balance_over_all_rows(runs, spec):
     """Over the rows of all data ranks, each in parts on cp ranks, in each micro-batch."""
     runs.check(Script(model="mixtral_balanced", uneven_lengths=True).with_accumulation(2), spec)
@@ -86,7 +73,8 @@ def test_balance_over_all_rows(runs, spec):
 ADAPTED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight")
 
 
-@pytest.mark.parametrize("spec", ["cp=2,ep=2", "cp=2", "cp=2,dp_shard=2,ep=4", "cp=2,tp=2,ep=4"], ids=spec_id)
+@pytest.mark.support("experts, LoRA")
+@pytest.mark.parametrize("spec", ["cp=2,ep=2", "cp=2", "cp=2,dp_shard=2,ep=4", "cp=2,tp=2,ep=4"])
 def test_adapters(runs, spec):
     """Of experts and routers, beside those of attention."""
     script = Script(model="qwen3_moe", lora=lora(("o_proj",), target_parameters=ADAPTED))

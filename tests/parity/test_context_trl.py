@@ -2,12 +2,10 @@
 
 import pytest
 
-from tests.training import spec_id
-
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from tests import support_matrix, trl_scripts
+from tests import trl_scripts
 from tests.parity.test_trl import LORA, PREFERENCE, RAGGED, SFT, check
 
 RING, ULYSSES = "cp=2,context_parallel=ring", "cp=2,context_parallel=ulysses"
@@ -26,13 +24,6 @@ CASES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _told(request):
-    if request.node.originalname == "test_same_as_one_process":
-        row = f"{CASES[request.node.callspec.params['case']][0]} of TRL"
-        support_matrix.tell(request.node, {"test_same_as_one_process": row})
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
@@ -40,7 +31,11 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("case", "spec"),
-    [pytest.param(case, spec, id=f"{case}-{spec_id(spec)}") for case in CASES for spec in CASES[case][-1]],
+    [
+        pytest.param(case, spec, marks=pytest.mark.support(f"{name} of TRL"))
+        for case, (name, *_, specs) in CASES.items()
+        for spec in specs
+    ],
 )
 def test_same_as_one_process(folder, case, spec):
     name, data, flags, _ = CASES[case]

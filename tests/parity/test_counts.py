@@ -9,12 +9,11 @@ from transformers import DataCollatorWithFlattening
 from tests import counted_scripts as scripts
 from tests.counted_scripts import Counted, encoder
 from tests.distributed import run, run_alone
-from tests.training import axes, close, none, spec_id
+from tests.training import activate, axes, none, number_differences
 
 TWICE = {"gradient_accumulation_steps": 2}
 METRICS = {"include_for_metrics": ["inputs", "loss"]}
 GENERATES = {"predict_with_generate": True}
-POSITIONS = {"return_position_ids": True}
 
 
 def joined(**flags) -> dict:
@@ -83,15 +82,11 @@ GROUPS = {
 
 def all_of(group: str, spec: str | None) -> dict[str, list[float]]:
     """The numbers of each script of a group, in one process or on one rank."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
-    found = {}
+    data_ranks, found = activate(spec), {}
     for name, script in GROUPS[group].items():
         if script.arguments.get("include_for_metrics"):
             script.options["compute_metrics"] = scripts.Sums()
-        found[name] = scripts.trained(script, spec, axes(spec)["data_ranks"] if spec else 1)
+        found[name] = scripts.trained(script, data_ranks)
     return found
 
 
@@ -124,23 +119,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("group", "spec"), CASES, ids=[f"{group}-{spec_id(spec)}" for group, spec in CASES])
+@pytest.mark.parametrize(("group", "spec"), CASES)
 def test_same_numbers_as_one_process(references, group, spec, capfd):
     """Relative 1e-5: sums of fp32 in another order; a row too many among 19 moves a loss by 1e-3 or more."""
     expected = references(group)
     for rank, numbers in enumerate(run(all_of, axes(spec)["world"], group, spec, init=False, timeout=300)):
-        none(
-            [
-                f"rank {rank}: {name}: {line}"
-                for name, theirs in expected.items()
-                for line in _differences(numbers[name], theirs)
-            ]
-        )
+        found = {name: number_differences(numbers[name], theirs)[:6] for name, theirs in expected.items()}
+        none([f"rank {rank}: {name}: {line}" for name, lines in found.items() for line in lines])
     assert capfd.readouterr().err.count(SAID[group]) == 1 if group in SAID else True
-
-
-def _differences(ours: list[float], theirs: list[float]) -> list[str]:
-    if len(ours) != len(theirs):
-        return [f"{len(ours)} numbers, not {len(theirs)}"]
-    pairs = enumerate(zip(ours, theirs, strict=True))
-    return [line for i, (a, b) in pairs for line in close(f"number {i}", a, b, 1e-5)][:6]

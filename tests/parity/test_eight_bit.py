@@ -30,7 +30,7 @@ def job(runs, out, **more):
     return {"folder": runs.initial("llama"), "out": str(out), **OPTIMIZER, **more}
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2,dp_shard=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2", "pp=2,dp_shard=2"])
 def test_trains_as_one_process_does(ended, spec):
     none(log_differences(ended(spec), ended(ONE), range(1, STEPS + 1), ROUNDING))
 

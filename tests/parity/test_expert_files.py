@@ -12,7 +12,7 @@ from tests import models
 from tests.distributed import run, run_alone
 from tests.parity.test_lora_weights import EXPERTS, ROUTER, merged
 from tests.resuming import ONE, STEPS, STOP, checkpoint_differences, log_differences, trained
-from tests.training import axes, none, weight_differences, weights
+from tests.training import activate, axes, none, weight_differences, weights
 
 pytest.importorskip("peft")
 
@@ -66,9 +66,7 @@ def biased(spec: str, initial: str, out: str) -> dict[str, Any]:
     """DeepSeek-V3's biases as a script changes them: by the sign of what counts, summed over data ranks, are off."""
     import torch.distributed as dist
 
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     model = AutoModelForCausalLM.from_pretrained(initial)
     routers = {name: buffer for name, buffer in model.named_buffers() if "e_score_correction_bias" in name}
     read = {name: buffer.clone() for name, buffer in routers.items()}

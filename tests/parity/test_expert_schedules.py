@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.training import Script, spec_id
+from tests.training import Script
 
 LAYOUT = "pp=2,dp_shard=2,ep=2"
 
@@ -14,7 +14,6 @@ LAYOUT = "pp=2,dp_shard=2,ep=2"
         f"{LAYOUT},pipeline_schedule=dualpipe_v",
         f"{LAYOUT},pipeline_schedule=interleaved_zero_bubble",
     ],
-    ids=spec_id,
 )
 @pytest.mark.parametrize("model", ["mixtral", "deepseek_moe"])
 def test_split_backward(runs, model, spec):

@@ -10,45 +10,32 @@ from tests.adapters import lora
 from tests.distributed import RankFailure, run
 from tests.resuming import ONE, STEPS, STOP, checkpoint_differences, log_differences, trained
 from tests.rows import data
-from tests.training import TRAIN_SEED, Script, axes, layouts, none, spec_id
+from tests.training import TRAIN_SEED, Script, activate, axes, none, over, trainer_of
 
-MODELS = {"mixtral": "Mixtral", "qwen3_moe": "Qwen3-MoE", "deepseek_moe": "DeepSeek-V3"}
-
-
-def each(*names, specs):
-    """Parametrise over models and specs, each with its cell of the support matrix."""
-    return pytest.mark.parametrize(
-        ("model", "spec"),
-        [
-            pytest.param(name, *spec.values, marks=spec.marks, id=f"{name}-{spec.id}")
-            for name in names
-            for spec in layouts(MODELS[name], *specs)
-        ],
-    )
+MODELS = ("mixtral", "qwen3_moe", "deepseek_moe")
 
 
-@each(*MODELS, specs=("tp=2", "tp=2,dp_shard=2", "tp=2,pp=2"))
+@over("{model}", "tp=2", "tp=2,dp_shard=2", "tp=2,pp=2", model=MODELS)
 def test_split_inside(runs, model, spec):
     """Each rank has a part of the width of every expert."""
     runs.check(Script(model=model).with_accumulation(2), spec)
 
 
-@each(
-    *MODELS,
-    specs=(
-        "dp_shard=2,ep=2",
-        "dp_shard=4,ep=4",
-        "dp_shard=4,ep=2",
-        "tp=2,ep=2",
-        "tp=2,dp_shard=2,ep=2",
-        "tp=2,dp_shard=2,ep=4",
-        "pp=2,dp_shard=2,ep=2",
-        "tp=2,pp=2,ep=2",
-        "dp_replicate=2,dp_shard=2,ep=2",
-        "tp=2,pp=2,dp_shard=2,ep=2",
-        "tp=2,pp=2,dp_shard=2,ep=4",
-        "dp_shard=8,ep=4",
-    ),
+@over(
+    "{model}",
+    "dp_shard=2,ep=2",
+    "dp_shard=4,ep=4",
+    "dp_shard=4,ep=2",
+    "tp=2,ep=2",
+    "tp=2,dp_shard=2,ep=2",
+    "tp=2,dp_shard=2,ep=4",
+    "pp=2,dp_shard=2,ep=2",
+    "tp=2,pp=2,ep=2",
+    "dp_replicate=2,dp_shard=2,ep=2",
+    "tp=2,pp=2,dp_shard=2,ep=2",
+    "tp=2,pp=2,dp_shard=2,ep=4",
+    "dp_shard=8,ep=4",
+    model=MODELS,
 )
 def test_shared_out(runs, model, spec):
     """Each rank has whole experts; the last micro-batch is ragged, so that data ranks bring unlike numbers of rows."""
@@ -56,13 +43,13 @@ def test_shared_out(runs, model, spec):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("spec", ["tp=2", "tp=2,ep=2", "tp=2,dp_shard=2,ep=4"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,ep=2", "tp=2,dp_shard=2,ep=4"])
 def test_whole_sequences(runs, model, spec):
     """Without sequence parallelism tp ranks have the same tokens: each sends its share, of an odd number."""
     runs.check(Script(model=model, length=15), f"{spec},sequence_parallel=false")
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "dp_shard=4,ep=4", "tp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "dp_shard=4,ep=4", "tp=2"])
 def test_idle_experts(runs, spec):
     """Two experts of eight get every token; others have gradients, zeros, and a rank without tokens takes part."""
     runs.check(Script(model="mixtral_idle"), spec)
@@ -76,27 +63,26 @@ def test_idle_experts(runs, spec):
         ("dp_shard=4,ep=4", {}),
         ("tp=2,dp_shard=2,ep=4", {"uneven_lengths": True}),
     ],
-    ids=lambda value: spec_id(value) if isinstance(value, str) else None,
 )
 def test_balance_over_all_rows(runs, spec, changes):
     """The auxiliary loss is no mean over rows: that of one process, of each micro-batch, without its padding."""
     runs.check(Script(model="mixtral_balanced", **changes).with_accumulation(2), spec)
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "tp=2,ep=2", "dp_shard=4,ep=2", "pp=2,dp_shard=2,ep=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,ep=2", "dp_shard=4,ep=2", "pp=2,dp_shard=2,ep=2"])
 def test_clipping(runs, spec):
     """The norm counts each expert once."""
     runs.check(Script(model="qwen3_moe", arguments=(("max_grad_norm", 0.1),)), spec)
 
 
 @pytest.mark.parametrize("route", ["from_config", "unequal"])
-@pytest.mark.parametrize("spec", ["tp=2", "tp=2,dp_shard=2,ep=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,dp_shard=2,ep=2"])
 def test_from_config(runs, spec, route):
     """Experts are cut in memory, not on reading."""
     runs.check(Script(model="mixtral", route=route), spec)
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=4,ep=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=4,ep=2"])
 def test_gradient_checkpointing(runs, spec):
     """Tokens travel a second time."""
     runs.check(Script(model="deepseek_moe", arguments=(("gradient_checkpointing", True),)), spec)
@@ -104,22 +90,15 @@ def test_gradient_checkpointing(runs, spec):
 
 def load_logged(spec: str, initial: str, out: str) -> list[dict[str, float]]:
     """What a Trainer logs of experts, on one rank."""
-    from transformers import Trainer, TrainingArguments
-
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
-    ranks = axes(spec)["data_ranks"]
-    arguments = TrainingArguments(
-        out, max_steps=2, logging_steps=1, per_device_train_batch_size=8 // ranks, report_to=[], use_cpu=True
-    )
-    model = AutoModelForCausalLM.from_pretrained(initial)
-    trainer = Trainer(model, arguments, train_dataset=data("llama", 16, TRAIN_SEED))
+    data_ranks = activate(spec)
+    settings = {"max_steps": 2, "optim": "adamw_torch", "learning_rate": 5e-5, "lr_scheduler_type": "linear"}
+    model, rows = AutoModelForCausalLM.from_pretrained(initial), data("llama", 16, TRAIN_SEED)
+    trainer, _ = trainer_of(model, out, data_ranks, settings, train_dataset=rows)
     trainer.train()
     return [{key: entry[key] for key in entry if "expert" in key} for entry in trainer.state.log_history[:2]]
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,pp=2", "cp=2,ep=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,pp=2", "cp=2,ep=2"])
 def test_load_is_logged(runs, tmp_path, spec):
     """Two of eight experts have all tokens, about as many each: four times the mean, a third of the entropy."""
     for logs in run(load_logged, axes(spec)["world"], spec, runs.initial("mixtral_idle"), str(tmp_path), init=False):
@@ -135,7 +114,6 @@ ADAPTED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight
 @pytest.mark.parametrize(
     "spec",
     ["tp=2", "tp=2,pp=2", "dp_shard=2,ep=2", "dp_shard=4,ep=2", "tp=2,dp_shard=2,ep=4", "pp=2,tp=2,ep=2"],
-    ids=spec_id,
 )
 def test_adapters(runs, spec, model):
     """Of experts and routers, beside those of attention."""
@@ -156,7 +134,6 @@ def stored_here(spec: str) -> tuple[int, int]:
 @pytest.mark.parametrize(
     "spec",
     ["tp=2,dp_shard=2,ep=2", "dp_shard=4,ep=4", "dp_replicate=2,dp_shard=2,ep=2", "cp=2,dp_shard=2,ep=2"],
-    ids=spec_id,
 )
 def test_what_a_rank_stores(spec):
     """Of experts one part in ep x ep_shard, of everything what doctor says."""

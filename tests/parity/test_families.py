@@ -8,24 +8,28 @@ from tests import models
 from tests.distributed import run, run_alone
 from tests.parity.test_variants import reload
 from tests.rows import LENGTH
-from tests.training import Script, axes, layouts, none, spec_id, weight_differences
+from tests.training import Script, activate, axes, none, over, weight_differences
 
-DECODERS = {
-    "phi3": "Phi-3",
-    "gpt2": "GPT-2",
-    "gpt_neox": "GPT-NeoX",
-    "opt": "OPT",
-    "opt_350m": "OPT",
-    "falcon": "Falcon",
-    "falcon_7b": "Falcon",
-    "falcon_rw": "Falcon",
-    "bloom": "BLOOM",
-    "gemma3": "Gemma 3",
-    "deepseek_v3": "DeepSeek-V3 dense",
-    "granite_swa": "Granite SWA",
-}
-OTHERS = {"bert": "BERT", "roberta": "RoBERTa", "t5": "T5", "t5_gated": "T5", "vit": "ViT", "llava": "Llava"}
-FAMILIES = {**DECODERS, **OTHERS}
+#: Newer than the others.
+GRANITE_SWA = pytest.param(
+    "granite_swa",
+    marks=pytest.mark.skipif(not hasattr(transformers, "GraniteSWAConfig"), reason="no Granite SWA in transformers"),
+)
+DECODERS = (
+    "phi3",
+    "gpt2",
+    "gpt_neox",
+    "opt",
+    "opt_350m",
+    "falcon",
+    "falcon_7b",
+    "falcon_rw",
+    "bloom",
+    "gemma3",
+    "deepseek_v3",
+    GRANITE_SWA,
+)
+FAMILIES = (*DECODERS, "bert", "roberta", "t5", "t5_gated", "vit", "llava")
 #: Families with one case each; what the sweep finds for all others is in docs/models.md.
 MORE_DECODERS = (
     "gpt_bigcode",
@@ -43,24 +47,13 @@ SPECS = ("tp=2", "tp=2,dp_shard=2")
 PACKED = ("phi3", "gpt2", "gpt_neox", "falcon", "falcon_7b", "falcon_rw", "bloom")
 
 
-def each(*names, specs=SPECS):
-    """Parametrise over models and specs, each with its cell of the support matrix."""
-    cases = []
-    for name in names:
-        newer = name == "granite_swa" and not hasattr(transformers, "GraniteSWAConfig")
-        skip = pytest.mark.skipif(newer, reason="this transformers has no Granite SWA")
-        for spec in layouts(FAMILIES[name], *specs):
-            cases.append(pytest.param(name, *spec.values, marks=[*spec.marks, skip], id=f"{name}-{spec.id}"))
-    return pytest.mark.parametrize(("model", "spec"), cases)
-
-
-@each(*FAMILIES)
+@over("{model}", *SPECS, model=FAMILIES)
 def test_same_numbers_as_one_process(runs, model, spec):
     """Alone, and with data ranks over micro-batches that hold unequal numbers of targets."""
     runs.check(Script(model=model).with_accumulation(1 if spec == "tp=2" else 2), spec)
 
 
-@each(*DECODERS, specs=("tp=2,pp=2",))
+@over("{model}", "tp=2,pp=2", model=DECODERS)
 def test_in_a_pipeline(runs, model, spec):
     runs.check(Script(model=model).with_accumulation(2), spec)
 
@@ -76,25 +69,27 @@ def test_more_families_in_a_pipeline(runs, model):
     runs.check(Script(model=model), "pp=2" if model == "mamba" else "tp=2,pp=2")
 
 
-@each("t5", "vit", "llava", "falcon_rw", "granite_swa", specs=("dp_shard=2",))
+@over("{model}", "dp_shard=2", model=("t5", "vit", "llava", "falcon_rw", GRANITE_SWA))
 def test_on_data_ranks_alone(runs, model, spec):
     """Batches of other kinds: targets that are not shifted, images without tokens, weights without a gradient."""
     runs.check(Script(model=model).with_accumulation(2), spec)
 
 
-@each("gpt2", "t5", specs=("tp=4",))
+@over("{model}", "tp=4", model=("gpt2", "t5"))
 def test_one_head_per_rank(runs, model, spec):
     runs.check(Script(model=model).with_accumulation(2), spec)
 
 
-@each("gpt2", "phi3", "falcon", "bloom", "opt_350m", "deepseek_v3", "granite_swa", "t5", "bert", specs=("tp=2",))
+@over(
+    "{model}", "tp=2", model=("gpt2", "phi3", "falcon", "bloom", "opt_350m", "deepseek_v3", GRANITE_SWA, "t5", "bert")
+)
 def test_without_sequence_parallelism(runs, model, spec):
     """Regions are entered and left with sums: shared latents, residuals and encoder states count once."""
     runs.check(Script(model=model), f"{spec},sequence_parallel=false")
 
 
 @pytest.mark.parametrize("masked", [True, False], ids=["masked", "unmasked"])
-@each("gpt2", "opt", "falcon_rw", "bloom", "bert", "roberta", "t5", "llava", specs=("tp=2",))
+@over("{model}", "tp=2", model=("gpt2", "opt", "falcon_rw", "bloom", "bert", "roberta", "t5", "llava"))
 def test_length_that_tp_does_not_divide(runs, model, spec, masked):
     """Without a mask too, where what fills the last part must stay out of attention, means and positions.
 
@@ -103,26 +98,26 @@ def test_length_that_tp_does_not_divide(runs, model, spec, masked):
     runs.check(Script(model=model, length=LENGTH - 1, masked=masked), spec)
 
 
-@each("gpt2", "t5", specs=("tp=4",))
+@over("{model}", "tp=4", model=("gpt2", "t5"))
 def test_length_that_leaves_a_rank_without_tokens(runs, model, spec):
     """13 tokens, and 9 for T5's decoder: of the last part one token is real, or none."""
     runs.check(Script(model=model, length=LENGTH - 3), spec)
 
 
-@each("gpt2", "bloom", "t5", specs=("tp=2",))
+@over("{model}", "tp=2", model=("gpt2", "bloom", "t5"))
 def test_gradient_checkpointing(runs, model, spec):
     """Regions are entered twice; T5's first layer hands a bias to the others."""
     runs.check(Script(model=model, arguments=(("gradient_checkpointing", True),)), spec)
 
 
 @pytest.mark.parametrize("route", ["from_config", "unequal"])
-@each("gpt2", "phi3", specs=("tp=2",))
+@over("{model}", "tp=2", model=("gpt2", "phi3"))
 def test_packed_weights_from_config(runs, model, spec, route):
     """Weights are cut in memory, not on reading; saved, they are in the model's own order again."""
     runs.check(Script(model=model, route=route), spec)
 
 
-@each("gpt2", "phi3", specs=("tp=2", "tp=2,dp_shard=2"))
+@over("{model}", "tp=2", "tp=2,dp_shard=2", model=("gpt2", "phi3"))
 def test_packed_weights_of_the_best_checkpoint(runs, model, spec):
     """The folder of an earlier step is read back into the cut model. The worst step counts as best: it is not last."""
     steps = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
@@ -130,7 +125,7 @@ def test_packed_weights_of_the_best_checkpoint(runs, model, spec):
     runs.check(Script(model=model, arguments=tuple({**steps, **best}.items())), spec)
 
 
-@each("gpt2", "phi3", "falcon", specs=SPECS)
+@over("{model}", *SPECS, model=("gpt2", "phi3", "falcon"))
 def test_plain_transformers_loads_the_saved_folder(runs, model, spec):
     """An ordinary Hub folder after training: no key missing, none too many, the same weights again."""
     folder = runs.parallel(Script(model=model), spec)[0].folder
@@ -144,9 +139,7 @@ def load_and_save(spec: str, folder: str, out: str, gathered: bool) -> None:
     from accelerate import Accelerator
     from transformers import AutoConfig
 
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     model = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder)
     if not gathered:
         model.save_pretrained(out)
@@ -159,7 +152,7 @@ def load_and_save(spec: str, folder: str, out: str, gathered: bool) -> None:
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["streamed", "gathered"])
-@pytest.mark.parametrize("spec", ["tp=2", "tp=2,dp_shard=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "tp=2,dp_shard=2"])
 @pytest.mark.parametrize("model", PACKED)
 def test_a_folder_read_and_written_is_the_same(runs, tmp_path, model, spec, gathered):
     """To the last bit, biases included, which differ from row to row."""
@@ -196,7 +189,7 @@ WHOLE = {
 }
 
 
-@each(*FAMILIES, specs=("tp=2",))
+@over("{model}", "tp=2", model=FAMILIES)
 def test_every_large_weight_is_split(model, spec):
     """Same numbers would also come of whole weights that all ranks multiply with."""
     allowed = SMALL + WHOLE.get(model, ())
@@ -224,7 +217,9 @@ def generate(name: str, spec: str | None) -> tuple[list[list[int]], torch.Tensor
     return outputs.sequences.tolist(), torch.stack(outputs.logits)
 
 
-@each("gpt2", "phi3", "falcon", "falcon_7b", "falcon_rw", "bloom", "opt", "deepseek_v3", "t5", specs=("tp=2",))
+@over(
+    "{model}", "tp=2", model=("gpt2", "phi3", "falcon", "falcon_7b", "falcon_rw", "bloom", "opt", "deepseek_v3", "t5")
+)
 def test_generation_with_a_cache(model, spec):
     """One token at a time, with the keys and values of each rank's own heads."""
     tokens, logits = run_alone(generate, model, None)

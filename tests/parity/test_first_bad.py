@@ -12,7 +12,7 @@ from transformers import TrainerCallback
 from hf_parallel.mesh import stored
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import train
-from tests.training import axes, close
+from tests.training import activate, axes, close
 
 SHORT = {"max_steps": 3, "save_strategy": "no", "gradient_accumulation_steps": 2}
 BAD_STEP = 2
@@ -55,9 +55,7 @@ class Fault:
 
 
 def training(spec, folder, out, change):
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     ended, trainer = train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT)
     finite = all(bool(torch.isfinite(stored(parameter)).all()) for parameter in trainer.model.parameters())
     return ended.logs, finite, hook_count(trainer.model, "act_fn")

@@ -8,16 +8,16 @@ import numpy
 import pytest
 from transformers import AutoModelForCausalLM
 
-from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests.distributed import run
+from tests.training import activate
 
 
 def habits(initial):
     """What a rank draws without a seed, and what loading and resizing say."""
     random.seed(int(os.environ["RANK"]))
     numpy.random.seed(int(os.environ["RANK"]))
-    hooks.activate("tp=2,pp=2", source="test")
+    activate("tp=2,pp=2")
     drawn = random.random(), numpy.random.random()
     with pytest.raises(SpecError, match='device_map=balanced.* "auto" works'):
         AutoModelForCausalLM.from_pretrained(initial, device_map="balanced")

@@ -19,10 +19,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
-from hf_parallel import hooks
 from tests import models
 from tests.distributed import run, run_alone
-from tests.training import axes, close, none
+from tests.training import activate, axes, close, none, tensor_differences
 
 SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2")
 ODD = {"llama": {"num_hidden_layers": 7}, "qwen3": {"num_hidden_layers": 7}, "gpt2": {"n_layer": 7}}
@@ -52,8 +51,7 @@ def alone(initial):
 
 
 def load(folder, spec):
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
@@ -165,7 +163,7 @@ def test_an_embedding_with_more_ties_than_a_head_is_not_resized(runs):
     folder = runs.initial("t5")
 
     def resize():
-        hooks.activate("dp_shard=2", source="test")
+        activate("dp_shard=2")
         model = AutoModelForSeq2SeqLM.from_pretrained(folder)
         rows = model.config.vocab_size
         with pytest.raises(NotImplementedError, match=f"from {rows} to {rows + 1} rows of a T5.* resize and save"):
@@ -266,19 +264,10 @@ def both(folder, spec=None):
     return change(model) | train(model) | {"half": cast(folder, "dp_shard" in (spec or ""))}
 
 
-def apart(what, ours, theirs, tolerance):
-    """Differences between dicts of tensors."""
-    found = [f"{what}: {name} is on one side only" for name in set(ours) ^ set(theirs)]
-    for name in set(ours) & set(theirs):
-        distance = (ours[name].float() - theirs[name].float()).abs().max().item()
-        found += [f"{what}: {name} is {distance:.1e} off"] if not distance <= tolerance else []
-    return found
-
-
 def of_rank(ours, theirs):
     """Differences in what every rank sees."""
     found = [f"{key}: {ours[key]}" for key in ("size", "copy", "half") if ours[key] != theirs[key]]
-    found += apart(
+    found += tensor_differences(
         "copy and draws", *({key: side[key] for key in ("logits", "next")} for side in (ours, theirs)), 1e-4
     )
     for step in range(2):
@@ -295,11 +284,11 @@ def test_changes_are_those_of_one_process(initial, alone, name, spec):
     first = ranks[0]
     found = [f"rank {i}: {text}" for i, rank in enumerate(ranks) for text in of_rank(rank, expected)]
     for key in ("grown", "rows", "drawn", "former"):
-        found += apart(key, first[key], expected[key], 1e-7)  # a mean of rows is summed in another order
+        found += tensor_differences(key, first[key], expected[key], 1e-7)  # a mean of rows is summed in another order
     for key in ("gradients", "values"):
         whole = {k: v for rank in ranks for k, v in rank[key].items()}
-        found += apart(key, whole, expected[key], 1e-5)  # absolute; two steps at 0.5, gradients up to 1
-    none(found + apart("trained", first["trained"], expected["trained"], 1e-5))
+        found += tensor_differences(key, whole, expected[key], 1e-5)  # absolute; two steps at 0.5, gradients up to 1
+    none(found + tensor_differences("trained", first["trained"], expected["trained"], 1e-5))
     assert any(rank["called"] for rank in ranks)
     assert first["said"].count("full_state_dict") == 1
     assert all(not rank["said"] for rank in ranks[1:])

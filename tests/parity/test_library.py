@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import Rows
-from tests.training import axes, close, layouts, none, weight_differences
+from tests.training import axes, close, none, over, weight_differences
 
 STEPS, BATCH = 3, 8
 
@@ -46,7 +46,7 @@ def parallel(name: str, spec: str, out: str, even: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
-@pytest.mark.parametrize("spec", layouts("library", "tp=2", "pp=2", "tp=2,pp=2", "dp_shard=2"))
+@over("library", "tp=2", "pp=2", "tp=2,pp=2", "dp_shard=2")
 def test_same_numbers_as_one_process(name, spec, tmp_path):
     data_ranks = axes(spec)["data_ranks"]
     even = data_ranks > 1  # a loop written by hand averages means: equal only where every rank has as many labels

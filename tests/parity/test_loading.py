@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from tests import converted
 from tests.distributed import run, run_alone
-from tests.training import axes, none, spec_id, weight_differences, weights
+from tests.training import activate, axes, none, weight_differences, weights
 
 MODELS = tuple(converted.CONFIGS)
 
@@ -63,7 +63,7 @@ def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None =
     from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained
     from hf_parallel.hooks.transformers import from_pretrained
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     from_pretrained.parallelize = cut or from_pretrained.parallelize
     model = converted.auto_class(name).from_pretrained(folder)
     mesh = hooks.runtime.mesh()
@@ -101,7 +101,7 @@ def check(name: str, spec: str, checkpoint: tuple[str, dict], out: str, cut: Cal
     none(weight_differences(out, folder, 0.0))
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "dp_shard=4"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "dp_shard=4"])
 @pytest.mark.parametrize("name", MODELS)
 def test_converted_checkpoints(name, spec, checkpoints, tmp_path):
     check(name, spec, checkpoints(name), str(tmp_path))
@@ -112,7 +112,7 @@ def test_converted_checkpoints_of_models_that_are_split(name, spec, checkpoints,
     check(name, spec, checkpoints(name), str(tmp_path))
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2,tp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "dp_shard=2,tp=2"])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_way_to_cut(name, spec, checkpoints, tmp_path):
     check(name, spec, checkpoints(name), str(tmp_path), cut_everything)
@@ -132,10 +132,9 @@ def with_a_head(folder: str, out: str, source: str | None, head: torch.Tensor | 
 
 def answers(spec: str, folders: list[str]) -> list[str]:
     """What loading each of the folders says."""
-    from hf_parallel import hooks
     from hf_parallel.config import SpecError
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     said = []
     for folder in folders:
         try:
@@ -146,7 +145,7 @@ def answers(spec: str, folders: list[str]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"])
 def test_a_tied_weight_that_the_checkpoint_has_twice(spec, runs, tmp_path):
     """Equal values are one weight; of different ones transformers makes two, which a layout refuses; so a head alone
     where the first stage would find nothing to embed with."""

@@ -14,7 +14,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 
-from hf_parallel import hooks
 from hf_parallel.config import SpecError
 from tests import training
 from tests.adapters import ATTENTION, ENDS, MLP, lora
@@ -26,11 +25,12 @@ from tests.training import (
     Recorder,
     Script,
     Tolerance,
+    activate,
     axes,
     differences,
-    layouts,
     load_model,
     none,
+    over,
     weight_differences,
     with_adapters,
 )
@@ -51,7 +51,7 @@ def test_other_layers(runs, model):
     )
 
 
-@pytest.mark.parametrize("spec", layouts("LoRA", "tp=4"))
+@over("LoRA", "tp=4")
 def test_key_value_heads_that_ranks_share(runs, spec):
     runs.check(Script(lora=lora(ATTENTION)), spec)
 
@@ -86,17 +86,14 @@ def train_in_turn(spec, initial, out):
     """Two adapters of other sizes in one model: the second is trained, then the first."""
     from peft import LoraConfig
 
-    if spec:
-        hooks.activate(spec, source="test")
+    data_ranks = activate(spec)
     script, outcomes = Script(lora=lora(ATTENTION + MLP)), []
     model = load_model(script, initial, 0)
     second = LoraConfig(task_type="CAUSAL_LM", r=2, init_lora_weights="gaussian", target_modules=["o_proj", "lm_head"])
     model.add_adapter("second", second)
-    training.load_model = lambda *_: model
-    data_ranks = axes(spec)["data_ranks"] if spec else 1
     for name in ("second", "default"):
         model.set_adapter(name)
-        outcomes.append(training.train(script, initial, f"{out}/{name}", data_ranks, int(os.environ.get("RANK", 0))))
+        outcomes.append(training.train(script, initial, f"{out}/{name}", data_ranks, model=model))
     return outcomes
 
 
@@ -110,7 +107,7 @@ def test_adapters_trained_in_turn(runs, tmp_path, spec):
         none(differences([ranks[i] for ranks in many], expected, Tolerance()))
 
 
-@pytest.mark.parametrize("spec", layouts("LoRA", "tp=2,dp_shard=2", "tp=2,pp=2"))
+@over("LoRA", "tp=2,dp_shard=2", "tp=2,pp=2")
 def test_bf16(runs, spec):
     runs.check(Script(lora=lora("all-linear"), arguments=(("bf16", True),)), spec, BF16)
 
@@ -151,17 +148,15 @@ def test_modules_trained_whole(runs, spec):
     runs.check(Script(lora=lora(ATTENTION, modules_to_save=ENDS)), spec)
 
 
+@pytest.mark.support("DoRA")
 @pytest.mark.parametrize(
     ("model", "spec"),
     [
-        pytest.param(model, spec, marks=pytest.mark.support(spec, "DoRA"))
-        for model, spec in (
-            ("llama", "dp_shard=2"),
-            ("llama", "tp=2,dp_shard=2"),
-            ("qwen3", "tp=2,pp=2"),
-            ("gpt2", "tp=2"),
-            ("phi3", "tp=2"),
-        )
+        ("llama", "dp_shard=2"),
+        ("llama", "tp=2,dp_shard=2"),
+        ("qwen3", "tp=2,pp=2"),
+        ("gpt2", "tp=2"),
+        ("phi3", "tp=2"),
     ],
 )
 def test_dora(runs, model, spec):
@@ -176,9 +171,7 @@ def train_adapted(spec, script, initial, out):
         for name, parameter in model.named_parameters():
             if "lora_" in name:
                 parameter += int(os.environ["RANK"])
-    hooks.activate(spec, source="test")
-    training.load_model = lambda *_: model
-    return training.train(script, initial, out, axes(spec)["data_ranks"], int(os.environ["RANK"]))
+    return training.train(script, initial, out, activate(spec), model=model)
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2,tp=2", "tp=2,pp=2"])
@@ -208,8 +201,7 @@ def test_biases(runs, bias, spec):
 
 def merged(spec, model, initial, out, **settings):
     """Logits before merging, merged in place, taken out again, and merged for good; the merged model is saved."""
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     targets = "all-linear" if model != "llama" or settings else (*ATTENTION, *MLP, *ENDS)
     adapted = load_model(Script(model=model, lora=lora(targets, **settings)), initial, 0).eval()
     with torch.no_grad():  # magnitudes that are not the norms they start as
@@ -259,8 +251,7 @@ def state_dict(spec, initial):
     """What `accelerator.get_state_dict` gives of a model with adapters."""
     from accelerate import Accelerator
 
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     model = load_model(Script(lora=lora((*ATTENTION, *ENDS), modules_to_save=["model.norm"])), initial, 0)
     return Accelerator(cpu=True).get_state_dict(model)
 
@@ -277,7 +268,7 @@ def test_state_dict_is_whole(runs):
 
 def reduced(initial, spec):
     """Bytes that one step reduces over data ranks, and those of the adapters' gradients."""
-    hooks.activate(spec, source="test")
+    activate(spec)
     script = Script(lora=lora("all-linear"))
     model = load_model(script, initial, 0).train()
     ids = torch.arange(16).reshape(2, 8)
@@ -297,8 +288,7 @@ def test_only_adapters_are_reduced(runs, spec):
 
 def example(spec, arguments):
     """examples/finetune_lora.py, unchanged; the losses it logged."""
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     recorder = Recorder()
     trainer.DEFAULT_CALLBACKS = [recorder, *trainer.DEFAULT_CALLBACKS]  # a script takes no callbacks
     PrinterCallback.on_log = lambda *args, **kwargs: None
@@ -325,7 +315,7 @@ def test_script_as_peft_shows_it(tmp_path, spec):
 
 def masks(initial, sequence_parallel):
     """Where two rows of inputs survive the dropout of a column's and a row's adapter, for two layers."""
-    hooks.activate(f"tp=2,sequence_parallel={sequence_parallel}", source="test")
+    activate(f"tp=2,sequence_parallel={sequence_parallel}")
     script = Script(lora=lora(("q_proj", "o_proj"), lora_dropout=0.5))
     model, found = load_model(script, initial, 0).train(), {}
     for name, module in model.named_modules():
@@ -394,7 +384,7 @@ def other_ways(initial):
     from peft import IA3Config, LoraConfig, PromptTuningConfig, get_peft_model, inject_adapter_in_model
     from peft.optimizers import create_lorafa_optimizer
 
-    hooks.activate("tp=2", source="test")
+    activate("tp=2")
     said = []
 
     def refused(error, call):

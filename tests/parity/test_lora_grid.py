@@ -1,17 +1,23 @@
-"""LoRA on everything a decoder has: models x layouts x accumulation x ways of checkpointing, each as in one process.
-
-`make test` runs a part of the grid (EVERY in tests/conftest.py) whose step shares no factor with a side of the grid,
-so that every pair of values is met; `make test-all` runs all of it.
-"""
+"""LoRA on everything a decoder has: models x layouts x accumulation x ways of checkpointing, as in one process."""
 
 from functools import partial
 
 import pytest
 
-from hf_parallel import hooks
 from tests.adapters import ATTENTION, ENDS, MLP, SPECS, lora
 from tests.distributed import run, run_alone
-from tests.training import DATA_PARALLEL, Script, Tolerance, axes, differences, layouts, load_model, none, weights
+from tests.training import (
+    DATA_PARALLEL,
+    Script,
+    Tolerance,
+    activate,
+    axes,
+    differences,
+    load_model,
+    none,
+    over,
+    weights,
+)
 
 pytest.importorskip("peft")
 
@@ -27,7 +33,7 @@ CHECKPOINTING = {
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
-@pytest.mark.parametrize("spec", layouts("LoRA", *SPECS))
+@over("LoRA", *SPECS)
 def test_everything_adapted(runs, spec, model, accumulation, checkpointing):
     """Recomputed or kept, the numbers are those of one process that keeps its activations."""
     arguments, key = CHECKPOINTING[checkpointing]
@@ -39,8 +45,7 @@ def test_everything_adapted(runs, spec, model, accumulation, checkpointing):
 
 def start(spec, initial, folder):
     """Save the adapters that a seed gives, before any step: peft's own start, and one without zeros."""
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     for start in (True, False):
         model = load_model(Script(lora=lora(EVERYTHING, init_lora_weights=start)), initial, 0)
         model.save_pretrained(f"{folder}/{start}")

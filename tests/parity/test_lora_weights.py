@@ -6,11 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_parallel import hooks
 from hf_parallel.checkpoint.export import export
 from tests.adapters import ATTENTION, lora
 from tests.distributed import RankFailure, run, run_alone
-from tests.training import Script, axes, layouts, load_model, none, weight_differences
+from tests.training import Script, activate, axes, load_model, none, over, weight_differences
 
 pytest.importorskip("peft")
 
@@ -22,24 +21,17 @@ ENDS = ("embed_tokens.weight", "lm_head.weight")
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("spec", layouts("LoRA", "dp_shard=2", "dp_replicate=2,dp_shard=2", "pp=2", "pp=2,dp_shard=2"))
+@over("LoRA", "dp_shard=2", "dp_replicate=2,dp_shard=2", "pp=2", "pp=2,dp_shard=2")
 def test_experts_and_router(runs, spec, model, accumulation):
     """Two wrappers around the experts of a layer, one around its router; linears have adapters of the usual kind."""
     script = Script(model=model, lora=lora(ATTENTION, target_parameters=(*EXPERTS, ROUTER)))
     runs.check(script.with_accumulation(accumulation), spec)
 
 
+@pytest.mark.support("LoRA")
 @pytest.mark.parametrize(
     ("model", "spec"),
-    [
-        pytest.param(model, spec, marks=pytest.mark.support(spec.removesuffix(",tp_overlap=true"), "LoRA"))
-        for model, spec in (
-            ("llama", "tp=2"),
-            ("llama", "tp=2,tp_overlap=true"),
-            ("qwen3", "tp=2,dp_shard=2"),
-            ("qwen3", "tp=2,pp=2"),
-        )
-    ],
+    [("llama", "tp=2"), ("llama", "tp=2,tp_overlap=true"), ("qwen3", "tp=2,dp_shard=2"), ("qwen3", "tp=2,pp=2")],
 )
 def test_weights_of_dense_layers(runs, model, spec):
     """Of columns, rows, embedding and head, each rank adds its part; q and v read one input."""
@@ -68,8 +60,7 @@ def test_second_adapter_of_experts(runs):
 
 def merged(spec, model, initial, out, targets):
     """Logits with the adapter, without it, merged, taken out again, and merged for good; folders of both."""
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     adapted = load_model(Script(model=model, lora=lora((), target_parameters=targets)), initial, 0).eval()
     adapted.save_pretrained(f"{out}/adapter")
 

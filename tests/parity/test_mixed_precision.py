@@ -14,7 +14,7 @@ from hf_parallel.axes.data.units import groups_of
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run
-from tests.training import spec_id
+from tests.training import activate
 
 ROWS, LENGTH = 12, 33
 
@@ -48,9 +48,7 @@ def by_hand():
 
 def with_accelerate(spec):
     """The same in an unchanged loop; bytes gathered per parameter and micro-batch; 16-bit bytes held after a step."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     from accelerate import Accelerator
 
     accelerator, model, losses = Accelerator(mixed_precision="bf16", cpu=True), build(), []
@@ -134,7 +132,6 @@ def cast(spec, alone=False):
 @pytest.mark.parametrize(
     "spec",
     ["tp=2", "pp=2", "tp=2,activation_checkpointing=full", "pp=2,pipeline_schedule=zbv_zero_bubble"],
-    ids=spec_id,
 )
 def test_without_data_ranks_a_matrix_is_cast_once_per_step(spec):
     """3 matrices in each MLP; the micro-batches of a pipeline, both calls and recomputation read the same copies."""

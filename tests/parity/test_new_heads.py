@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tests import models
 from tests.distributed import run, run_alone
-from tests.training import axes, spec_id
+from tests.training import activate, axes
 
 SPECS = ("dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2", "dp_shard=2,tp=2")
 CLASSES = 5
@@ -39,7 +39,7 @@ def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwar
     from hf_parallel.checkpoint import full_state_dict
     from hf_parallel.hooks.transformers import from_pretrained
 
-    hooks.activate(spec, source="test")
+    activate(spec)
     if packed:
         original = from_pretrained.parallelize
         from_pretrained.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
@@ -72,14 +72,14 @@ def classifier(tmp_path_factory):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["own", "packed"])
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_missing_head(spec, packed, runs):
     sizes = check(spec, runs.initial("llama"), AutoModelForSequenceClassification, packed, num_labels=CLASSES)
     assert not sizes
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["own", "packed"])
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_head_of_another_size(spec, packed, classifier):
     kwargs = {"num_labels": CLASSES, "ignore_mismatched_sizes": True}
     sizes = check(spec, classifier, AutoModelForSequenceClassification, packed, **kwargs)
@@ -87,7 +87,7 @@ def test_a_head_of_another_size(spec, packed, classifier):
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"], ids=["untied", "tied"])
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_vocabulary_of_another_size(spec, model, runs):
     """The embedding too, which another stage of a pipeline draws than the head."""
     kwargs = {"vocab_size": models.VOCABULARY + 7, "ignore_mismatched_sizes": True}
@@ -104,7 +104,7 @@ def refused(spec: str, folder: str) -> tuple[str, str]:
     return str(error.value), report.getvalue()
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_another_size_unasked(spec, classifier):
     """transformers' own error on every rank, and its report with the sizes of whole tensors on the first."""
     ranks = run(refused, axes(spec)["world"], spec, classifier, init=False)

@@ -14,7 +14,7 @@ from hf_parallel.axes.data import host_step, state_file
 from tests.distributed import RankFailure, run
 from tests.parity.test_offload import Deep
 from tests.resuming import ONE, STEPS, log_differences, train, trained
-from tests.training import none
+from tests.training import activate, none
 
 BETWEEN = 2  # steps from one checkpoint to the next
 
@@ -44,9 +44,7 @@ class Breaks(TrainerCallback):
 
 
 def broken(spec: str, job: dict, fault: str, after: int) -> None:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     train(data_ranks=2, change=lambda trainer: trainer.add_callback(Breaks(fault, after)), **job)
 
 

@@ -12,7 +12,7 @@ from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import pad
-from tests.training import axes, spec_id
+from tests.training import activate, axes, check_numbers, trainer_of
 
 BUDGET, RATE, SEED = 70, 0.1, 5
 
@@ -78,6 +78,10 @@ def test_too_long_an_example_is_refused():
 # ---- the unchanged Trainer script -----------------------------------------------------------------------------------
 
 
+#: Of losses: SUMS, and as much again from the steps before.
+TWO_EPOCHS = 2e-5
+
+
 class Losses(TrainerCallback):
     def __init__(self) -> None:
         self.found: list[float] = []
@@ -87,28 +91,15 @@ class Losses(TrainerCallback):
             self.found.append(logs["loss"])
 
 
-def trained(folder: str, out: str, size: int, resume: int = 0, **arguments) -> tuple[list[float], float]:
+def trained(spec: str, folder: str, out: str, size: int, resume: int = 0, **changes) -> tuple[list[float], float]:
     """The script: its losses, and how far its weights have gone; `resume`: from the checkpoint of this step."""
-    losses = Losses()
-    args = TrainingArguments(
-        out,
-        per_device_train_batch_size=3,
-        num_train_epochs=2,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0,
-        logging_steps=1,
-        logging_nan_inf_filter=False,
-        save_steps=arguments.pop("save_steps", 500),
-        seed=SEED,
-        report_to=[],
-        disable_tqdm=True,
-        use_cpu=True,
-        **arguments,
-    )
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = Trainer(model, args, train_dataset=Skewed(size), data_collator=pad, callbacks=[losses])
+    activate(spec)
+    settings = {
+        **{"per_device_train_batch_size": 3, "num_train_epochs": 2, "learning_rate": RATE, "seed": SEED},
+        **{"max_grad_norm": 0, "logging_nan_inf_filter": False, "save_strategy": "steps", **changes},
+    }
+    sets = {"train_dataset": Skewed(size), "data_collator": pad, "recorder": Losses()}
+    trainer, losses = trainer_of(AutoModelForCausalLM.from_pretrained(folder), out, settings=settings, **sets)
     trainer.train(resume_from_checkpoint=f"{out}/checkpoint-{resume}" if resume else None)
     return losses.found, weight_of(trainer.model)
 
@@ -140,13 +131,6 @@ def one_by_one(folder: str, ranks: int, size: int, accumulation: int = 1) -> lis
     return losses
 
 
-def on_ranks(spec: str, *given, **arguments):
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="the test")
-    return trained(*given, **arguments)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("llama")
@@ -156,7 +140,6 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("spec", "size"), [("dp_shard=2", 23), ("tp=2", 23), ("cp=2", 23), ("dp_shard=4", 3), ("dp_shard=2,tp=2", 23)],
-    ids=lambda value: spec_id(value) if isinstance(value, str) else str(value),
 )  # fmt: skip
 def test_losses_of_the_examples_one_by_one(folder, tmp_path, spec, size):
     sizes = axes(spec)
@@ -164,22 +147,18 @@ def test_losses_of_the_examples_one_by_one(folder, tmp_path, spec, size):
     expected = run_alone(one_by_one, folder, ranks, size)
     assert len(expected) >= 2
     assert expected[0] != expected[-1]
-    for losses, _ in run(on_ranks, sizes["world"], f"{spec},pack_tokens={BUDGET}", folder, str(tmp_path), size):
-        assert losses == pytest.approx(expected, rel=2e-5)  # sums of ~1e4 fp32 terms in another order
+    ranks = run(trained, sizes["world"], f"{spec},pack_tokens={BUDGET}", folder, str(tmp_path), size)
+    check_numbers([losses for losses, _ in ranks], expected, TWO_EPOCHS)
 
 
 def test_one_process_packs_too(folder, tmp_path):
-    losses, _ = run_alone(on_ranks, f"pack_tokens={BUDGET}", folder, str(tmp_path), 23)
-    assert losses == pytest.approx(run_alone(one_by_one, folder, 1, 23), rel=2e-5)
+    losses, _ = run_alone(trained, f"pack_tokens={BUDGET}", folder, str(tmp_path), 23)
+    check_numbers([losses], run_alone(one_by_one, folder, 1, 23), TWO_EPOCHS)
 
 
 def whole_and_resumed(spec: str, folder: str, out: str) -> list[list[float]]:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="the test")
-    more = {"gradient_accumulation_steps": 1, "save_steps": 1}
-    whole, weights = trained(folder, f"{out}/whole", 23, **more)
-    rest, again = trained(folder, f"{out}/whole", 23, resume=3, **more)
+    whole, weights = trained(spec, folder, f"{out}/whole", 23, save_steps=1)
+    rest, again = trained(spec, folder, f"{out}/whole", 23, resume=3, save_steps=1)
     return [whole, rest, [weights, again]]
 
 
@@ -204,13 +183,12 @@ def test_what_it_cannot_go_with(folder, tmp_path, arguments, says):
 
 
 def refused(folder: str, out: str, arguments: dict) -> None:
-    from hf_parallel import hooks
 
     class Own(Trainer):
         def get_train_dataloader(self):
             return super().get_train_dataloader()
 
-    hooks.activate(f"pack_tokens={BUDGET}", source="the test")
+    activate(f"pack_tokens={BUDGET}")
     kind = Own if arguments.pop("subclass", False) else Trainer
     collate = (lambda rows: {**pad(rows), "odd": torch.zeros(len(rows))}) if arguments.pop("odd", False) else pad
     args = TrainingArguments(out, report_to=[], use_cpu=True, remove_unused_columns=False, **arguments)
@@ -223,9 +201,7 @@ def test_lengths_come_from_their_column(folder, tmp_path):
     datasets = pytest.importorskip("datasets")
 
     def lengths() -> list[int]:
-        from hf_parallel import hooks
-
-        hooks.activate(f"pack_tokens={BUDGET}", source="the test")
+        activate(f"pack_tokens={BUDGET}")
         rows = [{**{key: value.tolist() for key, value in row.items()}, "length": 40} for row in Skewed()]
         args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
         model, tensors = AutoModelForCausalLM.from_pretrained(folder), datasets.Dataset.from_list(rows)

@@ -5,42 +5,33 @@ import random
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer
 
 from hf_parallel import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
-from tests.parity.test_pack_tokens import Losses, Skewed, weight_of
+from tests.parity.test_pack_tokens import TWO_EPOCHS, Losses, Skewed, weight_of
 from tests.rows import pad
-from tests.training import axes, spec_id
+from tests.training import activate, axes, check_numbers, trainer_of
 
 ROWS = 11  # of odd number: the last batch is ragged on any number of ranks
 
 
 def script(folder: str, out: str, rows: int, kind: type = Trainer, collate=pad, **changes):
     """A Trainer of batches of `rows` rows, whose losses are kept."""
-    given = {"max_steps": 3, "learning_rate": 0.1, "optim": "sgd", "lr_scheduler_type": "constant", "seed": 3}
-    args = TrainingArguments(
-        out, per_device_train_batch_size=rows, logging_steps=1, report_to=[], disable_tqdm=True, use_cpu=True,
-        max_grad_norm=0, **(given | changes)
-    )  # fmt: skip
-    model, losses = AutoModelForCausalLM.from_pretrained(folder), Losses()
-    return kind(model, args, train_dataset=Skewed(ROWS), data_collator=collate, callbacks=[losses]), losses
+    given = {"max_steps": 3, "num_train_epochs": 3, "seed": 3, "max_grad_norm": 0, "save_strategy": "steps", **changes}
+    settings = {**given, "per_device_train_batch_size": rows}
+    sets = {"train_dataset": Skewed(ROWS), "data_collator": collate}
+    return trainer_of(AutoModelForCausalLM.from_pretrained(folder), out, 1, settings, kind, Losses(), **sets)
 
 
-def trained(folder: str, out: str, rows: int, **changes) -> tuple[list[float], float, list[tuple[int, ...]]]:
+def trained(spec: str | None, folder: str, out: str, rows: int, **changes) -> tuple[list[float], float, list]:
     """Losses, how far the weights have gone, and the shapes of the first batches."""
+    activate(spec)
     trainer, losses = script(folder, out, rows, **changes)
     shapes = [tuple(batch["input_ids"].shape) for batch in trainer.get_train_dataloader()]
     trainer.train()
     return losses.found, weight_of(trainer.model), shapes
-
-
-def on_ranks(spec: str, *given, **changes):
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="the test")
-    return trained(*given, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -50,31 +41,29 @@ def folder(tmp_path_factory):
     return str(path)
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "cp=2", "dp_shard=2,tp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "cp=2", "dp_shard=2,tp=2"])
 def test_losses_and_weights_of_the_padded_batches(folder, tmp_path, spec):
     """Steps of six rows, of which the second is short of one."""
     rows = 3 if "dp_shard" in spec else 6
-    expected, weights, padded = run_alone(trained, folder, str(tmp_path), 6)
-    assert expected[0] != expected[-1]
-    found = run(on_ranks, axes(spec)["world"], f"{spec},padding_free=true", folder, str(tmp_path), rows)
-    for losses, weight, shapes in found:
-        assert losses == pytest.approx(expected, rel=2e-5)  # sums of ~1e4 fp32 terms in another order
-        assert weight == pytest.approx(weights, rel=1e-6)
-        assert {shape[0] for shape in shapes} == {1}
+    expected = run_alone(trained, None, folder, str(tmp_path), 6)
+    joined(run(trained, axes(spec)["world"], f"{spec},padding_free=true", folder, str(tmp_path), rows), *expected)
+
+
+def joined(found, losses, weight, padded):
+    """Every rank has those losses and weights, and batches of one row each."""
+    assert losses[0] != losses[-1]
     assert all(shape[0] > 1 for shape in padded)
+    check_numbers([ours for ours, *_ in found], losses, TWO_EPOCHS)
+    check_numbers([[ours] for _, ours, _ in found], [weight], 1e-6)
+    assert {shape[0] for *_, shapes in found for shape in shapes} == {1}
 
 
 def test_one_process_joins_too(folder, tmp_path):
-    expected, weights, _ = run_alone(trained, folder, str(tmp_path), 4, gradient_accumulation_steps=2)
-    given = folder, str(tmp_path), 4
-    losses, weight, shapes = run_alone(on_ranks, "padding_free=true", *given, gradient_accumulation_steps=2)
-    assert losses == pytest.approx(expected, rel=2e-5)
-    assert weight == pytest.approx(weights, rel=1e-6)
-    assert {shape[0] for shape in shapes} == {1}
+    given, changes = (folder, str(tmp_path), 4), {"gradient_accumulation_steps": 2}
+    joined([run_alone(trained, "padding_free=true", *given, **changes)], *run_alone(trained, None, *given, **changes))
 
 
 def refused(folder: str, out: str, what: str) -> None:
-    from hf_parallel import hooks
 
     class Own(Trainer):
         def get_train_dataloader(self):
@@ -83,7 +72,7 @@ def refused(folder: str, out: str, what: str) -> None:
     def odd(rows):
         return {**pad(rows), "scores": torch.zeros(len(rows))}
 
-    hooks.activate("padding_free=true", source="the test")
+    activate("padding_free=true")
     kinds = {"kind": Own} if what == "loader" else {"collate": odd}
     script(folder, out, 3, remove_unused_columns=False, **kinds)[0].train()
 
@@ -138,12 +127,11 @@ def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     import json
     from pathlib import Path
 
-    from hf_parallel import hooks
     from hf_parallel.hooks import report, runtime
 
     said: list[str] = []
     report.say, saying = lambda line: (said.append(line), saying(line)), report.say
-    hooks.activate("auto", source="the test")
+    activate("auto")
     more = {"left": {"collate": pad_left}, "own": {"kind": OwnLoss}}.get(case, {})
     trainer, losses = script(folder, out, 4, **more)
     trainer.train_dataset = Uneven()

@@ -9,9 +9,9 @@ import torch
 
 from hf_parallel.config import ParallelConfig, SpecError
 from tests import activations, models
-from tests.distributed import run, run_alone
+from tests.distributed import run
 from tests.parity.test_recompute import trained
-from tests.training import axes, spec_id
+from tests.training import check_alone
 
 SPECS = (
     "tp=2,sequence_parallel=false",
@@ -24,14 +24,11 @@ WAYS = ("full", "selective", "every:2")
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_numbers_of_one_process(spec, way):
     if "zbv" in spec and way != "full":
         pytest.skip("recomputes in parts")
-    expected = run_alone(trained, None, "llama")
-    spec = f"{spec},activation_checkpointing={way},partition_activations=true"
-    for found in run(trained, axes(spec)["world"], spec, "llama"):
-        assert found == pytest.approx(expected, rel=1e-5)  # sums over other parts of a batch
+    check_alone(trained, f"{spec},activation_checkpointing={way},partition_activations=true", "llama")
 
 
 def kept(spec: str) -> int:

@@ -14,63 +14,59 @@ from hf_parallel.axes.pipeline.unscheduled import served
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
-from tests.training import Script, layouts
+from tests.training import Script, over
 
 SEVERAL = [name for name in SCHEDULES if name not in ("1f1b", "gpipe")]
 
 
-def on(schedules, *specs):
-    """Every schedule on every spec, each with its cell of the support matrix."""
-    return pytest.mark.parametrize(
-        ("spec", "schedule"),
-        [
-            pytest.param(*case.values, name, marks=case.marks, id=f"{case.id}-{name}")
-            for name in schedules
-            for case in layouts(name, *specs)
-        ],
-    )
-
-
-@on(SEVERAL, "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2")
+@pytest.mark.parametrize("schedule", SEVERAL)
+@over("{schedule}", "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2")
 def test_several_stages_per_rank(runs, spec, schedule):
     runs.check(Script().with_accumulation(2), f"{spec},pipeline_schedule={schedule}")
 
 
-@on(["1f1b", "zbv_zero_bubble"], "pp=2")
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv_zero_bubble"])
+@over("{schedule}", "pp=2")
 def test_four_batches_per_step(runs, spec, schedule):
     runs.check(Script().with_accumulation(4), f"{spec},pipeline_schedule={schedule}")
 
 
-@on(SCHEDULES, "pp=4")
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@over("{schedule}", "pp=4")
 def test_uneven_stages(runs, spec, schedule):
     """Ten layers on four ranks; a batch of eight rows, then six that some schedules cannot cut."""
     runs.check(Script(model="deep"), f"{spec},pipeline_schedule={schedule}")
 
 
-@on(["interleaved_zero_bubble", "dualpipe_v"], "tp=2,pp=2,dp_shard=2")
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "dualpipe_v"])
+@over("{schedule}", "tp=2,pp=2,dp_shard=2")
 def test_three_axes(runs, spec, schedule):
     runs.check(Script().with_accumulation(2), f"{spec},pipeline_schedule={schedule}")
 
 
-@on(["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"], "pp=2")
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble"])
+@over("{schedule}", "pp=2")
 def test_tied_embedding(runs, spec, schedule):
     """In a loop the two ends hold a copy each; in a V one rank holds the one parameter."""
     runs.check(Script(model="qwen3").with_accumulation(2), f"{spec},pipeline_schedule={schedule}")
 
 
-@on(["interleaved_1f1b", "zbv_zero_bubble"], "pp=2")
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "zbv_zero_bubble"])
+@over("{schedule}", "pp=2")
 def test_a_loss_of_the_script(runs, spec, schedule):
     """The first step on whole outputs, the others micro-batch by micro-batch, through two stages per rank."""
     runs.check(Script(overrides=True).with_accumulation(2), f"{spec},pipeline_schedule={schedule}")
 
 
-@on(["1f1b", "interleaved_1f1b"], "pp=2")
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+@over("{schedule}", "pp=2")
 def test_unequal_split(runs, spec, schedule):
     split = "[1,3]" if schedule == "1f1b" else "[1,1,1,1]"
     runs.check(Script(), f"{spec},pipeline_schedule={schedule},pipeline_split={split}")
 
 
-@on(["1f1b", "looped_bfs", "zbv_zero_bubble"], "pp=2")
+@pytest.mark.parametrize("schedule", ["1f1b", "looped_bfs", "zbv_zero_bubble"])
+@over("{schedule}", "pp=2")
 def test_activation_checkpointing(runs, spec, schedule):
     runs.check(Script(arguments=(("gradient_checkpointing", True),)), f"{spec},pipeline_schedule={schedule}")
 

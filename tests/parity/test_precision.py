@@ -15,7 +15,7 @@ from torch import nn
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
-from tests.training import axes, spec_id
+from tests.training import activate, axes
 
 pytest.importorskip("torchao")
 
@@ -251,7 +251,7 @@ def reference(recipe, calls):
     return run_alone(alone, recipe, calls)
 
 
-@pytest.mark.parametrize("spec", LAYOUTS, ids=spec_id)
+@pytest.mark.parametrize("spec", LAYOUTS)
 def test_layouts_train_as_torchao_does(spec):
     expected = reference(asked(spec + FP8), pieces(spec))
     compare(run(parallel, axes(spec)["world"], spec + FP8), expected, **LAYOUTS[spec])
@@ -284,9 +284,7 @@ def adapters_alone(recipe, calls):
 
 
 def adapters(spec):
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     from hf_parallel.parallelize import clip_grad_norm, state_of
 
     model = with_adapters(build()).train()
@@ -298,9 +296,7 @@ def adapters(spec):
     return found, {}
 
 
-@pytest.mark.parametrize(
-    "spec", ["dp_shard=2", "pp=2,pipeline_microbatches=2", "tp=2", "tp=2,dp_shard=2"], ids=spec_id
-)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2,pipeline_microbatches=2", "tp=2", "tp=2,dp_shard=2"])
 def test_adapters_on_a_base_in_fp8(spec):
     pytest.importorskip("peft")
     expected = run_alone(adapters_alone, asked(spec + FP8), pieces(spec))
@@ -352,10 +348,7 @@ def test_one_byte_per_number_is_gathered(spec, numbers):
 def script(spec, folder, out, resume=None):
     from tests import resuming
 
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+    activate(spec)
     ended, _ = resuming.train(folder, out, 2 if spec else 1, resume=resume, bf16=True)
     return ended.logs
 

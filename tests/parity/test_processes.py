@@ -16,16 +16,17 @@ from torch.utils.data.distributed import DistributedSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from tests import models
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import RankFailure, run
 from tests.rows import Rows, pad
-from tests.training import OwnTrainer, axes, close, none
+from tests.training import OwnTrainer, activate, check_alone
 
 SPEC, WORLD, DATA_RANKS = "tp=2,dp_shard=2", 4, 2
 GLOBAL_BATCH, STEPS = 6, 3
 
 
-def loop(folder: str, data_ranks: int) -> list[float]:
+def loop(spec: str | None, folder: str) -> list[float]:
     """As accelerate's users shard by hand; the loader is not prepared."""
+    data_ranks = activate(spec)
     accelerator = Accelerator(cpu=True)
     model = AutoModelForCausalLM.from_pretrained(folder).train()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -38,31 +39,18 @@ def loop(folder: str, data_ranks: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
+    assert len(losses) == STEPS
     return losses
-
-
-def parallel_loop(spec: str, *args) -> list[float]:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
-    return loop(*args, axes(spec)["data_ranks"])
 
 
 @pytest.mark.parametrize("spec", ["tp=2", "pp=2,dp_shard=2"])
 def test_same_losses_as_one_process(runs, spec):
-    folder = runs.initial("llama")
-    expected = run_alone(loop, folder, 1)
-    for rank, losses in enumerate(run(parallel_loop, axes(spec)["world"], spec, folder, init=False)):
-        assert len(losses) == len(expected) == STEPS
-        pairs = zip(losses, expected, strict=True)
-        none([line for ours, theirs in pairs for line in close(f"rank {rank}", ours, theirs, 1e-5)])
+    check_alone(loop, spec, runs.initial("llama"), init=False)
 
 
 def who(out: str) -> dict:
     """What every way to ask says on this rank, and what runs here."""
-    from hf_parallel import hooks
-
-    hooks.activate(SPEC, source="test")
+    activate(SPEC)
     arguments, profiled = TrainingArguments(out, use_cpu=True), ProfileKwargs(output_trace_dir=f"{out}/traces")
     accelerator, state = Accelerator(cpu=True, kwargs_handlers=[profiled]), PartialState()
     ran = []
@@ -150,9 +138,7 @@ def in_trainer(out: str) -> None:
 
 
 def _accelerator(spec: str) -> Accelerator:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     return Accelerator(cpu=True)
 
 

@@ -4,12 +4,12 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM
 
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
-from tests.training import Recorder, arguments_of, axes, none, spec_id, weight_differences
+from tests.training import Tolerance, activate, axes, fit, trainer_of
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -25,29 +25,22 @@ def quantised(folder, **settings):
     return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype=torch.bfloat16)
 
 
-def train(spec, folder, out, settings, targets="all-linear"):
+def train(spec, out, folder, kind, targets="all-linear"):
     """Three steps and an evaluation; also the bytes of this rank's packed weights."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+    data_ranks = activate(spec)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training  # a script imports it later, too
 
-    base = quantised(folder, **settings)
+    base = quantised(folder, **SETTINGS[kind])
     stored = sum(local(p).nbytes for p in base.parameters() if not p.is_floating_point())
     base = prepare_model_for_kbit_training(base)  # norms, embedding and head in fp32
     torch.manual_seed(models.SEED)
     model = get_peft_model(
         base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, target_modules=targets)
     )
-    ranks = axes(spec)["data_ranks"] if spec else 1
-    arguments = arguments_of(out, ranks, gradient_checkpointing=True)
-    recorder, rows = Recorder(), data("llama", 22, 11)
-    trainer = Trainer(model, arguments, train_dataset=rows, eval_dataset=data("llama", 13, 12), callbacks=[recorder])
-    trainer.train()
-    recorder.logs.append({"loss": trainer.evaluate()["eval_loss"], "grad_norm": 1.0})
-    trainer.save_model(f"{out}/saved")
-    return recorder.logs, recorder.gradient_keys, stored, f"{out}/saved"
+    sets = {"train_dataset": data("llama", 22, 11), "eval_dataset": data("llama", 13, 12)}
+    outcome = fit(*trainer_of(model, out, data_ranks, {"gradient_checkpointing": True}, **sets), f"{out}/saved")
+    outcome.more = stored
+    return outcome
 
 
 def local(parameter):
@@ -61,68 +54,35 @@ def folder(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def references(folder, tmp_path_factory):
-    """Runs in one plain process with bitsandbytes' own layers, by kind of settings."""
-    root, made = tmp_path_factory.mktemp("one"), {}
-
-    def reference(kind):
-        if kind not in made:
-            made[kind] = run_alone(train, None, folder, str(root / kind), SETTINGS[kind])
-        return made[kind]
-
-    return reference
-
-
 SETTINGS = {
     "single": {},
     "double": {"bnb_4bit_use_double_quant": True},  # the largest values are rounded too
 }
+#: The codes are those of one process, and so are the products but for their order of sums. In an evaluation
+#: bitsandbytes takes a kernel of its own on CPUs, which rounds to bf16.
+SAME_CODES = Tolerance(eval_loss=1e-3, weights=2e-6)
 
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
     [
-        pytest.param(spec, kind, marks=pytest.mark.support(spec, "QLoRA"), id=f"{spec_id(spec)}-{kind}")
-        for spec, kind in (
-            ("dp_shard=2", "single"),
-            ("tp=2", "double"),
-            ("tp=2,pp=2", "single"),
-        )
+        pytest.param(spec, kind, marks=pytest.mark.support("QLoRA"))
+        for spec, kind in (("dp_shard=2", "single"), ("tp=2", "double"), ("tp=2,pp=2", "single"))
     ]
     + [
-        pytest.param("cp=2", "single", id="cp2-single"),
+        ("cp=2", "single"),
         pytest.param("dp_shard=2,activation_checkpointing=selective", "single", id="dp2-selective"),
     ],
 )
-def test_same_numbers_as_one_process(folder, references, tmp_path, spec, kind):
-    logs, keys, _, saved = references(kind)
-    call = partial(train, spec, folder, str(tmp_path), SETTINGS[kind])
-    ranks = run(call, axes(spec)["world"], init=False, timeout=90)
-    found = []
-    for rank, (own, *_) in enumerate(ranks):
-        assert len(own) == len(logs)
-        for step, (ours, theirs) in enumerate(zip(own, logs, strict=True), 1):
-            for key in ("loss", "grad_norm"):
-                # The codes are those of one process, and so are the products but for their order of sums. The last
-                # step is an evaluation: there bitsandbytes takes a kernel of its own on CPUs, which rounds to bf16.
-                tolerance = 1e-5 if step < len(logs) else 1e-3
-                if not abs(ours[key] - theirs[key]) <= tolerance * theirs[key]:
-                    found.append(f"rank {rank}: {key} in step {step}: {ours[key]}, one process {theirs[key]}")
-    for step, expected in enumerate(keys):
-        if set().union(*(rank[1][step] for rank in ranks)) != set(expected):
-            found.append(f"other gradients in step {step + 1}")
-    none(found + weight_differences(ranks[0][3], saved, 2e-6))
+def test_same_numbers_as_one_process(runs, folder, spec, kind):
+    ranks = runs.compare(train, spec, folder, kind, tolerance=SAME_CODES)
     # Half a byte per weight and four for each block of 64: stored once, in equal parts.
-    assert {rank[2] for rank in ranks} == {(WEIGHTS // 2 + WEIGHTS // 16) // axes(spec)["world"]}
+    assert {rank.more for rank in ranks} == {(WEIGHTS // 2 + WEIGHTS // 16) // axes(spec)["world"]}
 
 
 def logits(spec, folder, **settings):
     """Of a base whose activations are fp32; its products are in `bnb_4bit_compute_dtype`."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+    activate(spec)
     from peft import prepare_model_for_kbit_training
 
     base = prepare_model_for_kbit_training(quantised(folder, **settings), use_gradient_checkpointing=False)
@@ -141,4 +101,4 @@ def test_products_in_the_dtype_asked_for(folder):
 def test_rows_of_half_blocks_are_refused(runs, tmp_path):
     """`down_proj` has rows of 128 weights: over four ranks 32 each, half a block."""
     with pytest.raises(RankFailure, match=r"load_in_4bit: .* not whole blocks of 64; .* works"):
-        run(partial(train, "tp=2", runs.initial("llama"), str(tmp_path), {}), 2, init=False, timeout=60)
+        run(partial(train, "tp=2", str(tmp_path), runs.initial("llama"), "single"), 2, init=False, timeout=60)

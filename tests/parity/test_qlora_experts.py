@@ -1,18 +1,17 @@
 """QLoRA on mixtures: linears in 4 bits beside experts that are none, and experts that are linears of their own."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests import models, sweep
-from tests.distributed import run, run_alone
+from tests.distributed import run_alone
 from tests.parity import test_expert_models as mixtures
 from tests.rows import data
-from tests.training import Recorder, arguments_of, axes, none, spec_id, weight_differences
+from tests.training import Outcome, Tolerance, activate, fit, trainer_of
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -73,12 +72,9 @@ def write(name: str, folder: str) -> None:
     model.save_pretrained(folder)
 
 
-def train(spec: str | None, name: str, folder: str, out: str) -> Any:
-    """Three steps; also which gradients there are and where the adapters were saved."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+def train(spec: str | None, out: str, name: str, folder: str) -> Outcome:
+    """Three steps."""
+    data_ranks = activate(spec)
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import BitsAndBytesConfig
 
@@ -88,55 +84,36 @@ def train(spec: str | None, name: str, folder: str, out: str) -> Any:
     base = prepare_model_for_kbit_training(base, use_gradient_checkpointing=False)
     torch.manual_seed(models.SEED)
     model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **TARGETS[name]))
-    arguments = arguments_of(out, axes(spec)["data_ranks"] if spec else 1)
-    recorder = Recorder()
-    trainer = Trainer(model, arguments, train_dataset=data("llama", 22, 11), callbacks=[recorder])
-    trainer.train()
-    trainer.save_model(f"{out}/saved")
-    return recorder.logs, recorder.gradient_keys, f"{out}/saved"
+    made = trainer_of(model, out, data_ranks, train_dataset=data("llama", 22, 11))
+    return fit(*made, f"{out}/saved")
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory):
-    """Folder, and what one plain process computes with bitsandbytes' own layers, by model."""
-    root, made = tmp_path_factory.mktemp("experts"), {}
+def folders(tmp_path_factory):
+    """Where a model is, by name."""
+    root = tmp_path_factory.mktemp("experts")
 
-    def reference(name):
-        if name not in made:
-            folder = str(root / name)
-            run_alone(write, name, folder)
-            made[name] = folder, run_alone(train, None, name, folder, f"{folder}-one")
-        return made[name]
+    def folder(name):
+        if not (root / name).exists():
+            run_alone(write, name, str(root / name))
+        return str(root / name)
 
-    return reference
+    return folder
 
 
 @pytest.mark.parametrize(
     ("spec", "name"),
     [
-        pytest.param(spec, name, id=f"{spec_id(spec)}-{name}")
-        for spec, name in (
-            ("tp=2,ep=2", "mixtral"),
-            ("dp_shard=2,ep=2", "mixtral"),
-            ("tp=2,pp=2", "mixtral"),
-            ("dp_shard=2", "phimoe"),
-            ("tp=2", "gpt_oss"),
-            ("dp_shard=2,ep=2", "gpt_oss"),
-            ("dp_shard=2", "lists"),
-            ("tp=2", "lists"),
-        )
+        ("tp=2,ep=2", "mixtral"),
+        ("dp_shard=2,ep=2", "mixtral"),
+        ("tp=2,pp=2", "mixtral"),
+        ("dp_shard=2", "phimoe"),
+        ("tp=2", "gpt_oss"),
+        ("dp_shard=2,ep=2", "gpt_oss"),
+        ("dp_shard=2", "lists"),
+        ("tp=2", "lists"),
     ],
 )
-def test_same_numbers_as_one_process(references, tmp_path, spec, name):
-    folder, (logs, keys, saved) = references(name)
-    ranks = run(partial(train, spec, name, folder, str(tmp_path)), axes(spec)["world"], init=False, timeout=90)
-    found = []
-    for own, *_ in ranks:
-        for step, (ours, theirs) in enumerate(zip(own, logs, strict=True), 1):
-            for key in ("loss", "grad_norm"):  # the codes are equal, and so are products but for their order of sums
-                if not abs(ours[key] - theirs[key]) <= 1e-5 * theirs[key]:
-                    found.append(f"{key} in step {step}: {ours[key]}, one process {theirs[key]}")
-    for step, expected in enumerate(keys):
-        if set().union(*(rank[1][step] for rank in ranks)) != set(expected):
-            found.append(f"other gradients in step {step + 1}")
-    none(found + weight_differences(ranks[0][2], saved, 2e-6))
+def test_same_numbers_as_one_process(runs, folders, spec, name):
+    """The codes are equal, and so are products but for their order of sums."""
+    runs.compare(train, spec, name, folders(name), tolerance=Tolerance(weights=2e-6))

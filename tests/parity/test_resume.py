@@ -26,7 +26,7 @@ from tests.resuming import (
     train_rank,
     trained,
 )
-from tests.training import axes, none, spec_id
+from tests.training import activate, axes, none, spec_id
 
 TOLERANCE = 2e-5
 REST = range(STOP + 1, STEPS + 1)
@@ -131,9 +131,7 @@ def streamed(tmp_path_factory, runs):
 
 def momentum(spec: str, folder: str, out: str) -> list[Ended]:
     """SGD with momentum, with dropout, under a schedule of the script's own; once through and once with a stop."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
 
     def change(trainer):
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.05, momentum=0.9)
@@ -200,10 +198,8 @@ def test_a_rank_killed_during_a_save_leaves_the_previous_checkpoint(runs, tmp_pa
 
 def kept(spec: str, folder: str, out: str) -> tuple[str, list[str], set[str]]:
     """The best step, the folders that are left of three saves, and what is in the last one."""
-    from hf_parallel import hooks
 
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     chosen = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "save_total_limit": 2}
     chosen |= {"load_best_model_at_end": True, "greater_is_better": True, "save_only_model": True}
     _, trainer = train(folder, out, axes(spec)["data_ranks"], learning_rate=1e-3, **chosen)
@@ -222,10 +218,7 @@ def uploads(spec: str, folder: str, out: str) -> list:
     """What would go to the Hub: names, messages, and the files of the folders at that time."""
     import transformers.trainer as module
 
-    from hf_parallel import hooks
-
-    if spec:
-        hooks.activate(spec, source="test")
+    activate(spec)
     calls: list = []
 
     class Job:

@@ -6,7 +6,7 @@ from transformers import TrainerCallback
 from tests import models
 from tests.distributed import run, run_alone
 from tests.resuming import ONE, STEPS, checkpoint_differences, log_differences, train, trained
-from tests.training import axes, none
+from tests.training import activate, axes, none
 
 #: In a chain each follows another one; what is quantised comes last, as the numbers of one process end there.
 CHAINS = {
@@ -47,9 +47,7 @@ class StopAfter(TrainerCallback):
 
 def link(spec: str, step: int, job: dict):
     """The step before `step` is the last one of another layout."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec or "tp=1", source="test")
+    activate(spec or "tp=1")
     stop = StopAfter(step)
     return train(data_ranks=axes(spec)["data_ranks"], change=lambda t: t.add_callback(stop), save_steps=1, **job)[0]
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.parity.test_trl import cases, check
+from tests.parity.test_trl import check
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -21,6 +21,7 @@ from peft import LoraConfig
 
 from tests import rollout_servers, trl_scripts
 from tests.distributed import RankFailure, run
+from tests.training import pairs
 
 GRPO = "--reward_funcs tests.rollouts.reward --num_generations 2 --max_completion_length 8 --beta 0.1"
 SERVER = "--use_vllm true --vllm_mode server"
@@ -78,9 +79,8 @@ def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
 
 
-@pytest.mark.parametrize(
-    ("case", "spec"), cases("trl grpo", {"epochs": "tp=2 dp_shard=2,pp=2", "iterations": "dp_shard=2,pp=2"})
-)
+@pytest.mark.support("trl grpo")
+@pytest.mark.parametrize(("case", "spec"), pairs({"epochs": "tp=2 dp_shard=2,pp=2", "iterations": "dp_shard=2,pp=2"}))
 def test_one_step_behind(folder, case, spec):
     more, per_epoch = BEHIND[case]
     flags = f"{GRPO} {more}"
@@ -94,18 +94,14 @@ def test_one_step_behind(folder, case, spec):
         check(folder, *key, f"{spec},rollouts=one_step_behind", also=f"{SERVER} {where}")
 
 
+@pytest.mark.support("trl {case}")
 @pytest.mark.parametrize(
     ("case", "spec"),
-    [
-        *cases("trl grpo", {"grpo": "tp=2 dp_shard=2,pp=2"}),
-        *cases("trl rloo", {"rloo": "tp=2"}),
-        *cases("trl dpo", {"dpo": "tp=2 dp_shard=2,pp=2"}),
-    ],
+    pairs({"grpo": "tp=2 dp_shard=2,pp=2", "rloo": "tp=2", "dpo": "tp=2 dp_shard=2,pp=2"}),
 )
 def test_a_served_reference(folder, case, spec):
-    """At DPO's first step policy and reference are equal: which answer is the better one is decided by rounding."""
     with rollout_servers.running(str(folder.root / "llama"), reference=True) as port:
-        check(folder, *REFERENCE[case], f"{spec},reference=http://127.0.0.1:{port}", metrics=case != "dpo")
+        check(folder, *REFERENCE[case], f"{spec},reference=http://127.0.0.1:{port}")
 
 
 def test_a_reference_of_another_kind(folder):

@@ -17,7 +17,7 @@ from hf_parallel.hooks import patching
 from hf_parallel.hooks.trl import server_mode
 from tests import models, rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
-from tests.training import axes
+from tests.training import activate, axes
 
 _SAMPLED = {"model", "n", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "max_tokens", "logprobs"}
 _SAMPLED |= {"return_token_ids", "return_tokens_as_token_ids"}
@@ -75,9 +75,7 @@ def noting() -> dict[str, set[str]]:
 
 
 def activated(spec: str) -> None:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
 
 
 def made_client(port: int):

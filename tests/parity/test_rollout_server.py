@@ -5,13 +5,14 @@ The server draws by row, as the one process does (`rollouts.py`), so that both d
 
 import pytest
 
-from tests.parity.test_trl import LORA, cases, check
+from tests.parity.test_trl import LORA, check
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("requests")
 
 from tests import rollout_servers, trl_scripts
+from tests.training import pairs
 
 BASE = (
     "--reward_funcs tests.rollouts.reward tests.rollouts.second_reward --num_generations 2 --max_completion_length 8 "
@@ -33,8 +34,8 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     ("case", "spec"),
     [
-        *cases("trl grpo", dict.fromkeys(("grpo", "dapo", "adapters"), "tp=2 dp_shard=2,pp=2")),
-        *cases("trl rloo", {"rloo": "tp=2 dp_shard=2,pp=2"}),
+        pytest.param(case, spec, marks=pytest.mark.support("trl rloo" if case == "rloo" else "trl grpo"))
+        for case, spec in pairs(dict.fromkeys(("grpo", "dapo", "adapters", "rloo"), "tp=2 dp_shard=2,pp=2"))
     ],
 )
 def test_as_one_process_that_generates(folder, case, spec):

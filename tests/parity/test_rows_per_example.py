@@ -1,15 +1,12 @@
 """Batches with two rows per example, [all first; all second], in scripts nobody here knows."""
 
-import tempfile
-
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
-from tests import models
-from tests.distributed import RankFailure, run, run_alone
+from tests.distributed import RankFailure, run
 from tests.rows import data
-from tests.training import arguments_of, axes, spec_id
+from tests.training import Outcome, activate, fit, trainer_of
 
 
 class PairTrainer(Trainer):
@@ -40,49 +37,31 @@ def pairs(rows: list[dict]) -> dict[str, torch.Tensor]:
     return {key: torch.cat([value, value.flip(1)]) for key, value in first.items()}
 
 
-@pytest.fixture(scope="module")
-def initial(tmp_path_factory):
-    folder = str(tmp_path_factory.mktemp("pairs"))
-    run_alone(lambda: models.build("llama").save_pretrained(folder))
-    return folder
-
-
-def train(spec: str | None, initial: str, kind: type[Trainer], rows: int, stream: bool = False) -> list[float]:
-    """Loss and gradient norm of three steps of 8 examples, then the evaluation loss of 6."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
-    arguments = arguments_of(tempfile.mkdtemp(), axes(spec)["data_ranks"] if spec else 1, max_steps=3)
+def train(spec: str | None, out: str, initial: str, kind: type[Trainer], rows: int, stream: bool = False) -> Outcome:
+    """Three steps of 8 examples, then an evaluation of 6."""
+    data_ranks = activate(spec)
     examples = [dict(row) for row in data("llama", rows, 1)]
-    trainer = kind(
-        model=AutoModelForCausalLM.from_pretrained(initial),
-        args=arguments,
-        train_dataset=Stream(examples) if stream else examples,
-        eval_dataset=[dict(row) for row in data("llama", 6, 2)],
-        data_collator=pairs,
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.train()
-    logs = [log[key] for log in trainer.state.log_history if "loss" in log for key in ("loss", "grad_norm")]
-    return [*logs, trainer.evaluate()["eval_loss"]]
+    sets = {
+        "train_dataset": Stream(examples) if stream else examples,
+        "eval_dataset": [dict(row) for row in data("llama", 6, 2)],
+        "data_collator": pairs,
+    }
+    model = AutoModelForCausalLM.from_pretrained(initial)
+    return fit(*trainer_of(model, out, data_ranks, {"max_steps": 3}, kind, **sets))
 
 
 #: 6: less than one batch. 22: a ragged last batch.
 CASES = [(PairTrainer, 6, "dp_shard=2"), (PairTrainer, 22, "dp_shard=2"), (Trainer, 22, "pp=2")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows", "spec"), CASES, ids=[f"{kind.__name__}-{rows}-{spec_id(spec)}" for kind, rows, spec in CASES]
-)
-def test_two_rows_per_example(initial, kind, rows, spec):
-    expected = run_alone(train, None, initial, kind, rows)
-    for found in run(train, 2, spec, initial, kind, rows, init=False):
-        assert found == pytest.approx(expected, rel=1e-5)  # sums of fp32 in another order
+@pytest.mark.parametrize(("kind", "rows", "spec"), CASES)
+def test_two_rows_per_example(runs, kind, rows, spec):
+    runs.compare(train, spec, runs.initial("llama"), kind, rows)
 
 
 @pytest.mark.parametrize("rows", [3, 22])
-def test_a_stream_does_not_tear_examples_apart(initial, rows):
+def test_a_stream_does_not_tear_examples_apart(runs, tmp_path, rows):
     """Accelerate shares the last batch of a stream out row by row: three pairs would be six examples."""
+    given = "dp_shard=2", str(tmp_path), runs.initial("llama"), PairTrainer, rows
     with pytest.raises(RankFailure, match="2 data ranks.*dataloader_drop_last=True works"):
-        run(train, 2, "dp_shard=2", initial, PairTrainer, rows, stream=True, init=False)
+        run(train, 2, *given, stream=True, init=False)

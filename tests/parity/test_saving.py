@@ -5,7 +5,7 @@ import torch
 
 from tests import models
 from tests.distributed import run, run_alone
-from tests.training import axes, none, spec_id, weight_differences
+from tests.training import activate, axes, none, weight_differences
 
 SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2")
 
@@ -14,10 +14,7 @@ def save_gathered(spec: str | None, folder: str) -> None:
     """The idiom of Accelerate's examples: gather the state dict on all ranks, write it on the main process."""
     from accelerate import Accelerator
 
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+    activate(spec)
     accelerator = Accelerator(cpu=True)
     model = (
         accelerator.prepare_model(models.build("qwen3")) if not spec else accelerator.prepare(models.build("qwen3"))
@@ -31,7 +28,7 @@ def save_gathered(spec: str | None, folder: str) -> None:
     )
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=spec_id)
+@pytest.mark.parametrize("spec", SPECS)
 def test_a_gathered_state_dict_saves(spec, tmp_path):
     run_alone(save_gathered, None, str(tmp_path / "one"))
     run(save_gathered, axes(spec)["world"], spec, str(tmp_path / "many"), init=False)
@@ -52,7 +49,7 @@ def generate(spec: str | None) -> list[list[int]]:
     return model.eval().generate(torch.arange(1, 6).view(1, 5), max_new_tokens=6, do_sample=False).tolist()
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
 def test_generation_of_a_sharded_encoder_decoder(spec):
     assert run(generate, 2, spec) == [run_alone(generate, None)] * 2
 
@@ -70,7 +67,7 @@ def evaluate(spec: str | None) -> tuple[float, list[float]]:
     return output.loss.item(), output.logits.sum(dim=(1, 2)).tolist()
 
 
-@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "tp=2,pp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["tp=2", "pp=2", "tp=2,pp=2"])
 def test_evaluation_outside_trainer(spec):
     """Rows of an odd length, and `use_cache` as configs have it."""
     loss, sums = run_alone(evaluate, None)

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import VOCABULARY, Rows
-from tests.training import Recorder, arguments_of, axes, close, none, spec_id
+from tests.training import Outcome, Recorder, activate, arguments_of, check_numbers, fit, trainer_of
 
 
 class MeanLoss(Trainer):
@@ -94,13 +94,9 @@ class Spreads(TrainerCallback):
             self.logs.append({"loss": logs["spread"], "grad_norm": logs["spread"]})
 
 
-def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
+def train(spec: str | None, out: str, kind: str) -> Outcome:
     """Three steps, the last one so ragged that a data rank has no row."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
-    arguments = arguments_of(out, axes(spec)["data_ranks"] if spec else 1, per_device_eval_batch_size=8)
+    data_ranks = activate(spec)
     model = gpt2() if kind == "gpt2" else models.build("llama")
     even = kind in ("mean", "optimizer")  # a mean of one's own is exact only where ranks have as many targets
     data, recorder = Rows(19, 11, even=even), Recorder()
@@ -108,16 +104,11 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
         rest = (None, data, None, None, None, None, None, [recorder], (optimizer, schedule))
-        Trainer(model, arguments, *rest).train()  # all by position
-    else:
-        trainer = TRAINERS[kind]
-        trainer = trainer(model, arguments, train_dataset=data, eval_dataset=Rows(5, 12), callbacks=[recorder])
-        if kind == "monitored":
-            trainer.add_callback(Spreads(recorder.logs))
-        trainer.train()
-        evaluated = trainer.evaluate()["eval_loss"]
-        recorder.logs.append({"loss": evaluated, "grad_norm": evaluated})
-    return recorder.logs
+        return fit(Trainer(model, arguments_of(out, data_ranks), *rest), recorder)  # all by position
+    sets = {"train_dataset": data, "eval_dataset": Rows(5, 12), "recorder": recorder}
+    spreads = [Spreads(recorder.logs)] if kind == "monitored" else []
+    settings = {"per_device_eval_batch_size": 8}
+    return fit(*trainer_of(model, out, data_ranks, settings, TRAINERS[kind], callbacks=spreads, **sets))
 
 
 @pytest.mark.parametrize(
@@ -133,12 +124,11 @@ def train(spec: str | None, kind: str, out: str) -> list[dict[str, float]]:
         ("monitored", "pp=2"),
     ],
 )
-def test_same_numbers_as_one_process(kind, spec, tmp_path, capfd):
-    reference = run_alone(train, None, kind, str(tmp_path / "one"))
-    for logs in run(train, axes(spec)["world"], spec, kind, str(tmp_path / "many"), init=False):
-        assert len(logs) == len(reference) == {"optimizer": 3, "monitored": 8}.get(kind, 4)  # the last: an evaluation
-        for ours, theirs in zip(logs, reference, strict=True):
-            none([line for key in ("loss", "grad_norm") for line in close(key, ours[key], theirs[key], 1e-5)])
+def test_same_numbers_as_one_process(runs, kind, spec, capfd):
+    steps = 7 if kind == "monitored" else 3  # what is looked at in each of them, and in the evaluation
+    for rank in runs.compare(train, spec, kind):
+        assert len(rank.logs) == steps
+        assert (rank.eval_loss is None) == (kind == "optimizer")
     if "pp=" in spec and kind not in ("gpt2", "optimizer"):
         # A mean over tokens is none over rows, even if all rows of the first batch have as many.
         verdict = "needs whole batches" if kind == "mean" else "adds up over micro-batches: 1f1b from now on"
@@ -149,10 +139,7 @@ def separate(spec: str | None) -> float:
     """`prepare` for the model and for the optimizer in two calls; returns the loss after two steps."""
     from accelerate import Accelerator
 
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
+    activate(spec)
     accelerator, model = Accelerator(cpu=True), models.build("llama")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model = accelerator.prepare(model)
@@ -166,6 +153,7 @@ def separate(spec: str | None) -> float:
     return loss.item()
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "pp=2"])
 def test_an_optimizer_prepared_later_still_trains(spec):
-    assert run(separate, 2, spec, init=False) == pytest.approx([run_alone(separate, None)] * 2, rel=1e-5)
+    alone = [run_alone(separate, None)]
+    check_numbers([[loss] for loss in run(separate, 2, spec, init=False)], alone)

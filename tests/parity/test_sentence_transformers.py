@@ -1,7 +1,5 @@
 """Its models, trainer and losses: an encoder that pools, with a layer of its own, used before and after training."""
 
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,20 @@ from sentence_transformers.sentence_transformer.modules import Dense, Pooling, T
 
 from tests.distributed import RankFailure, run, run_alone
 from tests.outside import materials
-from tests.training import Recorder, axes, none, weight_differences
+from tests.training import (
+    Outcome,
+    Recorder,
+    activate,
+    arguments_of,
+    fit,
+    none,
+    tensor_differences,
+    trainer_of,
+    weight_differences,
+)
 
-ROWS, BATCH = 22, 8
+ROWS = 22
 TEXTS = ["an odd number of texts", "of other lengths", "three"]
-
-
-@dataclass
-class Outcome:
-    """What one run did, on one rank or in one process."""
-
-    before: torch.Tensor
-    after: torch.Tensor
-    logs: list[dict[str, float]]
-    evaluated: float
 
 
 def sentences(start: int) -> list[str]:
@@ -51,11 +49,11 @@ def model_of(folder: str) -> SentenceTransformer:
     return SentenceTransformer(modules=[encoder, Pooling(32), Dense(32, 11)])
 
 
-def trainer_of(
-    folder: str, out: str, loss: str, rows: int
+def trainer_of_pairs(
+    folder: str, out: str, loss: str, data_ranks: int
 ) -> tuple[SentenceTransformerTrainer, Recorder, torch.Tensor]:
     """What a script makes, and what the model gives before it has a trainer."""
-    model, recorder = model_of(folder), Recorder()
+    model = model_of(folder)
     before = model.encode(TEXTS, convert_to_tensor=True)
     of_model: Any = {
         "cosine": lambda: losses.CosineSimilarityLoss(model),
@@ -66,39 +64,26 @@ def trainer_of(
     if loss == "cosine":
         columns["score"] = [row % 5 / 4 for row in range(ROWS)]
     data = Dataset.from_dict(columns)
-    args = SentenceTransformerTrainingArguments(
-        out,
-        per_device_train_batch_size=rows,
-        per_device_eval_batch_size=rows,
-        num_train_epochs=1,
-        learning_rate=5e-2,
-        optim="sgd",
-        logging_steps=1,
-        save_steps=0.5,
-        report_to="none",
-        use_cpu=True,
-        disable_tqdm=True,
-        dataloader_drop_last=loss == "gathered",
-    )
-    trainer = SentenceTransformerTrainer(model, args, data, data, of_model[loss](), callbacks=[recorder])
-    return trainer, recorder, before
+    settings = {
+        **{"learning_rate": 5e-2, "lr_scheduler_type": "linear", "save_strategy": "steps", "save_steps": 0.5},
+        **{"seed": 42, "dataloader_drop_last": loss == "gathered"},
+    }
+    arguments = arguments_of(out, data_ranks, SentenceTransformerTrainingArguments, **settings)
+    sets = {"train_dataset": data, "eval_dataset": data, "loss": of_model[loss]()}
+    made = trainer_of(model, out, settings=arguments, kind=SentenceTransformerTrainer, **sets)
+    return *made, before
 
 
-def train(spec: str | None, folder: str, out: str, loss: str) -> Outcome:
+def train(spec: str | None, out: str, folder: str, loss: str) -> Outcome:
     """Encode, train, evaluate, save; then once more from the last but one checkpoint."""
-    if spec is not None:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
-    rows = BATCH // (axes(spec)["data_ranks"] if spec else 1)
-    trainer, recorder, before = trainer_of(folder, out, loss, rows)
-    trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
-    trainer.save_model(f"{out}/end")
-    again, *_ = trainer_of(folder, out, loss, rows)
+    data_ranks = activate(spec)
+    trainer, recorder, before = trainer_of_pairs(folder, out, loss, data_ranks)
+    outcome = fit(trainer, recorder, f"{out}/end")
+    again, *_ = trainer_of_pairs(folder, out, loss, data_ranks)
     again.train(resume_from_checkpoint=f"{out}/checkpoint-{trainer.state.max_steps - 1}")
     again.model.save_pretrained(f"{out}/resumed")
-    return Outcome(before, trainer.model.encode(TEXTS, convert_to_tensor=True), recorder.logs, evaluated)
+    outcome.more = {"before": before, "after": trainer.model.encode(TEXTS, convert_to_tensor=True)}
+    return outcome
 
 
 def encoded(folder: str) -> torch.Tensor:
@@ -106,61 +91,39 @@ def encoded(folder: str) -> torch.Tensor:
     return SentenceTransformer(folder).encode(TEXTS, convert_to_tensor=True)
 
 
-class Desk:
-    """A model to start from; each reference runs once."""
-
-    def __init__(self, root):
-        self.root, self.references = root, {}
-        run_alone(self.write)
-
-    def write(self):
-        materials.model("bert", materials.MODELS["bert"][2]).save_pretrained(f"{self.root}/bert")
-        materials.tokenizer("pairs").save_pretrained(f"{self.root}/bert")
-
-    def reference(self, loss):
-        if loss not in self.references:
-            call = partial(train, None, f"{self.root}/bert", f"{self.root}/{loss}", loss)
-            self.references[loss] = run_alone(call)
-        return self.references[loss]
-
-
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory):
-    return Desk(tmp_path_factory.mktemp("sentences"))
+def folder(tmp_path_factory):
+    """A model to start from."""
+    path = str(tmp_path_factory.mktemp("sentences") / "bert")
+
+    def write():
+        materials.model("bert", materials.MODELS["bert"][2]).save_pretrained(path)
+        materials.tokenizer("pairs").save_pretrained(path)
+
+    run_alone(write)
+    return path
 
 
 @pytest.mark.parametrize(
     ("spec", "loss"), [("tp=2", "cosine"), ("dp_shard=2", "gathered"), ("tp=2,dp_shard=2", "gathered")], ids=str
 )
-def test_as_in_one_process(desk, spec, loss):
+def test_as_in_one_process(runs, folder, spec, loss):
     """Under tp the ragged last batch is trained on; losses that gather compare the rows of all data ranks."""
-    reference, out = desk.reference(loss), f"{desk.root}/{spec}"
+    ranks, reference = runs.compare(train, spec, folder, loss), runs.alone(train, folder, loss)
+    end, out = reference.folder, str(Path(ranks[0].folder).parent)
     found = []
-    for rank, seen in enumerate(
-        run(partial(train, spec, f"{desk.root}/bert", out, loss), axes(spec)["world"], init=False)
-    ):
-        found += [f"rank {rank}, {name}" for name in _unlike(seen, reference)]
-    for folder in ("end", "resumed"):
-        found += weight_differences(f"{out}/{folder}", f"{desk.root}/{loss}/end", 1e-6)
-        found += weight_differences(f"{out}/{folder}/2_Dense", f"{desk.root}/{loss}/end/2_Dense", 1e-6)
+    for rank, outcome in enumerate(
+        ranks
+    ):  # sums of fp32 terms in another order, and of weights that differ by as much
+        found += tensor_differences(f"rank {rank}, encoding", outcome.more, reference.more, 1e-5)
+    for again, former in (("resumed", end), ("end/2_Dense", f"{end}/2_Dense"), ("resumed/2_Dense", f"{end}/2_Dense")):
+        found += weight_differences(f"{out}/{again}", former, 1e-6)
     none(found)
-    torch.testing.assert_close(run_alone(encoded, f"{out}/end"), reference.after, rtol=0, atol=1e-5)
+    encodings = {"after": run_alone(encoded, f"{out}/end")}
+    none(tensor_differences("encoding", encodings, {"after": reference.more["after"]}, 1e-5))
     assert "# tensor([[1." in Path(out, "end", "README.md").read_text()  # the examples of its card have run
 
 
-def _unlike(seen: Outcome, reference: Outcome) -> list[str]:
-    """Sums of fp32 terms in another order, and weights that differ by as much."""
-    pairs = {"eval_loss": (seen.evaluated, reference.evaluated), "steps": (len(seen.logs), len(reference.logs))}
-    for step, (ours, theirs) in enumerate(zip(seen.logs, reference.logs, strict=False)):
-        pairs |= {f"{key} {step}": (ours[key], theirs[key]) for key in theirs}
-    found = [f"{name}: {a} {b}" for name, (a, b) in pairs.items() if a != pytest.approx(b, rel=1e-5)]
-    for name in ("before", "after"):
-        if not torch.allclose(getattr(seen, name), getattr(reference, name), rtol=0, atol=1e-5):
-            found.append(name)
-    return found
-
-
-def test_weights_of_a_loss_are_refused(desk):
-    call = partial(train, "dp_shard=2", f"{desk.root}/bert", f"{desk.root}/softmax", "softmax")
+def test_weights_of_a_loss_are_refused(folder, tmp_path):
     with pytest.raises(RankFailure, match=r"SoftmaxLoss trains classifier.weight: 2 data ranks .*; tp=2 works"):
-        run(call, 2, init=False)
+        run(train, 2, "dp_shard=2", str(tmp_path), folder, "softmax", init=False)

@@ -6,10 +6,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer
 
-from tests import models
-from tests.distributed import run, run_alone
 from tests.rows import VOCABULARY
-from tests.training import Recorder, arguments_of, axes, close, layouts, none
+from tests.training import Outcome, Tolerance, activate, fit, over, trainer_of
 
 
 class Preferences(Dataset):
@@ -65,14 +63,9 @@ class PreferenceTrainer(Trainer):
         return (loss, {"gap": gap}) if return_outputs else loss
 
 
-def prefer(spec, folder, out, kind, rows=22):
+def prefer(spec: str | None, out: str, folder: str, kind: str, rows: int = 22) -> Outcome:
     """Three steps, the last one ragged, then an evaluation."""
-    if spec:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
-    ranks = axes(spec)["data_ranks"] if spec else 1
-    arguments = arguments_of(out, ranks, learning_rate=0.5, remove_unused_columns=False, label_names=["margin"])
+    data_ranks = activate(spec)
     model, reference = AutoModelForCausalLM.from_pretrained(folder), None
     if kind == "adapters":
         from peft import LoraConfig, get_peft_model
@@ -82,43 +75,25 @@ def prefer(spec, folder, out, kind, rows=22):
         model = get_peft_model(model, adapters)
     else:
         reference = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False).eval()
-    recorder = Recorder()
-    trainer = PreferenceTrainer(
-        model,
-        arguments,
-        data_collator=collate,
-        train_dataset=Preferences(rows),
-        eval_dataset=Preferences(9),
-        callbacks=[recorder],
-    )
+    settings = {"learning_rate": 0.5, "remove_unused_columns": False, "label_names": ["margin"]}
+    sets = {"train_dataset": Preferences(rows), "eval_dataset": Preferences(9), "data_collator": collate}
+    trainer, recorder = trainer_of(model, out, data_ranks, settings, PreferenceTrainer, **sets)
     trainer.reference, trainer.gaps = reference, []
-    trainer.train()
-    evaluated = trainer.evaluate()["eval_loss"]
-    recorder.logs.append({"loss": evaluated, "grad_norm": evaluated})
+    outcome = fit(trainer, recorder)
     if spec and "dp_shard" in spec:  # nobody may find gathered weights after an evaluation
         every = [*model.parameters(), *(reference.parameters() if reference is not None else ())]
         assert all(isinstance(parameter, DTensor) for parameter in every)
-    return recorder.logs, recorder.gradient_keys
+    return outcome
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    where = str(tmp_path_factory.mktemp("models") / "llama")
-    run_alone(lambda: models.build("llama").save_pretrained(where))
-    return where
+#: Differences of sums over a row's tokens, in exponentials: ten times what single losses are off.
+OF_PAIRS = Tolerance(loss=1e-4, grad_norm=1e-4, eval_loss=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["reference", "adapters"])
-@pytest.mark.parametrize("spec", layouts("two models", "dp_shard=2", "tp=2", "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2"))
-def test_preferences(kind, spec, folder, tmp_path, capfd):
-    expected, keys = run_alone(prefer, None, folder, str(tmp_path / "one"), kind)
-    outcomes = run(prefer, axes(spec)["world"], spec, folder, str(tmp_path / "many"), kind, init=False)
-    for logs, _ in outcomes:
-        assert len(logs) == len(expected) == 4  # the last one is an evaluation
-        for ours, theirs in zip(logs, expected, strict=True):
-            # differences of sums over a row's tokens, in exponentials: ten times what single losses are off
-            none([line for key in ("loss", "grad_norm") for line in close(key, ours[key], theirs[key], 1e-4)])
-    for step, names in enumerate(keys):
-        assert set().union(*(of_rank[step] for _, of_rank in outcomes)) == set(names)
+@over("two models", "dp_shard=2", "tp=2", "pp=2", "pp=2,dp_shard=2", "tp=2,pp=2")
+def test_preferences(runs, kind, spec, capfd):
+    ranks = runs.compare(prefer, spec, runs.initial("llama"), kind, tolerance=OF_PAIRS)
+    assert all(len(rank.logs) == 3 for rank in ranks)
     if "pp=" in spec:
         assert "the script's loss is a mean over micro-batches: 1f1b from now on" in capfd.readouterr().err

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests import models
 from tests.context import batch
 from tests.distributed import run
-from tests.training import axes, spec_id
+from tests.training import axes
 
 
 def order_of_calls(spec: str) -> list[str]:
@@ -48,7 +48,7 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,ep=2,sequence_parallel=false"], ids=spec_id)
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "tp=2,ep=2,sequence_parallel=false"])
 def test_meanwhile(spec):
     """Forward and backward, once each."""
     for happened in run(order_of_calls, axes(spec)["world"], spec):

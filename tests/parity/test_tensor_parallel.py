@@ -7,45 +7,40 @@ from hf_parallel import parallelize
 from tests import models
 from tests.counting import CountCollectives
 from tests.distributed import run, run_alone
-from tests.training import Script, layouts
+from tests.training import Script, over
 
 LAYERS = models.DECODER["num_hidden_layers"]
 
 
-def on(*specs, column):
-    """Parametrise over specs, each with its cell of the support matrix."""
-    return pytest.mark.parametrize("spec", layouts(column, *specs))
-
-
-@on("tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2", column="odd sizes")
+@over("odd sizes", "tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2")
 def test_vocabulary_and_length_that_tp_does_not_divide(runs, spec):
     """515 tokens of vocabulary, 15 of length, a shared embedding; at tp=4 two ranks share a key/value head too."""
     runs.check(Script(model="odd").with_accumulation(2), spec)
 
 
-@on("tp=4", column="Llama")
+@over("Llama", "tp=4")
 def test_fewer_kv_heads_than_ranks(runs, spec):
     runs.check(Script().with_accumulation(2), spec)
 
 
-@on("tp=4", column="Qwen3")
+@over("Qwen3", "tp=4")
 def test_fewer_kv_heads_than_ranks_with_norms(runs, spec):
     """The norms of queries and keys act on other heads on each rank."""
     runs.check(Script(model="qwen3").with_accumulation(2), spec)
 
 
-@on("tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2", column="Qwen2")
+@over("Qwen2", "tp=2", "tp=4", "tp=2,pp=2", "tp=2,dp_shard=2")
 def test_attention_biases(runs, spec):
     runs.check(Script(model="qwen2"), spec)
 
 
-@on("tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2", column="Gemma 2")
+@over("Gemma 2", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2")
 def test_scaled_embedding_and_capped_logits(runs, spec):
     """What the model does between embedding and layers happens once; the cap acts on parts of the logits."""
     runs.check(Script(model="gemma2"), spec)
 
 
-@on("tp=2", "tp=2,pp=2", column="Llama")
+@over("Llama", "tp=2", "tp=2,pp=2")
 def test_without_sequence_parallelism(runs, spec):
     runs.check(Script().with_accumulation(2), f"{spec},sequence_parallel=false")
 

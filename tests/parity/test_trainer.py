@@ -6,7 +6,7 @@ gradients and the saved folder. Label counts are uneven, and the last training a
 
 import pytest
 
-from tests.training import Script, spec_id
+from tests.training import Script, over
 
 SPECS = (
     "dp_shard=2",
@@ -19,19 +19,10 @@ SPECS = (
     "pp=2,dp_shard=2",
     "tp=2,pp=2,dp_shard=2",
 )
-COLUMNS = {"llama": "Llama", "qwen3": "Qwen3", "mistral": "Mistral"}
+MICRO_BATCHES = [pytest.param(steps, id=f"accumulation{steps}") for steps in (1, 2)]
 
 
-def cases():
-    """Every model with every accumulation on every spec, marked with its cell of the support matrix."""
-    for model, column in COLUMNS.items():
-        for steps in (1, 2):
-            for spec in SPECS:
-                mark = pytest.mark.support(spec, column)
-                yield pytest.param(model, steps, spec, marks=mark, id=f"{model}-accumulation{steps}-{spec_id(spec)}")
-
-
-@pytest.mark.parametrize(("model", "accumulation", "spec"), list(cases()))
+@over("{model}", *SPECS, model=("llama", "qwen3", "mistral"), accumulation=MICRO_BATCHES)
 def test_same_numbers_as_one_process(runs, model, accumulation, spec):
     script = Script(model=model).with_accumulation(accumulation)
     runs.check(script, spec)

@@ -6,7 +6,7 @@ process.
 
 import pytest
 
-from tests.training import none, spec_id, weight_differences
+from tests.training import key_differences, none, pairs, weight_differences
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -36,20 +36,20 @@ PREFERENCE = {
 REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged": RAGGED}
 #: Of what depends on time, or on how wide a batch is padded.
 NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time")
-
-
-def cases(row, specs):
-    """A parameter per case and layout of `specs`, with its cell of the support matrix."""
-    pairs = [(case, spec) for case, layouts in specs.items() for spec in layouts.split()]
-    return [
-        pytest.param(case, spec, marks=pytest.mark.support(spec, row), id=f"{case}-{spec_id(spec)}")
-        for case, spec in pairs
-    ]
+#: Margins of a model that is its reference still are zero but for what fp32 rounds in sums of size 100 (1e-7 here,
+#: while those of a step that was trained are 1e-4 and more): their signs, whose mean an accuracy is, are chance.
+ROUNDED = 1e-6
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
+
+
+def tied(key, *logs):
+    """Is it an accuracy of margins that rounding alone keeps from zero? Those that are exactly zero are compared."""
+    margins = [log.get(key.replace("accuracies", "margins"), 0.0) for log in logs]
+    return key.endswith("rewards/accuracies") and 0 < max(map(abs, margins)) <= ROUNDED
 
 
 def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights=2e-5, also=""):
@@ -64,14 +64,12 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
                 names = [key for key in names if key in ("loss", "grad_norm", "eval_loss")]
             if "--packing" in flags and "pp=" in spec:
                 names = [key for key in names if key != "num_tokens"]  # TRL takes a micro-batch for one row
-            for key in names:
+            for key in (key for key in names if not tied(key, ours, theirs)):
                 if not (gap := abs(ours[key] - theirs[key])) <= tolerance * max(1, abs(theirs[key])):
                     found.append(
                         f"rank {rank}: {key} in log {step}: {ours[key]}, one process {theirs[key]} ({gap:.1e})"
                     )
-    for step, expected in enumerate(reference.gradient_keys):
-        present = set().union(*(outcome.gradient_keys[step] for outcome in ranks))
-        found += [] if present == set(expected) else [f"step {step + 1}: gradients of {sorted(present)[:3]}…"]
+    found += key_differences([outcome.gradient_keys for outcome in ranks], reference.gradient_keys)
     # Five steps of SGD at a rate of 0.1 or 1 carry on what fp32 rounds in the losses: 1e-5 of gradients of size 1.
     none(found + weight_differences(ranks[0].folder, reference.folder, weights))
 
@@ -79,10 +77,10 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
 BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
 
 
+@pytest.mark.support("trl sft")
 @pytest.mark.parametrize(
     ("case", "spec"),
-    cases(
-        "trl sft",
+    pairs(
         {
             "text": "tp=2",
             "completion": "pp=2",
@@ -92,7 +90,7 @@ BOTH = "dp_shard=2,tp=2 tp=2,pp=2"
             "dft": "dp_shard=2",
             "ragged": "dp_shard=2",
             "joined": "dp_shard=2",
-        },
+        }
     ),
 )
 def test_sft(folder, case, spec):
@@ -100,40 +98,34 @@ def test_sft(folder, case, spec):
     check(folder, "sft", data, flags, spec)
 
 
+@pytest.mark.support("trl dpo")
 @pytest.mark.parametrize(
     ("case", "spec"),
-    cases(
-        "trl dpo",
+    pairs(
         {
             "reference": "dp_shard=2,tp=2 pp=2",
             "adapters": BOTH,
             "precomputed": "dp_shard=2,tp=2 pp=2",
             "ragged": "dp_shard=2",
             "few": "tp=2",
-        },
+        }
     ),
 )
 def test_dpo(folder, case, spec):
     check(folder, "dpo", "preference", PREFERENCE[case], spec)
 
 
+@pytest.mark.support("trl kto")
 @pytest.mark.parametrize(
-    ("case", "spec"),
-    cases(
-        "trl kto",
-        {"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "ragged": "dp_shard=2"},
-    ),
+    ("case", "spec"), pairs({"reference": "dp_shard=2 pp=2", "adapters": "tp=2,pp=2", "ragged": "dp_shard=2"})
 )
 def test_kto(folder, case, spec):
     check(folder, "kto", "preference", PREFERENCE[case], spec)
 
 
+@pytest.mark.support("trl reward")
 @pytest.mark.parametrize(
-    ("case", "spec"),
-    cases(
-        "trl reward",
-        {"whole": "pp=2", "adapters": "dp_shard=2,tp=2", "ragged": "dp_shard=2"},
-    ),
+    ("case", "spec"), pairs({"whole": "pp=2", "adapters": "dp_shard=2,tp=2", "ragged": "dp_shard=2"})
 )
 def test_reward(folder, case, spec):
     check(folder, "reward", "preference", REWARD[case], spec)

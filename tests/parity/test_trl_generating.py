@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import RankFailure, run
-from tests.parity.test_trl import LORA, SYNCED, cases, check
+from tests.parity.test_trl import LORA, SYNCED, check
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -19,6 +19,7 @@ import pandas
 import torch
 
 from tests import rollouts, trl_scripts
+from tests.training import activate, pairs
 
 #: With a key/value cache, which the tiny models leave out.
 BASE = (
@@ -47,17 +48,17 @@ def folder(tmp_path_factory):
     return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
 
 
+@pytest.mark.support("trl grpo")
 @pytest.mark.parametrize(
     ("case", "spec"),
-    cases(
-        "trl grpo",
+    pairs(
         {
             "reference": "dp_shard=2,tp=2 dp_replicate=2 pp=2 dp_shard=2,pp=2",
             "adapters": "dp_shard=2,tp=2 dp_shard=2,pp=2",
             "evaluated": "dp_shard=2 dp_shard=2,pp=2",
             "evaluated-dapo": "dp_shard=2 dp_shard=2,pp=2",
             "model": "tp=2 dp_shard=2 pp=2",
-        },
+        }
     ),
 )
 def test_grpo(folder, case, spec):
@@ -76,7 +77,8 @@ def read_completions(run_folder) -> pandas.DataFrame:
     return pandas.concat([pandas.read_parquet(file) for file in files])
 
 
-@pytest.mark.parametrize(("case", "spec"), cases("trl rloo", {"rloo": "dp_shard=2 tp=2 dp_shard=2,pp=2"}))
+@pytest.mark.support("trl rloo")
+@pytest.mark.parametrize(("case", "spec"), pairs({"rloo": "dp_shard=2 tp=2 dp_shard=2,pp=2"}))
 def test_rloo(folder, case, spec):
     check(folder, "rloo", "prompt", BASE + CASES[case], spec)
 
@@ -107,9 +109,7 @@ def shuffled(spec: str) -> list[int]:
     """The rows of each part of a generation batch, as this rank takes them apart."""
     from trl.trainer import utils
 
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     torch.manual_seed(int(os.environ["RANK"]))  # stages drop out apart
     batch = utils.shuffle_sequence_dict({"prompt_ids": torch.arange(16)})
     return torch.cat([part["prompt_ids"] for part in utils.split_tensor_dict(batch, 4)]).tolist()

@@ -5,66 +5,61 @@ from transformers import AutoConfig
 
 from tests import models
 from tests.distributed import run_alone
-from tests.training import BF16, Script, Tolerance, differences, layouts, none, weight_differences, weights
+from tests.training import BF16, Script, Tolerance, differences, none, over, weight_differences, weights
 
 PIPELINES = ("tp=2,pp=2", "pp=2,dp_shard=2")
 
 
-def on(*specs, column):
-    """Parametrise over specs, each with its cell of the support matrix."""
-    return pytest.mark.parametrize("spec", layouts(column, *specs))
-
-
-@on("dp_shard=2", "dp_replicate=2", column="BERT")
+@over("BERT", "dp_shard=2", "dp_replicate=2")
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_bert_whose_loss_knows_no_token_count(runs, spec, accumulation):
     """Plain Trainer multiplies this loss by the number of processes; rows, not tokens, weight its ranks."""
     runs.check(Script(model="bert").with_accumulation(accumulation), spec)
 
 
-@on("tp=2,dp_shard=2", column="IterableDataset")
+@over("IterableDataset", "tp=2,dp_shard=2")
 @pytest.mark.parametrize("rows", [24, 22])
 def test_iterable_dataset(runs, spec, rows):
     """Each data rank its own rows, ranks of one model the same ones; with 22 rows the last batch is ragged."""
     runs.check(Script(stream=True, rows=rows), spec)
 
 
-@on("tp=2", "dp_shard=2", *PIPELINES, column="Llama")
+@over("Llama", "tp=2", "dp_shard=2", *PIPELINES)
 def test_rows_of_unequal_length(runs, spec):
     """A collator that pads per batch: lengths differ between steps and between data ranks."""
     runs.check(Script(uneven_lengths=True), spec)
 
 
 @pytest.mark.parametrize("rows", [20, 21])
-@on("dp_shard=2", "pp=2,dp_shard=2", column="Llama")
+@over("Llama", "dp_shard=2", "pp=2,dp_shard=2")
 def test_last_batch_leaves_a_data_rank_one_row_or_none(runs, spec, rows):
     """Fewer rows than stages: all data ranks must still run the same collectives."""
     runs.check(Script(rows=rows), spec)
 
 
-@on(*PIPELINES, "tp=2", "dp_shard=2", column="bf16")
+@over("bf16", *PIPELINES, "tp=2", "dp_shard=2")
 def test_bf16(runs, spec):
     runs.check(Script(arguments=(("bf16", True),)), spec, BF16)
 
 
-@on(*PIPELINES, "tp=2,dp_shard=2", column="checkpointing")
+@over("checkpointing", *PIPELINES, "tp=2,dp_shard=2")
 def test_gradient_checkpointing(runs, spec):
     runs.check(Script(arguments=(("gradient_checkpointing", True),)), spec)
 
 
-@on(*PIPELINES, column="label smoothing")
+@over("label smoothing", *PIPELINES)
 def test_label_smoothing(runs, spec):
     """The labels are popped before the model sees them, so the smoother must run on the last stage."""
     script = Script(arguments=(("label_smoothing_factor", 0.1),)).with_accumulation(2)
     runs.check(script, spec)
 
 
-@on(*PIPELINES, "dp_shard=2", column="own loss")
+@over("own loss", *PIPELINES, "dp_shard=2")
 def test_compute_loss_func(runs, spec):
     runs.check(Script(own_loss=True).with_accumulation(2), spec)
 
 
-@on(*PIPELINES, "tp=2,dp_shard=2", column="own loss")
+@over("own loss", *PIPELINES, "tp=2,dp_shard=2")
 def test_compute_loss_overridden(runs, spec):
     """Gives the labels to the model and reads the logits: whole ones must appear in training."""
     runs.check(Script(model="qwen3", overrides=True).with_accumulation(2), spec)
@@ -79,51 +74,51 @@ def test_noise_on_embeddings(runs):
     assert losses[0][0] != pytest.approx(runs.reference(Script()).logs[0]["loss"], rel=1e-3)
 
 
-@on(*PIPELINES, column="Llama")
+@over("Llama", *PIPELINES)
 def test_clipping_to_a_small_norm(runs, spec):
     """Every gradient is scaled by ~1/50: a norm that misses a stage or a shard moves all weights."""
     runs.check(Script(arguments=(("max_grad_norm", 0.05),)), spec)
 
 
-@on(*PIPELINES, column="Llama")
+@over("Llama", *PIPELINES)
 def test_without_clipping(runs, spec):
     runs.check(Script(arguments=(("max_grad_norm", 0.0),)), spec)
 
 
-@on(*PIPELINES, column="gpipe")
+@over("gpipe", *PIPELINES)
 def test_gpipe(runs, spec):
     runs.check(Script(), spec + ",pipeline_schedule=gpipe")
 
 
 @pytest.mark.parametrize("split", ["[1,3]", "[3,1]"])
-@on("pp=2", column="Llama")
+@over("Llama", "pp=2")
 def test_explicit_split(runs, spec, split):
     runs.check(Script(), f"{spec},pipeline_split={split}")
 
 
-@on("pp=2", "pp=2,dp_shard=2", column="Llama")
+@over("Llama", "pp=2", "pp=2,dp_shard=2")
 def test_explicit_microbatches(runs, spec):
     runs.check(Script(), f"{spec},pipeline_microbatches=4")
 
 
-@on("dp_shard=2", "pp=2,dp_shard=2", column="Llama")
+@over("Llama", "dp_shard=2", "pp=2,dp_shard=2")
 def test_zero_stage_2(runs, spec):
     runs.check(Script().with_accumulation(2), f"{spec},zero_stage=2")
 
 
-@on("dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2,dp_shard=2", column="from_config")
+@over("from_config", "dp_shard=2", "dp_replicate=2", "tp=2", "pp=2", "tp=2,pp=2,dp_shard=2")
 def test_tied_model_from_config(runs, spec):
     runs.check(Script(model="qwen3", route="from_config"), spec)
 
 
-@on("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", column="from_config")
+@over("from_config", "dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2")
 def test_unequal_seeds_are_broadcast_from_rank_0(runs, spec):
     """Each rank draws its own weights; the run is the one of rank 0's weights."""
     runs.check(Script(route="unequal"), spec)
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3"])
-@on("tp=2,pp=2", "tp=2,pp=2,dp_shard=2", column="Llama")
+@over("Llama", "tp=2,pp=2", "tp=2,pp=2,dp_shard=2")
 def test_plain_transformers_loads_the_saved_folder(runs, model, spec):
     """An ordinary Hub folder: no key missing, none too many, tied weights once, and the same weights again."""
     folder = runs.parallel(Script(model=model), spec)[0].folder
@@ -141,7 +136,7 @@ def reload(folder: str, again: str) -> tuple[dict[str, list], str]:
     return {key: sorted(info[key]) for key in info if key != "conversion_errors"}, again
 
 
-@on("tp=2,dp_shard=2", column="Llama")
+@over("Llama", "tp=2,dp_shard=2")
 def test_a_checkpoint_folder_holds_the_weights(runs, spec):
     """`save_strategy` writes what `save_model` writes."""
     saving = (("save_strategy", "steps"), ("save_steps", 3))

@@ -1,8 +1,5 @@
 """A module around a model that `from_pretrained` has made parallel: a pooled encoder with a layer of its own."""
 
-import os
-from functools import partial
-
 import pytest
 import torch
 from torch import nn
@@ -11,9 +8,8 @@ from transformers import AutoModel
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.wrapping import models_inside
 from tests import training
-from tests.distributed import run, run_alone
-from tests.rows import CLASSES, Sentences
-from tests.training import Script, Tolerance, axes, differences, none, spec_id
+from tests.rows import CLASSES
+from tests.training import Outcome, Script, activate
 
 
 class Pooled(nn.Module):
@@ -33,29 +29,16 @@ class Pooled(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-def train(spec: str | None, folder: str, out: str) -> training.Outcome:
+def train(spec: str | None, out: str, folder: str) -> Outcome:
     """The Trainer script with that model."""
-    if spec is not None:
-        from hf_parallel import hooks
-
-        hooks.activate(spec, source="test")
-    training.load_model = lambda script, folder, rank: Pooled(folder)
-    training.data = lambda model, size, seed, **kind: Sentences(size, seed)
-    data_ranks = axes(spec or "")["data_ranks"]
-    return training.train(Script(model="bert"), folder, out, data_ranks, int(os.environ.get("RANK", "0")))
+    data_ranks = activate(spec)
+    return training.train(Script(model="bert"), folder, out, data_ranks, model=Pooled(folder))
 
 
-@pytest.fixture(scope="module")
-def reference(runs):
-    """What one process does."""
-    return run_alone(train, None, runs.initial("bert"), runs._folder())
-
-
-@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2"], ids=spec_id)
-def test_as_in_one_process(spec, runs, reference):
+@pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2"])
+def test_as_in_one_process(spec, runs):
     """Loss, norm, gradients of all weights, evaluation, and the saved weights of both."""
-    call = partial(train, spec, runs.initial("bert"), runs._folder())
-    none(differences(run(call, axes(spec)["world"], init=False), reference, Tolerance()))
+    runs.compare(train, spec, runs.initial("bert"))
 
 
 def test_a_pipeline_is_refused():

@@ -17,7 +17,7 @@ import torch
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
 from tests.distributed import RankFailure, run
 from tests.resuming import Ended, train
-from tests.training import axes
+from tests.training import activate, axes
 
 SPEC, FOUR = "dp_shard=2", "tp=2,dp_shard=2"
 LAST, BAD = 1, 2  # the last good checkpoint, and the one that is disturbed
@@ -28,9 +28,7 @@ SHORT = {"max_steps": STEPS, "save_steps": 1, "gradient_accumulation_steps": 1}
 
 def disturbed(spec: str, folder: str, out: str, fault: Callable, **settings: Any) -> Ended:
     """On one rank: the run with `fault(trainer)` set up before it."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     return train(folder, out, axes(spec)["data_ranks"], change=fault, **{**SHORT, **settings})[0]
 
 
@@ -50,9 +48,7 @@ def whole(spec: str, *jobs: tuple[str, str, Any]) -> list[Ended]:
 
 
 def _whole(spec: str, jobs: Any) -> list[Ended]:
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     ranks = axes(spec)["data_ranks"]
     return [train(folder, out, ranks, resume=resume, **SHORT)[0] for folder, out, resume in jobs]
 

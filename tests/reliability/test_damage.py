@@ -9,7 +9,7 @@ import torch
 from tests.distributed import run
 from tests.reliability.faults import LIMIT_S, SPEC, delete, flip, truncate
 from tests.resuming import train
-from tests.training import axes
+from tests.training import activate, axes
 
 FILES = [
     "model.safetensors",
@@ -28,10 +28,10 @@ DAMAGES = {"truncated": truncate, "flipped": flip, "missing": delete}
 
 def resumed_from_damage(initial: str, out: str, copies: str) -> tuple[dict, dict]:
     """For each damage to the second of two checkpoints: what a resume from it says, and what `True` takes instead."""
-    from hf_parallel import checkpoint, hooks
+    from hf_parallel import checkpoint
     from hf_parallel.hooks.trainer import resuming
 
-    hooks.activate(SPEC, source="test")
+    activate(SPEC)
     _, trainer = train(initial, out, axes(SPEC)["data_ranks"], max_steps=2, save_steps=1)
     weights = [p.to_local().clone() for p in trainer.model.parameters()]
     torch.manual_seed(5)

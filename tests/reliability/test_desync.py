@@ -12,7 +12,7 @@ from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.reliability.faults import LIMIT_S, SHORT
 from tests.resuming import train
-from tests.training import axes, none, weight_differences
+from tests.training import activate, axes, none, weight_differences
 
 pytestmark = pytest.mark.clock
 
@@ -46,10 +46,9 @@ CALLS = {
 
 
 def alone(spec: str, folder: str, out: str, name: str) -> None:
-    from hf_parallel import hooks
 
     quick()
-    hooks.activate(spec, source="test")
+    activate(spec)
     train(folder, out, axes(spec)["data_ranks"], change=partial(Saves, CALLS[name]), **SHORT)
 
 
@@ -75,10 +74,9 @@ class StopsAlone(TrainerCallback):
 
 
 def stops(folder: str, out: str) -> None:
-    from hf_parallel import hooks
 
     quick()
-    hooks.activate("tp=2", source="test")
+    activate("tp=2")
     train(folder, out, change=lambda trainer: trainer.add_callback(StopsAlone()), **SHORT)
 
 

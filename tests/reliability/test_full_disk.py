@@ -13,7 +13,7 @@ import torch
 from tests.distributed import run
 from tests.reliability.faults import LIMIT_S, SPEC, failing, full_disk
 from tests.resuming import train
-from tests.training import axes
+from tests.training import activate, axes
 
 pytestmark = pytest.mark.clock
 
@@ -69,9 +69,9 @@ def no_rename():
 
 def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
     """A run of one step, saved; then saves of another step on disks that are full: what they say, and what is left."""
-    from hf_parallel import checkpoint, hooks
+    from hf_parallel import checkpoint
 
-    hooks.activate(SPEC, source="test")
+    activate(SPEC)
     faults = {name: partial(full_disk, name) for name in FILES}
     faults |= {name: partial(*fault) for name, (_, *fault) in ON_ONE_RANK.items()}
     faults |= {"any file above 64 KB": partial(small_files, 1 << 16), "the folder's name": no_rename}

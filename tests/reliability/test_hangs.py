@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from tests import rows as tokens
 from tests.distributed import RankFailure, run
 from tests.resuming import train
-from tests.training import axes
+from tests.training import activate, axes
 
 pytestmark = pytest.mark.clock
 
@@ -116,10 +116,9 @@ def here(words: str) -> str:
 
 
 def training(spec, folder, out, change, desync_s):
-    from hf_parallel import hooks
 
     quick(desync_s)
-    hooks.activate(spec, source="test")
+    activate(spec)
     train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT)
 
 
@@ -221,10 +220,9 @@ class Slow(TrainerCallback):
 
 
 def goes_on(spec, folder, out):
-    from hf_parallel import hooks
 
     quick()
-    hooks.activate(spec, source="test")
+    activate(spec)
     return train(folder, out, 2, change=Slow, **SHORT, eval_strategy="steps", eval_steps=2)[0].logs
 
 
@@ -241,11 +239,10 @@ def test_a_run_that_goes_on(runs, capfd, tmp_path):
 
 def loop(spec, initial, held_up, places):
     """On one rank: an Accelerate loop in whose second epoch a rank sleeps; what is marked, and then its end."""
-    from hf_parallel import hooks
     from hf_parallel.hooks import hangs
 
     quick()
-    hooks.activate(spec, source="test")
+    activate(spec)
     accelerator = Accelerator(cpu=True, project_dir=places)
     model = AutoModelForCausalLM.from_pretrained(initial)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -15,7 +15,7 @@ from hf_parallel.checkpoint import damages
 from tests.distributed import RankFailure, run
 from tests.reliability.faults import BAD, FOUR, LAST, PHASES, SPEC, STEPS, die_at, disturbed, failure, whole
 from tests.resuming import log_differences
-from tests.training import axes, none
+from tests.training import activate, axes, none
 
 pytestmark = pytest.mark.clock
 
@@ -77,9 +77,7 @@ def test_killed_while_an_adapter_is_saved(runs, tmp_path, phase, rank):
 
 def states(spec: str, folder: str, project: str, fault: Callable | None) -> float:
     """A script that saves its state twice, and meets an accident the second time; or loads the newest whole one."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     accelerator = Accelerator(
         cpu=True, project_config=ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True)
     )

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig
 
 from tests import models
 from tests.distributed import run, run_alone
+from tests.training import activate
 
 pytestmark = pytest.mark.clock
 
@@ -88,9 +89,7 @@ def watched(work: Callable) -> tuple[Any, int, int]:
 
 def load(spec: str, folder: str, tiny: str, out: str | None = None) -> dict[str, int]:
     """Load under a layout, and save if `out` is given; sizes in bytes."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     warm = AutoModelForCausalLM.from_pretrained(tiny)  # lazy imports and first use are not the model's memory
     if out:
         warm.save_pretrained(out)

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from torch._C._distributed_c10d import ProcessGroup, Work
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import hf_parallel
 import hf_parallel.hooks.patches
@@ -16,7 +16,7 @@ from hf_parallel import hooks
 from hf_parallel.monitor import record
 from tests.distributed import run, run_alone
 from tests.rows import Rows
-from tests.training import axes
+from tests.training import activate, axes, trainer_of
 
 pytestmark = pytest.mark.clock
 
@@ -61,11 +61,9 @@ def training(initial, out, data_ranks, steps, logging, slow=None):
     model = AutoModelForCausalLM.from_pretrained(initial)
     if slow == "compute":
         model.register_forward_pre_hook(lambda *_: time.sleep(LATE_S))
-    settings = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "optim": "sgd"}
-    sizes = {"per_device_train_batch_size": ROWS // data_ranks, "max_steps": steps, "logging_steps": logging}
-    rows, watch = (SlowRows if slow == "data" else Rows)(ROWS * steps, seed=11), Watch()
-    trainer = Timed(model, TrainingArguments(out, **settings, **sizes), train_dataset=rows, callbacks=[watch])
-    trainer.remove_callback(PrinterCallback)
+    settings = {"max_steps": steps, "logging_steps": logging}
+    rows = (SlowRows if slow == "data" else Rows)(ROWS * steps, seed=11)
+    trainer, watch = trainer_of(model, out, data_ranks, settings, Timed, Watch(), train_dataset=rows)
     trainer.train()
     return watch.logs, [end - begin for begin, end in zip(trainer.begins, watch.ends, strict=False)]
 
@@ -73,14 +71,14 @@ def training(initial, out, data_ranks, steps, logging, slow=None):
 def watched(spec, initial, out, data_ranks):
     """On one rank: a training as it is, one with a slow rank, one with a slow loader; then one that is not watched."""
     rank = int(os.environ["RANK"])
-    hooks.activate(f"{spec},monitor=full", source="test")
+    activate(f"{spec},monitor=full")
     logs, steps = training(initial, f"{out}/plain", data_ranks, 6, 2)
     training(initial, f"{out}/compute", data_ranks, 3, 1, "compute" if rank == 1 else None)
     if data_ranks == 4:
         training(initial, f"{out}/data", data_ranks, 3, 1, "data" if rank == 2 else None)
     hooks.deactivate()
     own = ProcessGroup.allreduce, Work.wait
-    hooks.activate(f"{spec},monitor=off", source="test")
+    activate(f"{spec},monitor=off")
     off, _ = training(initial, f"{out}/off", data_ranks, 1, 1)
     unchanged = own == (ProcessGroup.allreduce, Work.wait) and not hasattr(own[0], "__wrapped__")
     return {"logs": logs, "steps": steps, "off": off, "unchanged": unchanged}
@@ -141,7 +139,7 @@ def loop(initial, data_ranks):
 
 
 def loop_rank(spec, *args):
-    hooks.activate(spec, source="test")
+    activate(spec)
     return loop(*args)
 
 

@@ -10,6 +10,7 @@ from tests import models, resuming
 from tests.distributed import RankFailure, run
 from tests.reliability.launching import hf_parallel_launch, launch, torchrun
 from tests.rows import data
+from tests.training import activate
 
 
 class NotReached(TrainerCallback):
@@ -21,9 +22,7 @@ class NotReached(TrainerCallback):
 
 def train(spec: str, folder: str, out: str, batch_size: int = 8) -> None:
     """An ordinary start of training under a spec."""
-    from hf_parallel import hooks
-
-    hooks.activate(spec, source="test")
+    activate(spec)
     config = AutoConfig.from_pretrained(folder)
     model = models.auto_class(config).from_pretrained(folder)
     arguments = TrainingArguments(
@@ -189,12 +188,11 @@ class Odd(torch.optim.SGD):
 
 def save_odd(folder: str, out: str) -> None:
     """Train with it up to the first checkpoint."""
-    from hf_parallel import hooks
 
     def change(trainer):
         trainer.optimizer = Odd(trainer.model.parameters(), lr=0.1)
 
-    hooks.activate("tp=2", source="test")
+    activate("tp=2")
     resuming.train(folder, out, change=change)
 
 
@@ -206,9 +204,7 @@ def test_an_optimizer_with_another_kind_of_state_is_refused_by_name(runs, tmp_pa
 
 def resume_as_sgd(folder: str, out: str, saved: str) -> None:
     """Resume what AdamW has saved."""
-    from hf_parallel import hooks
-
-    hooks.activate("tp=2", source="test")
+    activate("tp=2")
     resuming.train(folder, out, resume=saved, optim="sgd")
 
 
@@ -259,15 +255,13 @@ def search(folder: str, out: str) -> None:
     """A search whose trials each rank would draw for itself."""
     from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend
 
-    from hf_parallel import hooks
-
     class Backend:
         name = "optuna"
         default_hp_space = staticmethod(lambda trial: {})
         ensure_available = run = lambda self, trainer=None, *args, **kwargs: trainer and trainer.train(trial=object())
 
     ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Backend
-    hooks.activate("tp=2", source="test")
+    activate("tp=2")
     arguments = TrainingArguments(out, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
     rows = data("llama", 16, seed=1)
     make = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained

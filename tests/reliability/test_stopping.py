@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 from tests.distributed import RankFailure, run
 from tests.reliability.faults import LIMIT_S, SHORT, SPEC, STEPS, disturbed, failure, kill, whole
 from tests.resuming import ONE, Ended, log_differences, train, trained
-from tests.training import axes, none
+from tests.training import activate, axes, none
 
 pytestmark = pytest.mark.clock
 
@@ -114,11 +114,10 @@ def another_run(folder: str):
 
 
 def second_run(spec: str, folder: str, out: str) -> Ended:
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import Lock
 
     Lock.__init__.__defaults__ = (0.2,)  # seconds of patience
-    hooks.activate(spec, source="test")
+    activate(spec)
     return train(folder, out, axes(spec)["data_ranks"], **SHORT)[0]
 
 
@@ -135,9 +134,7 @@ def test_two_runs_in_one_folder(runs, tmp_path):
 
 def attempt(folder: str, out: str, fault=None) -> Ended:
     """The script as it is, under a launcher whose environment says how often it was started again."""
-    from hf_parallel import hooks
-
-    hooks.activate("dp_shard=-1", source="test")
+    activate("dp_shard=-1")
     return train(folder, out, int(os.environ["WORLD_SIZE"]), change=fault, **SHORT)[0]
 
 
@@ -158,14 +155,13 @@ def test_a_restart_goes_on_by_itself_with_fewer_processes(runs, tmp_path):
 
 def same_script(folder: str, out: str, dies_in: int | None) -> Ended:
     """Its batch is for two processes, however many there are; the last one dies in a step."""
-    from hf_parallel import hooks
 
     def change(trainer):
         if dies_in is not None:
             accident = Accident([int(os.environ["WORLD_SIZE"]) - 1], kill, "begin", trainer)
             accident.happen = lambda state: accident.here and state.global_step == dies_in - 1 and kill()
 
-    hooks.activate("dp_shard=-1", source="test")
+    activate("dp_shard=-1")
     return train(folder, out, 2, change=change, **SHORT)[0]
 
 
