@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.autocast import autocast_dtype
-from hf_parallel.axes.pipeline.batches import Batch, fresh_gradients, split_rows, tokens_of
+from hf_parallel.axes.pipeline.batches import Batch, counted_tokens, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
 
 if TYPE_CHECKING:
@@ -298,7 +298,7 @@ def _listening(made: Made) -> contextlib.AbstractContextManager[Any]:
 
 def _attached(made: Made, output: torch.Tensor, logits: Any, part: Batch) -> torch.Tensor:
     """What leaves the layers, which takes the gradient of what their routers chose along."""
-    return output if made.balance is None else made.balance.attach(output, logits, part)
+    return output if made.balance is None else made.balance.attach(output, logits, part, counted_tokens(part))
 
 
 def _receive(engine: PipelineEngine, index: int, batch: Batch) -> torch.Tensor:
