@@ -62,7 +62,7 @@ def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> LastB
 def _runs_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
     """A row without targets still counts in the loss that balances experts, whose batches are not scheduled."""
     state = runtime.parallel_state(trainer.model)
-    if state is None or state.pipeline is None or state.pipeline.balances(batch):
+    if state is None or state.pipeline is None or state.pipeline.balances(dict(batch)):
         return False
     return state.sums_over_tokens and not losses.is_own(trainer)
 
