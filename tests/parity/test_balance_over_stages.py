@@ -23,6 +23,12 @@ def test_a_trainer_script(runs, spec, changes):
     runs.check(Script(model="mixtral_balanced", **changes).with_accumulation(2), spec)
 
 
+@pytest.mark.parametrize("spec", ["pp=2,dp_shard=2", "pp=2,dp_shard=2,ep=2"])
+def test_a_ragged_batch(runs, spec):
+    """Three rows of eight: the one that fills a data rank's four counts no more than the rank that has none."""
+    runs.check(Script(model="mixtral_balanced", rows=11), spec)
+
+
 @pytest.mark.parametrize("spec", ["pp=2,cp=2,ep=2", "pp=2,tp=2"])
 def test_parts_of_sequences(spec):
     """33 tokens, of which padding does not count; a stage without experts."""

@@ -49,7 +49,7 @@ def test_whole_sequences(runs, model, spec):
     runs.check(Script(model=model, length=15), f"{spec},sequence_parallel=false")
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "dp_shard=4,ep=4", "tp=2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2,ep=2", "dp_shard=4,ep=4", "tp=2", "cp=2,ep=2", "tp=2,pp=2,ep=2"])
 def test_idle_experts(runs, spec):
     """Two experts of eight get every token; others have gradients, zeros, and a rank without tokens takes part."""
     runs.check(Script(model="mixtral_idle"), spec)

@@ -62,8 +62,6 @@ def check(folder, name, data, flags, spec, metrics=True, tolerance=1e-4, weights
             names = [key for key in theirs if not any(part in key for part in NOT_COMPARED)]
             if not metrics:
                 names = [key for key in names if key in ("loss", "grad_norm", "eval_loss")]
-            if "--packing" in flags and "pp=" in spec:
-                names = [key for key in names if key != "num_tokens"]  # TRL takes a micro-batch for one row
             for key in (key for key in names if not tied(key, ours, theirs)):
                 if not (gap := abs(ours[key] - theirs[key])) <= tolerance * max(1, abs(theirs[key])):
                     found.append(

@@ -78,16 +78,16 @@ class CallBalance:
         finally:
             self.of.logits = former
 
-    def attach(self, hidden: torch.Tensor, logits: list[torch.Tensor], batch: Batch) -> torch.Tensor:
-        """Count a pass; `hidden`, which leaves it, takes the gradient of what was counted along."""
+    def attach(
+        self, hidden: torch.Tensor, logits: list[torch.Tensor], batch: Batch, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Count a pass, or what `mask` shows of it; `hidden`, which leaves it, takes the gradient of that along."""
         if not logits:
             return hidden
         rows = [layer.unflatten(0, (len(hidden), -1)) for layer in logits]
         for whole in self.of.whole:
             rows = [whole(layer, batch) for layer in rows]
-        chosen, probable, tokens = balance_sums(
-            [layer.flatten(0, 1) for layer in rows], self.of.top_k, batch.get("attention_mask")
-        )
+        chosen, probable, tokens = balance_sums([layer.flatten(0, 1) for layer in rows], self.of.top_k, mask)
         self._sums += torch.cat([chosen, probable, tokens]).detach()
         return _Along.apply(hidden, probable, self._factors)
 

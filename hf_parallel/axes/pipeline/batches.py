@@ -12,6 +12,25 @@ from torch import nn
 if TYPE_CHECKING:
     from hf_parallel.axes.axis import Batch
 
+#: Key of a mask [rows, length] of packs in rows: which tokens count, where attention goes by positions alone. The same
+#: stands beside it as `attention_mask`, for scripts that count tokens; no layer sees either.
+COUNTED = "hf_parallel_counted_tokens"
+
+
+def by_positions(batch: Batch) -> Batch:
+    """What a model takes of a batch of packs: no mask, which would stand for their positions."""
+    return {key: value for key, value in batch.items() if key != "attention_mask"} if COUNTED in batch else batch
+
+
+def without_count(batch: Batch) -> Batch:
+    """What a model has a name for."""
+    return {key: value for key, value in batch.items() if key != COUNTED}
+
+
+def counted_tokens(batch: Batch) -> torch.Tensor | None:
+    """Which tokens [rows, length] are no padding; None: all."""
+    return batch.get(COUNTED, batch.get("attention_mask"))
+
 
 @contextlib.contextmanager
 def fresh_gradients(parameters: list[nn.Parameter]) -> Iterator[list[tuple[nn.Parameter, torch.Tensor | None]]]:

@@ -27,7 +27,14 @@ from torch import nn
 from hf_parallel.axes.axis import Batch, Building
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
-from hf_parallel.axes.pipeline.batches import count_targets, fresh_gradients, split_rows, tokens_of
+from hf_parallel.axes.pipeline.batches import (
+    by_positions,
+    count_targets,
+    fresh_gradients,
+    split_rows,
+    tokens_of,
+    without_count,
+)
 from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs, wants
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.axes.pipeline.registry import pipelines_of
@@ -142,7 +149,7 @@ class PipelineEngine:
         @functools.wraps(self._backbone_forward)
         def backbone_forward(*args: object, **kwargs: object) -> ModelOutput:
             args = args[1:] if args and args[0] is backbone else args
-            return self._cut_backbone(_named(self._backbone_signature, args, kwargs))
+            return self._cut_backbone(by_positions(_named(self._backbone_signature, args, kwargs)))
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
@@ -165,6 +172,8 @@ class PipelineEngine:
     def run(self, *args: object, **kwargs: object) -> ModelOutput:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
         batch = _named(self._signature, args, kwargs)
+        if self.balance is None:  # nobody asks
+            batch = without_count(by_positions(batch))
         refuse_partial_outputs(self.model.config, batch, self.balance is not None)
         if "use_cache" in self._signature.parameters:
             batch["use_cache"] = False
@@ -274,7 +283,7 @@ class PipelineEngine:
             LeaveAtExit: with what leaves, on every stage but the last.
         """
         assert self._view is not None
-        entry = self._view.entry
+        entry, kwargs = self._view.entry, without_count(kwargs)
         if entry is not None and hidden is not None:
             # The model sees the shape to make masks and positions of; the values come in at the entry.
             length = tokens_of(kwargs).shape[1]

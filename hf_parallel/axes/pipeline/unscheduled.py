@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.autocast import autocast_dtype
 from hf_parallel.axes.axis import Batch
-from hf_parallel.axes.pipeline.batches import fresh_gradients, split_rows, tokens_of
+from hf_parallel.axes.pipeline.batches import counted_tokens, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ def _listening(made: Made) -> contextlib.AbstractContextManager[list[torch.Tenso
 
 def _attached(made: Made, output: torch.Tensor, logits: list[torch.Tensor], part: Batch) -> torch.Tensor:
     """What leaves the layers, which takes the gradient of what their routers chose along."""
-    return output if made.balance is None else made.balance.attach(output, logits, part)
+    return output if made.balance is None else made.balance.attach(output, logits, part, counted_tokens(part))
 
 
 def _receive(engine: PipelineEngine, index: int, batch: Batch) -> torch.Tensor:

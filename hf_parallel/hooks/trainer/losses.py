@@ -229,7 +229,7 @@ def _call(
         kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
     try:
         unread = unread_logits(why_read(self, state) is None and not _asks_for_outputs(args, kwargs))
-        with runtime.absent(step.real_rows == 0), means.computing(scope), unread, trl.metrics_by_rows(self):
+        with means.computing(scope), unread, trl.metrics_by_rows(self):
             result = own(model, inputs, *args, **kwargs)
     finally:
         self.args.average_tokens_across_devices = former

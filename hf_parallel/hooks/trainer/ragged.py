@@ -52,16 +52,19 @@ def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> LastB
     real = real_rows(state, count)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
-    keep = _runs_scheduled(trainer) and rows.JOINED not in batch
+    keep = _runs_scheduled(trainer, batch) and rows.JOINED not in batch
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
     last = LastBatch(rows.opened(kept))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
 
 
-def _runs_scheduled(trainer: Trainer) -> bool:
+def _runs_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
+    """A row without targets still counts in the loss that balances experts, whose batches are not scheduled."""
     state = runtime.parallel_state(trainer.model)
-    return state is not None and state.pipeline is not None and state.sums_over_tokens and not losses.is_own(trainer)
+    if state is None or state.pipeline is None or state.pipeline.balance_of(dict(batch)) is not None:
+        return False
+    return state.sums_over_tokens and not losses.is_own(trainer)
 
 
 def told_apart(trainer: Trainer, batch: rows.Batch, full: int) -> rows.Batch:

@@ -119,7 +119,8 @@ def training_step(
     looked_at = bad_numbers.step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
     runtime.compare_batches(model, inputs, "training")
-    with looked_at, record_of(self).during(step), _recorded(self), monitoring.phase(COMPUTE):
+    absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
+    with looked_at, record_of(self).during(step), absent, _recorded(self), monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
+from hf_parallel.axes.pipeline.batches import COUNTED
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
@@ -203,7 +204,7 @@ def torch_call(original: Callable, self: DataCollatorForLanguageModeling, exampl
 def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
     """[1, tokens] -> [examples, longest]. Padding counts on from the last position: it is no sequence of its own.
 
-    Positions alone tell sequences apart, so there is no attention mask.
+    Positions alone tell sequences apart to a model, so the attention mask is there for those who count tokens.
     """
     rows = {}
     for key, value in (("input_ids", padding), ("labels", -100)):
@@ -211,6 +212,7 @@ def _in_rows(batch: dict, lengths: list[int], padding: int) -> dict:
     positions = list(batch["position_ids"][0, : sum(lengths)].split(lengths))
     longest = max(lengths)
     rows["position_ids"] = torch.stack([torch.cat([p, p[-1] + 1 + torch.arange(longest - len(p))]) for p in positions])
+    rows["attention_mask"] = rows[COUNTED] = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
     return rows
 
 
