@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, apply, apply_when_imported, around, undo
 from hf_parallel.spec import refuse
 
@@ -92,7 +93,8 @@ def _at_from_pretrained(
 
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    choose(config, None if asked == "auto" else asked, kernel=kwargs.get("attn_implementation"))
+    reader = logits_read.by_script(_arguments)
+    choose(config, None if asked == "auto" else asked, kernel=kwargs.get("attn_implementation"), reader=reader)
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
@@ -107,7 +109,8 @@ def _at_trainer(original: Callable, self: Any, model: Any = None, args: Any = No
     _arguments = args or _arguments
     if model is None:
         refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
-    choose(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model))
+    reader = logits_read.by_trainer(type(self), kwargs, _arguments)
+    choose(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader)
     from transformers import Trainer
 
     Trainer.__init__(self, model, args, *rest, **kwargs)
@@ -117,7 +120,13 @@ def _at_prepare(original: Callable, self: Any, *args: Any, **kwargs: Any) -> Any
     models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
     if not models:
         return original(self, *args, **kwargs)
-    choose(models[0].config, _dtype_of(models[0]), self.mixed_precision, _rank_of(models[0]))
+    choose(
+        models[0].config,
+        _dtype_of(models[0]),
+        self.mixed_precision,
+        _rank_of(models[0]),
+        reader=logits_read.by_loop(),
+    )
     return type(self).prepare(self, *args, **kwargs)
 
 
@@ -134,7 +143,12 @@ def _rank_of(model: Any) -> int:
 
 
 def choose(
-    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0, kernel: str | None = None
+    config: Any,
+    dtype: Any = None,
+    lowered: str | None = None,
+    adapters: int = 0,
+    kernel: str | None = None,
+    reader: str | None = None,
 ) -> None:
     """Choose for this model's config and activate the layout. Collective.
 
@@ -143,6 +157,7 @@ def choose(
         lowered: what autocast lowers products to: bf16, fp16, no; default: what the script's arguments say.
         adapters: rank of those that the model has; default: of those that the script is known to add.
         kernel: of attention, if the script names it.
+        reader: who reads whole logits, which then need room.
     """
     import torch.distributed as dist
 
@@ -153,7 +168,7 @@ def choose(
     chosen: list[Any] = [None, None, None]
     if dist.get_rank() == 0:
         try:
-            chosen[:2] = _best(config, dtype, lowered, adapters, kernel)
+            chosen[:2] = _best(config, dtype, lowered, adapters, kernel, reader)
         except SpecError as error:
             chosen[2] = str(error)
     dist.broadcast_object_list(chosen, src=0)
@@ -168,7 +183,12 @@ def choose(
 
 
 def _best(
-    config: Any, dtype: Any = None, lowered: str | None = None, adapters: int = 0, kernel: str | None = None
+    config: Any,
+    dtype: Any = None,
+    lowered: str | None = None,
+    adapters: int = 0,
+    kernel: str | None = None,
+    reader: str | None = None,
 ) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
@@ -193,11 +213,13 @@ def _best(
         accept=accepted(config),
         attention=kernel,
         documents=batch["documents"],
+        whole_logits=reader is not None,
     )
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
     rows, precision = f"{batch['rows']} x {batch['accumulation']} rows of {batch['seq']} tokens", batch["precision"]
-    counted = f"{rows} per data rank, precision {precision}"
+    logits = "" if reader is None else f", whole logits ({reader})"
+    counted = f"{rows} per data rank, precision {precision}{logits}"
     lines = [f"auto, for {found.goal.cluster.gpus} x {found.goal.cluster.gpu.name} and {counted}, chooses"]
     for i, choice in enumerate(found.choices):
         word = "  " if i == 0 else "  then "

@@ -51,6 +51,7 @@ _TOKENS = 65536  # of a dry run: so many that nothing but activations decides wh
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _AXIS = 1.05  # times as fast must a layout be for each axis beyond data: less the planner cannot tell
+_MEMORY = 0.02  # and how much faster must one be that fills a GPU than one that needs nothing: as little
 _WAITS = ("ZeRO-3 communication", "reduction", "gathering")
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
 
@@ -74,6 +75,7 @@ def search(
     attention: str | None = None,
     documents: bool = False,
     quantized: bool = False,
+    whole_logits: bool = False,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -90,6 +92,7 @@ def search(
         attention: the kernel that the script asks for; default: what Transformers chooses.
         documents: are rows padded, or packs of documents?
         quantized: search layouts, too, whose transfers round, and so change the numbers.
+        whole_logits: does the script read them, so that its loss is not computed in chunks?
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -105,7 +108,7 @@ def search(
     eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
     shape = measured_shape(model, precision, adapt, kernel.counted)
     batch = seq, global_batch, precision, optimizer, rank, rows, accumulation
-    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized)
+    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized, whole_logits)
     looking = _Search(goal, accept)
     ranked = looking.run()
     best = ranked[0] if ranked else None
@@ -176,10 +179,14 @@ def _pace(choice: Choice) -> float:
 
 
 def _rank(choice: Choice) -> float:
-    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it."""
-    config = choice.config
+    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it.
+
+    And more for what it fills of a GPU: where ZeRO's stages are as fast, the one that leaves room for longer rows.
+    """
+    config, prediction = choice.config, choice.prediction
     beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
-    return _pace(choice) * _AXIS**beyond
+    filled = prediction.memory_gib / prediction.cluster.gpu.memory_gib
+    return _pace(choice) * _AXIS**beyond * (1 + _MEMORY * filled)
 
 
 class _Search:

@@ -214,7 +214,9 @@ def test_weights_between_steps(spec, initial, expected):
             for step, (ours, theirs) in enumerate(zip(seen[part], losses[part], strict=True)):
                 none(close(f"rank {rank}, {part}: loss {step}", ours, theirs, NEAR))
     for name, ours in ranks[0][1].items():
-        torch.testing.assert_close(ours, weights[name], rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            ours, weights[name], rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def under_autocast(folder, spec):
@@ -277,7 +279,9 @@ def test_whole_tensors_and_what_is_refused(initial):
         for wrong in (whole[1:], norm.weight.data):
             with pytest.raises(hf_parallel.SpecError, match="p.data = x: .* ranks hold parts"):
                 head.weight.data = wrong
-        with pytest.raises(hf_parallel.SpecError, match=r"Linear.weight = nn.Parameter.* ranks hold parts.*weight.data = "):
+        with pytest.raises(
+            hf_parallel.SpecError, match=r"Linear.weight = nn.Parameter.* ranks hold parts.*weight.data = "
+        ):
             head.weight = torch.nn.Parameter(whole)
         head.weight = head.weight  # as tying does
         with pytest.raises(RuntimeError):
@@ -287,9 +291,7 @@ def test_whole_tensors_and_what_is_refused(initial):
 
     def alone():
         model = start(None, initial)
-        model.lm_head.weight.data = torch.randn(
-            model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1)
-        )
+        model.lm_head.weight.data = torch.randn(model.lm_head.weight.shape, generator=torch.Generator().manual_seed(1))
         return model(**Rows(4, TRAIN_SEED, even=True, length=33)[:4]).loss.item()
 
     loss, _ = run(assign, 4, init=False)[0]

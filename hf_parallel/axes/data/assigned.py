@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.reduction import parameter_groups
-from hf_parallel.axes.offload import folder
+from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _refuse_replacing(module: nn.Module, name: str, new: nn.Parameter) -> None:
 def _check(group: Any, parameter: DTensor, value: DTensor, offload: str) -> None:
     """Before anything is changed."""
     advice = "p.data.copy_(x)"
-    if folder(offload):
+    if folder(offload) and parameters_rest(offload):
         refuse("p.data = x", f"with offload={offload} parameters lie in a file", advice)
     if type(parameter._local_tensor) is not torch.Tensor:
         refuse("p.data = x", f"of a {type(parameter._local_tensor).__name__}, whose memory is its own", advice)

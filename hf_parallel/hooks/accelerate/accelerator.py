@@ -111,8 +111,8 @@ def _tell_of_stages(optimizer: torch.optim.Optimizer) -> None:
     size, kind = runtime.mesh().size("pp"), type(optimizer)
     if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
         report.say(
-            f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all of them "
-            'is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
+            f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all "
+            'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
         )
 
 
