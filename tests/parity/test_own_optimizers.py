@@ -205,7 +205,7 @@ SPECS = ("tp=2", "dp_shard=2", "pp=2", *(f"dp_shard=2,zero_stage={stage}" for st
 
 
 @pytest.mark.parametrize("spec", layouts("library", *SPECS))
-def test_weights_between_steps(spec, initial, expected):
+def test_weights_between_steps(spec, initial, expected, capfd):
     """A SAM in Accelerate and Trainer, a swapped average, SGD by hand: as in one process."""
     losses, weights = expected
     ranks = run(everything, axes(spec)["world"], initial, spec, init=False)
@@ -214,9 +214,9 @@ def test_weights_between_steps(spec, initial, expected):
             for step, (ours, theirs) in enumerate(zip(seen[part], losses[part], strict=True)):
                 none(close(f"rank {rank}, {part}: loss {step}", ours, theirs, NEAR))
     for name, ours in ranks[0][1].items():
-        torch.testing.assert_close(
-            ours, weights[name], rtol=0, atol=2e-6, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        # absolute; fourteen steps of fp32 sums in another order, on weights that each step moves by 1e-3 and more
+        assert (ours - weights[name]).abs().max() <= 2e-6, name
+    assert ("SAM has the parameters of one stage of pp_size=2" in capfd.readouterr().err) == ("pp" in spec)
 
 
 def under_autocast(folder, spec):
@@ -257,7 +257,7 @@ def under_autocast(folder, spec):
 
 @pytest.mark.parametrize("spec", layouts("library", "tp=2", "pp=2"))
 def test_copies_of_another_dtype_follow(spec, initial):
-    """Autocast's copies of matrices are kept for micro-batches; not beyond a change of the weights that they are of."""
+    """Autocast's copies of matrices are kept for micro-batches, not beyond a change of the weights."""
     _, expected = run_alone(under_autocast, initial, None)
     for found, steps in run(under_autocast, axes(spec)["world"], initial, spec, init=False):
         before, rebound, rebound_too, again, scaled, scaled_too, after = found

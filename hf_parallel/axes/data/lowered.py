@@ -5,9 +5,10 @@ caches copies of plain trained weights for one forward pass, of frozen or split 
 
     fp32 matrices       made                                      held
     autocast            per micro-batch, again when recomputed    per micro-batch in flight
-    here                once until a backward pass                one; of frozen ones until training begins or ends
+    here                once per accumulation                     one; of frozen ones until training begins or ends
 
-A script may change weights in ways that leave no trace (`p.data.add_`), so no copy is trusted after a backward pass.
+A script may change weights in ways that leave no trace (`p.data.add_`), so no copy is trusted after a backward pass,
+unless it was of a micro-batch but the last of a step.
 
 The numbers are autocast's: what it lowers for a product is lowered already. While an attention or an MLP runs, its
 modules hold the copies in the place of their weights, to which autograd leads back through the one cast.
@@ -76,6 +77,12 @@ def before_call(model: nn.Module, begin: Callable[[bool, torch.Size], None]) -> 
     model.register_forward_pre_hook(tell, with_kwargs=True)
 
 
+def keep_copies() -> None:
+    """A micro-batch that is not a step's last has been through: until the next one weights stay as they are."""
+    for lowered in _users:
+        lowered.keeps = True
+
+
 def leave(layer: nn.Module) -> None:
     """Let a layer cast by itself again, as one does whose graph is compiled: hooks would be in the graph."""
     for unit in layer.modules():
@@ -104,6 +111,7 @@ class Lowered:
         self._held: dict[
             int, list[tuple[nn.Module, nn.Parameter]]
         ] = {}  # of units that run: modules and their own weights
+        self.keeps = False  # for the next call?
         self._used = False  # has a backward pass been through the copies?
         self._mode: tuple[bool, bool] | None = None  # of the last call: training, with gradients
         _users.add(self)
@@ -111,6 +119,9 @@ class Lowered:
     def begin(self, training: bool, tokens: torch.Size) -> None:
         """Before a call: copies are kept for calls whose backward passes are still to come, and for the next token."""
         former, self._mode = self._mode, (training, torch.is_grad_enabled())
+        kept, self.keeps = self.keeps, False
+        if kept and former == self._mode:
+            return
         if former is not None and former[0] != training:
             self._copies.clear()  # frozen weights may have been merged with adapters
         elif self._used or former != self._mode or not (self._mode[1] or tokens[1:2] == (1,)):
