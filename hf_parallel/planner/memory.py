@@ -315,7 +315,12 @@ class _Rank:
 
     @property
     def _lean(self) -> bool:
-        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?"""
+        """Are head and loss computed a chunk of tokens at a time, without logits beyond it?
+
+        What quantising the head's gradient needs then is not counted: with that the room of whole logits is left.
+        """
+        if self.layout.quantize_gradients != "none":
+            return False
         fewest = fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
         return self.job.lean_loss and self.tokens >= fewest
 
