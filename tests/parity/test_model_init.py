@@ -40,9 +40,9 @@ def searched(folder, out, spec=None):
     if spec:
         hooks.activate(spec, source="test")
     import transformers.trainer as module
-    from transformers import trainer_callback
+    from transformers import integrations
 
-    trainer_callback.hp_params = lambda trial: trial.params  # it knows the trials of installed libraries alone
+    integrations.hp_params = lambda trial: trial.params  # it knows the trials of installed libraries alone
     module.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Search
     config, recorder = AutoConfig.from_pretrained(folder), Recorder()
     trainer = Trainer(
