@@ -51,7 +51,6 @@ _TOKENS = 65536  # of a dry run: so many that nothing but activations decides wh
 _RESCHEDULED = 8  # layouts that the other schedules are tried for
 _MORE_GPUS = (2, 4, 8, 16)  # times as many, tried where nothing fits
 _AXIS = 1.05  # times as fast must a layout be for each axis beyond data: less the planner cannot tell
-_MEMORY = 0.02  # and how much faster must one be that fills a GPU than one that needs nothing: as little
 _WAITS = ("ZeRO-3 communication", "reduction", "gathering")
 _WORTH = 1.6  # a layout that cannot be faster than this many times the best is not looked at further
 
@@ -179,14 +178,10 @@ def _pace(choice: Choice) -> float:
 
 
 def _rank(choice: Choice) -> float:
-    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it.
-
-    And more for what it fills of a GPU: where ZeRO's stages are as fast, the one that leaves room for longer rows.
-    """
-    config, prediction = choice.config, choice.prediction
+    """Seconds per row, more for each axis beyond data: what is as fast within that is better without it."""
+    config = choice.config
     beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
-    filled = prediction.memory_gib / prediction.cluster.gpu.memory_gib
-    return _pace(choice) * _AXIS**beyond * (1 + _MEMORY * filled)
+    return _pace(choice) * _AXIS**beyond
 
 
 class _Search:

@@ -1,11 +1,9 @@
-"""Trainer(model_init=…): a new model for each training, as in one process, also in a search for hyperparameters."""
+"""Trainer(model_init=…): a new model for each training, as in one process."""
 
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, Trainer
-from transformers.trainer_utils import HPSearchBackend
 
 import hf_parallel
 from hf_parallel import hooks
@@ -18,32 +16,10 @@ ODD = {"num_hidden_layers": 3, "vocab_size": 515, "num_key_value_heads": 1}
 RATES = (0.1, 0.03)
 
 
-class Search:
-    """A backend of the plainest kind: one training per rate."""
-
-    name = "optuna"  # the arguments are what `hp_space` makes of a trial
-
-    def ensure_available(self):
-        pass
-
-    def run(self, trainer, n_trials, direction, **kwargs):
-        found = []
-        for number in range(n_trials):
-            trainer.objective = None
-            trainer.train(trial=SimpleNamespace(number=number, params={}))
-            found.append(trainer.evaluate()["eval_loss"])
-        return found
-
-
-def searched(folder, out, spec=None):
-    """What each of two trials logged, how it was evaluated, and the last one's weights; then one more training."""
+def trained_anew(folder, out, spec=None):
+    """What each of two trainings logged, how it was evaluated, and the last one's weights; then one more training."""
     if spec:
         hooks.activate(spec, source="test")
-    import transformers.trainer as module
-    from transformers import integrations
-
-    integrations.hp_params = lambda trial: trial.params  # it knows the trials of installed libraries alone
-    module.ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Search
     config, recorder = AutoConfig.from_pretrained(folder), Recorder()
     trainer = Trainer(
         model_init=lambda: AutoModelForCausalLM.from_config(config),  # drawn anew under the script's seed
@@ -53,9 +29,11 @@ def searched(folder, out, spec=None):
         callbacks=[recorder],
     )
     trainer.remove_callback(PrinterCallback)
-    losses = trainer.hyperparameter_search(
-        lambda trial: {"learning_rate": RATES[trial.number]}, n_trials=len(RATES), backend="optuna"
-    )
+    losses = []
+    for rate in RATES:
+        trainer.args.learning_rate = rate
+        trainer.train()
+        losses.append(trainer.evaluate()["eval_loss"])
     trainer.train()
     return recorder.logs, losses, hf_parallel.full_state_dict(trainer.model)
 
@@ -71,7 +49,7 @@ def initial(tmp_path_factory):
 @pytest.fixture(scope="module")
 def expected(initial, tmp_path_factory):
     """What one process does."""
-    return run_alone(searched, initial, str(tmp_path_factory.mktemp("one")))
+    return run_alone(trained_anew, initial, str(tmp_path_factory.mktemp("one")))
 
 
 @pytest.mark.parametrize("spec", layouts("trainer", "tp=2", "pp=2", "dp_shard=2"))
@@ -79,7 +57,7 @@ def test_each_training_begins_anew(spec, initial, expected, tmp_path):
     logs, losses, weights = expected
     assert len(logs) == 3 * (len(RATES) + 1)
     assert logs[0]["loss"] == logs[3]["loss"] != logs[4]["loss"]  # the same model, another rate
-    ranks = run(partial(searched, initial, str(tmp_path), spec), axes(spec)["world"], init=False)
+    ranks = run(partial(trained_anew, initial, str(tmp_path), spec), axes(spec)["world"], init=False)
     for rank, (seen, found, _) in enumerate(ranks):
         for step, (ours, theirs) in enumerate(zip(seen, logs, strict=True)):
             for key in ("loss", "grad_norm"):
