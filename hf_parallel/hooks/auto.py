@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
 from hf_parallel.spec import refuse
 
@@ -103,7 +104,8 @@ def _at_from_pretrained(
 
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    choose(config, None if asked == "auto" else asked, kernel=kwargs.get("attn_implementation"))
+    reader = logits_read.by_script(_arguments)
+    choose(config, None if asked == "auto" else asked, kernel=kwargs.get("attn_implementation"), reader=reader)
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
@@ -125,7 +127,8 @@ def _at_trainer(
     _arguments = args or _arguments
     if model is None:
         refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
-    choose(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model))
+    reader = logits_read.by_trainer(type(self), kwargs, _arguments)
+    choose(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader)
     from transformers import Trainer
 
     Trainer.__init__(self, model, args, *rest, **kwargs)
@@ -135,7 +138,13 @@ def _at_prepare(original: Callable, self: Accelerator, *args: Any, **kwargs: obj
     models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
     if not models:
         return original(self, *args, **kwargs)
-    choose(models[0].config, _dtype_of(models[0]), self.mixed_precision, _rank_of(models[0]))
+    choose(
+        models[0].config,
+        _dtype_of(models[0]),
+        self.mixed_precision,
+        _rank_of(models[0]),
+        reader=logits_read.by_loop(),
+    )
     return type(self).prepare(self, *args, **kwargs)
 
 
@@ -157,6 +166,7 @@ def choose(
     lowered: str | None = None,
     adapters: int = 0,
     kernel: str | None = None,
+    reader: str | None = None,
 ) -> None:
     """Choose for this model's config and activate the layout. Collective.
 
@@ -165,6 +175,7 @@ def choose(
         lowered: what autocast lowers products to: bf16, fp16, no; default: what the script's arguments say.
         adapters: rank of those that the model has; default: of those that the script is known to add.
         kernel: of attention, if the script names it.
+        reader: who reads whole logits, which then need room.
     """
     import torch.distributed as dist
 
@@ -174,7 +185,9 @@ def choose(
     source = _source
     assert source is not None
     try:
-        spec, lines = objects.from_one(lambda: _best(config, dtype, lowered, adapters, kernel), errors=(SpecError,))
+        spec, lines = objects.from_one(
+            lambda: _best(config, dtype, lowered, adapters, kernel, reader), errors=(SpecError,)
+        )
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
@@ -191,6 +204,7 @@ def _best(
     lowered: str | None = None,
     adapters: int = 0,
     kernel: str | None = None,
+    reader: str | None = None,
 ) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
@@ -215,11 +229,13 @@ def _best(
         accept=accepted(config),
         attention=kernel,
         documents=batch.documents,
+        whole_logits=reader is not None,
     )
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
     rows = f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens"
-    counted = f"{rows} per data rank, precision {batch.precision}"
+    logits = "" if reader is None else f", whole logits ({reader})"
+    counted = f"{rows} per data rank, precision {batch.precision}{logits}"
     lines = [f"auto, for {found.goal.cluster.gpus} x {found.goal.cluster.gpu.name} and {counted}, chooses"]
     for i, choice in enumerate(found.choices):
         word = "  " if i == 0 else "  then "

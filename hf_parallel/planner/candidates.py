@@ -48,6 +48,7 @@ class Goal:
     attention: Planned = Planned()
     eight_bit: str = "auto"  # precision of the candidates' linears
     quantized: bool = False  # are transfers that round allowed?
+    whole_logits: bool = False  # does the script read them?
 
     @property
     def where(self) -> str:
@@ -257,5 +258,5 @@ def to_job(goal: Goal, config: ParallelConfig, micro_batch: int, count: int) -> 
         eight_bit=config.precision,
         engine="hf_parallel",
         calls=count // (in_a_call or count),
-        lean_loss=config.lean_loss != "false" and why_not_in(config) is None,
+        lean_loss=config.lean_loss != "false" and not goal.whole_logits and why_not_in(config) is None,
     )

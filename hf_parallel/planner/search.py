@@ -74,6 +74,7 @@ def search(
     attention: str | None = None,
     documents: bool = False,
     quantized: bool = False,
+    whole_logits: bool = False,
 ) -> Found:
     """The `top` fastest layouts that fit.
 
@@ -90,6 +91,7 @@ def search(
         attention: the kernel that the script asks for; default: what Transformers chooses.
         documents: are rows padded, or packs of documents?
         quantized: search layouts, too, whose transfers round, and so change the numbers.
+        whole_logits: does the script read them, so that its loss is not computed in chunks?
 
     Raises:
         SpecError: the batch cannot be divided among any number of data ranks, or a name is not known.
@@ -105,7 +107,7 @@ def search(
     eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
     shape = measured_shape(model, precision, adapt, kernel.counted)
     batch = seq, global_batch, precision, optimizer, rank, rows, accumulation
-    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized)
+    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized, whole_logits)
     looking = _Search(goal, accept)
     ranked = looking.run()
     best = ranked[0] if ranked else None

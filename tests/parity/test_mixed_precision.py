@@ -1,5 +1,6 @@
 """fp32 weights under mixed precision: what is gathered, what is held, and the numbers of torch's own FSDP2."""
 
+import contextlib
 from unittest import mock
 
 import pytest
@@ -10,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_parallel.axes.data.reduction import before_the_last
 from hf_parallel.axes.data.units import groups_of
 from tests import models
 from tests.counting import CountCollectives
@@ -101,6 +103,12 @@ class Casts(TorchDispatchMode):
         return result
 
 
+def accumulating(model):
+    """As Accelerate's `no_sync`."""
+    state = model._hf_parallel
+    return before_the_last(state.root, state.config)
+
+
 def cast(spec, alone=False):
     """Losses of three steps of two calls each, and how many matrices of the MLPs were cast in each of the steps."""
     import hf_parallel
@@ -116,10 +124,11 @@ def cast(spec, alone=False):
     optimizer, losses, counts, rows = torch.optim.SGD(model.parameters(), lr=0.1), [], [], tokens()
     for _ in range(3):
         with Casts(sizes) as casts:
-            for _ in range(2):
-                with torch.autocast("cpu", dtype=torch.bfloat16):
-                    loss = model(input_ids=rows, labels=rows).loss
-                (loss / 2).backward()
+            for first in (True, False):
+                with accumulating(model) if first and not alone else contextlib.nullcontext():
+                    with torch.autocast("cpu", dtype=torch.bfloat16):
+                        loss = model(input_ids=rows, labels=rows).loss
+                    (loss / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -116,3 +116,49 @@ def test_a_disk_gives_room_once(tmp_path):
         return sizes
 
     assert run(step, 1) == [[2 * 4 * 64 * 64]]
+
+
+def test_room_for_all_states_is_taken_at_the_start(tmp_path, monkeypatch):
+    """Each chunk's states begin at a page, each state at a multiple of 64 bytes: of odd sizes, too."""
+    monkeypatch.setattr(host_step, "CHUNK", 1000)
+
+    def step():
+        import hf_parallel
+
+        model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.Linear(33, 5, bias=False))
+        hf_parallel.parallelize(model, f"dp_shard=1,offload=nvme:{tmp_path}")
+        optimizer = torch.optim.AdamW(model.parameters())
+        host_step.check_optimizer(optimizer)
+        file = vars(optimizer)[host_step._HELD].file
+        taken = file._reserved
+        model(torch.ones(1, 7)).sum().backward()
+        optimizer.step()
+        return taken, file._reserved, file._used
+
+    taken, reserved, used = run(step, 1)[0]
+    assert taken == reserved == used > 4096
+
+
+def test_parameters_that_were_cut_between_steps(tmp_path):
+    """The file has no name, so nobody can take it away; what is left of it is not computed with."""
+
+    def steps():
+        import hf_parallel
+        from hf_parallel.axes.data import parameter_file
+
+        files, made = [], parameter_file.StateFile
+        parameter_file.StateFile = lambda *args: files.append(made(*args)) or files[0]
+        model = hf_parallel.parallelize(torch.nn.Linear(33, 515), f"dp_shard=2,offload=nvme_all:{tmp_path}")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            model(torch.ones(1, 33)).sum().backward()
+            optimizer.step()
+        assert os.listdir(tmp_path) == []
+        os.ftruncate(files[0]._file.fileno(), 4096)
+        model(torch.ones(1, 33))
+
+    with pytest.raises(RankFailure) as caught:
+        run(steps, 2)
+    assert caught.value.kind == "OSError", caught.value
+    for word in ("parameters were cut from", "GiB to 3.81e-06 GiB", "from the last checkpoint"):
+        assert word in caught.value.message, caught.value.message

@@ -15,7 +15,7 @@ SHARES = re.compile(r">(compute \d+%[^<]*)<")
 
 @pytest.mark.parametrize("spec", ["tp=2,monitor=off", "tp=2,pp=2", "pp=2,dp_shard=2", "cp=2"])
 def test_profiled_step(runs, spec, capfd):
-    folder = Path(runs.parallel(Script(), f"{spec},profile_steps=[2]")[0].folder).parent
+    folder = Path(runs.parallel(Script(), f"{spec},profile_steps=[2,9]")[0].folder).parent
     world = axes(spec)["world"]
     with gzip.open(folder / "profile_step_2.json.gz", "rt") as file:
         trace = json.load(file)
@@ -37,7 +37,10 @@ def test_profiled_step(runs, spec, capfd):
     assert (folder / "timeline_step_2.svg").exists() == ("pp" in spec)
     if "tp" in on:
         in_step(events, lanes)
-    assert "profile_step_2.svg, and" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "profile_step_2.svg, and" in said
+    assert said.count("profile_steps: the training ends after step 3, before [9]") == 1
+    assert not list(folder.glob("profile_step_9*"))
 
 
 def in_step(events, lanes):

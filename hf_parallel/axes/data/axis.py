@@ -126,7 +126,7 @@ class Data(Axis[None, DataPart]):
     def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
         from hf_parallel.axes.data.held_gradients import HeldGradients
-        from hf_parallel.axes.data.lowered import lower_once_per_step
+        from hf_parallel.axes.data.lowered import before_call, lower_once_per_call
         from hf_parallel.axes.data.mixed_precision import lowered_dtype
         from hf_parallel.axes.data.reduction import HELD, at_rest
         from hf_parallel.axes.data.zero import move_rest, shard_data_parallel
@@ -140,7 +140,11 @@ class Data(Axis[None, DataPart]):
             shard_data_parallel(model, root, layers, mesh)
         move_rest(model, mesh)
         if mesh.config.sharing_size == 1:
-            lower_once_per_step(building.roots, mesh.device)
+            begin = lower_once_per_call(building.roots, mesh.device)
+            if building.pipeline is None:
+                before_call(model, begin)
+            else:
+                building.pipeline.before_run = begin
         if building.pipeline is not None:
             stage = building.roots[0][0]
             building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)

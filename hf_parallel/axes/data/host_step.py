@@ -95,7 +95,7 @@ class HostStep:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
         self.file = StateFile(offload, "optimizer states") if folder(offload) else None
         if self.file is not None:
-            self.file.reserve(_state_bytes(optimizer))
+            self.file.reserve(_state_bytes(optimizer, self.file))
             optimizer.register_state_dict_pre_hook(lambda _: self._settle())
         self._parts: dict[int, StatePart] = {}  # by chunk
         self._kept: dict[tuple[int, str], torch.Tensor] = {}  # states in files, by place of the parameter
@@ -225,20 +225,26 @@ def _begin_copy(tensor: torch.Tensor) -> torch.Tensor:
     return pinned.copy_(tensor.detach(), non_blocking=True)
 
 
-def _state_bytes(optimizer: Optimizer) -> int:
-    """What its states will take: as many bytes for each number as a step keeps for one."""
+def _state_bytes(optimizer: Optimizer, file: StateFile) -> int:
+    """What its states will take in the file, chunk by chunk of the parameters, each from a new page on."""
     kind = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
-    total = 0
+    sizes: dict[torch.Tensor, int] = {}
     for group in optimizer.param_groups:
-        trained = [stored(parameter) for parameter in group["params"] if parameter.requires_grad]
-        for dtype in {parameter.dtype for parameter in trained}:
-            one = torch.zeros(1, dtype=dtype, requires_grad=True)
-            one.grad = torch.zeros_like(one)
-            alike = kind([{**group, "params": [one]}])
-            alike.step()
-            each = sum(value.nbytes for value in alike.state[one].values() if torch.is_tensor(value) and value.ndim)
-            total += each * sum(parameter.numel() for parameter in trained if parameter.dtype == dtype)
-    return total
+        widths: dict[torch.dtype, list[int]] = {}
+        for part in (stored(parameter) for parameter in group["params"] if parameter.requires_grad):
+            if part.dtype not in widths:
+                widths[part.dtype] = _bytes_of_one(kind, group, part.dtype)
+            sizes[part] = StatePart.room_for([part.numel() * width for width in widths[part.dtype]])
+    return sum(file.room_of(sum(sizes[part] for part in chunk)) for chunk in _chunks(sizes))
+
+
+def _bytes_of_one(kind: type, group: dict, dtype: torch.dtype) -> list[int]:
+    """What a step keeps for one number of this dtype, in each of its states."""
+    one = torch.zeros(1, dtype=dtype, requires_grad=True)
+    one.grad = torch.zeros_like(one)
+    alike = kind([{**group, "params": [one]}])
+    alike.step()
+    return [value.nbytes for value in alike.state[one].values() if torch.is_tensor(value) and value.ndim]
 
 
 def _to_host(value: object) -> object:

@@ -1,11 +1,14 @@
-"""Mixed precision without data ranks: one 16-bit copy of each matrix per step, for all of its micro-batches.
+"""Mixed precision without data ranks: one 16-bit copy of each matrix per call of the model, for all micro-batches.
 
 torch.autocast makes a copy at each use, and every micro-batch in flight keeps its own until its backward pass. It
 caches copies of plain trained weights for one forward pass, of frozen or split ones not at all:
 
     fp32 matrices       made                                      held
     autocast            per micro-batch, again when recomputed    per micro-batch in flight
-    here                once per step                             one; of frozen ones for good
+    here                once per accumulation                     one; of frozen ones until training begins or ends
+
+A script may change weights in ways that leave no trace (`p.data.add_`), so no copy is trusted after a backward pass,
+unless it was of a micro-batch but the last of a step.
 
 The numbers are autocast's: what it lowers for a product is lowered already. While an attention or an MLP runs, its
 modules hold the copies in the place of their weights, to which autograd leads back through the one cast.
@@ -15,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,12 +39,18 @@ _installed: list[RemovableHandle] = []
 _HANDLES = "_hf_parallel_lowered"
 
 
-def lower_once_per_step(roots: list[tuple[nn.Module, list[nn.Module]]], device: torch.device) -> None:
-    """From here on the layers of `roots`, and matrices beside them, use copies while autocast is on."""
+def lower_once_per_call(
+    roots: list[tuple[nn.Module, list[nn.Module]]], device: torch.device
+) -> Callable[[bool, torch.Size], None]:
+    """From here on the layers of `roots`, and matrices beside them, use copies while autocast is on.
+
+    Returns:
+        What is to be called before each call of the model, with its mode and the shape of its tokens.
+    """
     if not _installed:
         _installed.append(register_optimizer_step_post_hook(_forget))
-    for root, layers in roots:
-        lowered = Lowered(device)
+    made = [Lowered(device) for _ in roots]
+    for lowered, (root, layers) in zip(made, roots, strict=True):
         inside = {id(module) for layer in layers for module in layer.modules()}
         beside = [module for module in root.modules() if id(module) not in inside and _is_matrix(module)]
         # Not around a whole layer: its forward alone is what checkpointing runs again.
@@ -50,6 +59,28 @@ def lower_once_per_step(roots: list[tuple[nn.Module, list[nn.Module]]], device: 
             before = unit.register_forward_pre_hook(lowered.put_in)
             after = unit.register_forward_hook(lowered.take_out, always_call=True)
             vars(unit)[_HANDLES] = before, after
+
+    def begin(training: bool, tokens: torch.Size) -> None:
+        for lowered in made:
+            lowered.begin(training, tokens)
+
+    return begin
+
+
+def before_call(model: nn.Module, begin: Callable[[bool, torch.Size], None]) -> None:
+    """Where the script calls the model."""
+
+    def tell(module: nn.Module, args: tuple, kwargs: dict) -> None:
+        given = next((value for value in (*args, *kwargs.values()) if torch.is_tensor(value)), None)
+        begin(module.training, torch.Size() if given is None else given.shape)
+
+    model.register_forward_pre_hook(tell, with_kwargs=True)
+
+
+def keep_copies() -> None:
+    """A micro-batch that is not a step's last has been through: until the next one weights stay as they are."""
+    for lowered in _users:
+        lowered.keeps = True
 
 
 def leave(layer: nn.Module) -> None:
@@ -71,7 +102,7 @@ def _is_matrix(module: nn.Module) -> bool:
 
 
 class Lowered:
-    """The copies of one model's or stage's matrices. `forget` after each optimizer step."""
+    """The copies of one model's or stage's matrices."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -80,7 +111,21 @@ class Lowered:
         self._held: dict[
             int, list[tuple[nn.Module, nn.Parameter]]
         ] = {}  # of units that run: modules and their own weights
+        self.keeps = False  # for the next call?
+        self._used = False  # has a backward pass been through the copies?
+        self._mode: tuple[bool, bool] | None = None  # of the last call: training, with gradients
         _users.add(self)
+
+    def begin(self, training: bool, tokens: torch.Size) -> None:
+        """Before a call: copies are kept for calls whose backward passes are still to come, and for the next token."""
+        former, self._mode = self._mode, (training, torch.is_grad_enabled())
+        kept, self.keeps = self.keeps, False
+        if kept and former == self._mode:
+            return
+        if former is not None and former[0] != training:
+            self._copies.clear()  # frozen weights may have been merged with adapters
+        elif self._used or former != self._mode or not (self._mode[1] or tokens[1:2] == (1,)):
+            self.forget()
 
     def put_in(self, unit: nn.Module, args: tuple) -> None:
         """Give the matrices of `unit` their copies."""
@@ -102,19 +147,26 @@ class Lowered:
             module._parameters["weight"] = weight
 
     def forget(self) -> None:
-        """Trained weights have changed; adapters may have come."""
+        """Trained weights may have changed; adapters may have come."""
+        self._used = False
         self._matrices.clear()
         for weight in [weight for weight, (_, copy) in self._copies.items() if copy.requires_grad]:
             del self._copies[weight]
 
     def _copy(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-        now = getattr(weight, "_local_tensor", weight)._version, weight.requires_grad, dtype
+        own = getattr(weight, "_local_tensor", weight)
+        now = own.data_ptr(), own._version, weight.requires_grad, dtype
         former, copy = self._copies.get(weight, (None, None))
         if former != now:
             with _recording():
                 copy = weight.to(dtype)
+            if copy.requires_grad:
+                copy.register_hook(self._use)
             self._copies[weight] = now, copy
         return copy
+
+    def _use(self, gradient: torch.Tensor) -> None:
+        self._used = True
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
+from hf_parallel.axes.data.lowered import keep_copies
 from hf_parallel.axes.data.units import parameter_groups
 
 if TYPE_CHECKING:
@@ -39,6 +40,15 @@ _WIDENED = "_hf_parallel_widened"
 @contextlib.contextmanager
 def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     """In here run the micro-batches of a step but the last; of a pipeline runs of its schedule."""
+    try:
+        with _reducing_later(root, config):
+            yield
+    finally:
+        keep_copies()
+
+
+@contextlib.contextmanager
+def _reducing_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
     unit = next((module for module in root.modules() if isinstance(module, FSDPModule)), None)
     if unit is None or config.pp_size > 1:
         with _held(root, config):

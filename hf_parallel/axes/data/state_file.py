@@ -126,7 +126,12 @@ class StatePart:
     @staticmethod
     def size_of(tensors: list[torch.Tensor]) -> int:
         """What a part for these tensors takes."""
-        return sum(_padded(tensor.nbytes) for tensor in tensors)
+        return StatePart.room_for([tensor.nbytes for tensor in tensors])
+
+    @staticmethod
+    def room_for(sizes: list[int]) -> int:
+        """The same of tensors of so many bytes."""
+        return sum(map(_padded, sizes))
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same values whose memory is here."""

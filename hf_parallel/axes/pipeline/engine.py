@@ -119,6 +119,7 @@ class PipelineEngine:
         self.adapters: Any = None  # reads and sets which adapters are on
         self.scale_loss: Callable[[torch.Tensor], torch.Tensor] | None = None  # by the factor that fp16 needs
         self.lowered_dtype: Callable[[], torch.dtype | None] = lambda: None  # of weights that data ranks gather
+        self.before_run: Callable[[bool, torch.Size], None] = lambda training, tokens: None
         self.at_rest: Callable[[list], list] = list  # parameters, of those that are gathered the stored ones
         self.held: HeldGradients | None = None  # of a step's runs, where data ranks reduce them once per step
         self.pipelines = pipelines_of(mesh)

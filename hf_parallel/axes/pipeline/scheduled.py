@@ -34,6 +34,7 @@ def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run
         run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
     """
     schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
+    engine.before_run(engine.model.training, tokens.shape)
     held = engine.held_run()
     for stage in engine.schedules[count][1]:
         stage.reduces = held is None

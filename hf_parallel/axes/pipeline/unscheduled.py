@@ -175,6 +175,7 @@ class Serving(Session):
         kwargs = call.arguments(batch, engine.mesh.device)
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
         with torch.set_grad_enabled(call.grad), engine.as_described(call):
+            engine.before_run(engine.model.training, tokens_of(kwargs).shape)
             outputs = [_forward_pass(made, part) for part in parts]
             if made.balance is not None:
                 made.balance.close()

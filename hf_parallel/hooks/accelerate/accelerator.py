@@ -58,6 +58,7 @@ def prepare(original: Callable, self: Accelerator, *args: object, **kwargs: obje
     for optimizer in (arg for arg in args if isinstance(arg, torch.optim.Optimizer)):
         check_optimizer(optimizer)
         eight_bit.check(optimizer)
+        _tell_of_stages(getattr(optimizer, "optimizer", optimizer))
         follow_parameters(optimizer)
         host_step.check_optimizer(getattr(optimizer, "optimizer", optimizer))
         monitoring.follow_steps(getattr(optimizer, "optimizer", optimizer))
@@ -99,6 +100,20 @@ def follow_parameters(optimizer: torch.optim.Optimizer) -> None:
         group["params"] = kept
     if replaced and inner.state:
         refuse("prepare()", "the optimizer took steps before", do="prepare model and optimizer first")
+
+
+#: Libraries whose optimizers treat each parameter by itself.
+_BY_PARAMETER = {"torch", "torchao", "transformers", "bitsandbytes", "accelerate"}
+
+
+def _tell_of_stages(optimizer: torch.optim.Optimizer) -> None:
+    """An optimizer of the script's own may look at all parameters together, which a stage has not."""
+    size, kind = runtime.mesh().size("pp"), type(optimizer)
+    if size > 1 and kind.__module__.partition(".")[0] not in _BY_PARAMETER:
+        report.say(
+            f"{kind.__name__} has the parameters of one stage of pp_size={size}: a norm that it takes over all "
+            'of them is not the model\'s; hf_parallel.clip_grad_norm(model, float("inf")) is (docs/idioms.md)'
+        )
 
 
 def _check_fp16(mixed_precision: str | None) -> None:

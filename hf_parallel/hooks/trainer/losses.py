@@ -65,13 +65,22 @@ def is_own(trainer: Trainer) -> bool:
 
 def why_read(trainer: Trainer, state: ParallelState | None) -> str | None:
     """Who may read logits in training; None if nobody does but the loss of the one model there is."""
-    if overrides(trainer):
-        return f"{type(trainer).__name__} computes the loss"
-    if trainer.compute_loss_func is not None:
+    why = why_read_by(type(trainer), trainer.compute_loss_func is not None, trainer.label_smoother is not None)
+    return why or ("the model is around others" if state is None or state.plan is None else None)
+
+
+def why_read_by(kind: type, own_function: bool, smooths: bool) -> str | None:
+    """Who may read logits in training with a Trainer of this class, before there is one.
+
+    Args:
+        own_function: is it given a compute_loss_func?
+        smooths: is label_smoothing_factor set?
+    """
+    if class_overrides(kind):
+        return f"{kind.__name__} computes the loss"
+    if own_function:
         return "compute_loss_func computes the loss"
-    if trainer.label_smoother is not None:
-        return "label_smoothing_factor reads them"
-    return "the model is around others" if state is None or state.plan is None else None
+    return "label_smoothing_factor reads them" if smooths else None
 
 
 def _asks_for_outputs(args: tuple, kwargs: dict) -> bool:
@@ -95,9 +104,14 @@ def how_computed(trainer: Trainer) -> str:
 
 def overrides(trainer: Trainer) -> bool:
     """Has its class a `compute_loss` of its own?"""
+    return class_overrides(type(trainer))
+
+
+def class_overrides(kind: type[Trainer]) -> bool:
+    """Has a class of trainers a `compute_loss` of its own?"""
     from transformers import Trainer
 
-    return type(trainer).compute_loss is not Trainer.compute_loss
+    return kind.compute_loss is not Trainer.compute_loss
 
 
 def compute_loss(

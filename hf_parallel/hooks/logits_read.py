@@ -1,0 +1,45 @@
+"""Will the script read whole logits? Asked before `--parallel auto` chooses: a loss in chunks needs less memory.
+
+A Trainer tells when it is made; at `from_pretrained` the script has told no more than what it imports and defines.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+
+def by_trainer(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
+    """Who reads them in training with a Trainer of this class, made with these keywords; None: nobody is known to."""
+    from hf_parallel.hooks.trainer.losses import why_read_by
+
+    if _keeps_none(kind):
+        return None
+    smooths = bool(getattr(arguments, "label_smoothing_factor", 0))
+    return why_read_by(kind, given.get("compute_loss_func") is not None, smooths)
+
+
+def by_script(arguments: Any) -> str | None:
+    """The same of the script that is running, from its names: its trainers, or an Accelerator and no Trainer."""
+    from transformers import Trainer
+
+    names = list(vars(sys.modules["__main__"]).values())
+    kinds = [kind for kind in names if inspect.isclass(kind) and issubclass(kind, Trainer)]
+    own = [kind for kind in kinds if kind.__module__ == "__main__"] or kinds  # it derives what it imports
+    found = [by_trainer(kind, {}, arguments) for kind in own]
+    if own:
+        return found[0] if all(found) else None
+    loops = any(inspect.isclass(kind) and kind.__name__ == "Accelerator" for kind in names)
+    return by_loop() if loops else by_trainer(Trainer, {}, arguments)
+
+
+def by_loop() -> str:
+    """Who may read them in a loop of the script's own."""
+    return "a loop of the script's own may read them"
+
+
+def _keeps_none(kind: type) -> bool:
+    """Is it one of TRL's whose loss never has them whole? Those ask the model for its fused head."""
+    module = sys.modules.get(kind.__module__)
+    return kind.__module__.startswith("trl.") and module is not None and "fused_lm_head" in inspect.getsource(module)

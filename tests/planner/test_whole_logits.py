@@ -1,0 +1,88 @@
+"""`--parallel auto` of scripts that read whole logits: room is left for them, and a line says why."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from hf_parallel.hooks import auto, logits_read
+from hf_parallel.planner import detect as detection
+from hf_parallel.planner import make_cluster
+from hf_parallel.planner.search import search
+from tests import models
+from tests.training import OwnTrainer, own_loss
+
+SMOOTHED, PLAIN = SimpleNamespace(label_smoothing_factor=0.1), SimpleNamespace(label_smoothing_factor=0.0)
+
+
+def data_alone(config):
+    return config.tp_size == config.pp_size == config.cp_size == 1
+
+
+def best(**changes):
+    """For 1 B parameters and 4 x 4,096 tokens of a vocabulary of 128,256, among layouts that share out data alone."""
+    shape = {**models.LLAMA_8B, "layers": 16, "hidden": 2048, "heads": 32, "ffn_hidden": 8192}
+    given = {"seq": 4096, "global_batch": None, "precision": "mixed", "rows": 4, **changes}
+    return search(model=shape, cluster=make_cluster("l40s-48gb", 4), top=1, accept=data_alone, **given).best
+
+
+def test_the_plan_leaves_room_for_them():
+    """12 bytes per token and word of the vocabulary are 23 GiB, half of a GPU."""
+    chunks, whole = best(), best(whole_logits=True)
+    saves = ("none", "selective", "full")
+    assert chunks.prediction.job.lean_loss
+    assert not whole.prediction.job.lean_loss
+    assert saves.index(whole.config.activation_checkpointing) > saves.index(chunks.config.activation_checkpointing)
+    assert whole.prediction.fits
+
+
+class Plain(Trainer):
+    """A subclass that leaves the loss alone."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "arguments", "reader"),
+    [
+        (Trainer, {}, PLAIN, None),
+        (Plain, {}, None, None),
+        (Trainer, {"compute_loss_func": own_loss}, PLAIN, "compute_loss_func computes the loss"),
+        (Trainer, {}, SMOOTHED, "label_smoothing_factor reads them"),
+        (OwnTrainer, {}, PLAIN, "OwnTrainer computes the loss"),
+    ],
+)
+def test_who_reads_them(kind, given, arguments, reader):
+    assert logits_read.by_trainer(kind, given, arguments) == reader
+
+
+def test_trl_keeps_none_where_it_has_a_fused_head():
+    trl = pytest.importorskip("trl")
+    assert logits_read.by_trainer(trl.SFTTrainer, {}, PLAIN) is None
+    assert logits_read.by_trainer(trl.RewardTrainer, {}, PLAIN) == "RewardTrainer computes the loss"
+
+
+@pytest.mark.parametrize(
+    ("names", "reader"),
+    [
+        ({"Trainer": Trainer}, None),
+        ({"Trainer": Trainer, "Mine": type("Mine", (OwnTrainer,), {"__module__": "__main__"})}, "Mine computes"),
+        ({"Trainer": Trainer, "Accelerator": type("Accelerator", (), {})}, None),
+        ({"Accelerator": type("Accelerator", (), {})}, "a loop of the script's own"),
+        ({}, None),
+    ],
+)
+def test_what_a_script_shows_before_its_trainer(monkeypatch, names, reader):
+    monkeypatch.setitem(sys.modules, "__main__", SimpleNamespace(**names))
+    found = logits_read.by_script(PLAIN)
+    assert found is reader is None or found.startswith(reader)
+
+
+def test_the_report_says_so(monkeypatch, tmp_path):
+    """A model too small for it to matter: what is counted is said all the same."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda *args: 2)
+    monkeypatch.setattr(detection, "detect", lambda *args: make_cluster("l40s-48gb", 2))
+    monkeypatch.setattr(auto, "_arguments", TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    monkeypatch.setattr(auto, "accepted", lambda config: lambda layout: layout.data_parallel_size == 2)
+    _, (line, *_) = auto._best(models.llama(), reader="OwnTrainer computes the loss")
+    assert line.endswith("whole logits (OwnTrainer computes the loss), chooses")
+    assert "whole logits" not in auto._best(models.llama())[1][0]
