@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
+from unittest import mock
 
+import torch
+from packaging.version import Version
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -35,3 +40,17 @@ def parameter_groups(root: nn.Module) -> Iterator[FSDPParamGroup]:
     """The groups of all units from `root` on."""
     for unit in sharded_modules(root):
         yield from groups_of(unit)
+
+
+@contextlib.contextmanager
+def packed_weights() -> Iterator[None]:
+    """In here `fully_shard` takes weights of whole numbers; torch 2.11 wants a gradient of each parameter at first."""
+    if Version(torch.__version__).release[:2] > (2, 11):
+        yield
+        return
+    with mock.patch.object(_fsdp_param, "nn", mock.Mock(wraps=nn, Parameter=_parameter)):
+        yield
+
+
+def _parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
+    return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())

@@ -27,7 +27,7 @@ from hf_parallel.axes.data.ends import Settings, shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
-from hf_parallel.axes.data.units import groups_of, sharded_modules, state_of
+from hf_parallel.axes.data.units import groups_of, packed_weights, sharded_modules, state_of
 from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     pass
 
 
+@packed_weights()
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
     """Shard `root` over the data axes: a parameter group for each of `blocks`, for both ends, and for the rest.
 

@@ -93,11 +93,14 @@ def place_adapters(model: PeftModel) -> None:
 
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
 def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
-    """Full-size adapters: what peft reads off a shard is that shard's size."""
-    original(self, base_layer, *args, **kwargs)
-    base = self.get_base_layer()
-    if isinstance(base, nn.Linear) and hasattr(base, "in_features") and not hasattr(self, "parameter_name"):
-        self.in_features, self.out_features = base.in_features, base.out_features
+    """Full-size adapters: what peft reads off a shard is that shard's size, and off packed weights none."""
+    base = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+    if not isinstance(base, nn.Linear) or not isinstance(base.weight, DTensor):
+        original(self, base_layer, *args, **kwargs)
+        return
+    # From a linear whose weight is no shard it takes the sizes that the layer says.
+    with holding(base, {"weight": nn.Parameter(torch.empty(0, device="meta"), requires_grad=False)}):
+        original(self, base_layer, *args, **kwargs)
 
 
 @patch("peft.tuners.lora.dora:DoraLinearLayer.update_layer", "reads norms off shards")
