@@ -94,7 +94,9 @@ def place_adapters(model: PeftModel) -> None:
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
 def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
     """Full-size adapters: what peft reads off a shard is that shard's size, and off packed weights none."""
-    base = base_layer.get_base_layer() if hasattr(base_layer, "get_base_layer") else base_layer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
     if not isinstance(base, nn.Linear) or not isinstance(base.weight, DTensor):
         original(self, base_layer, *args, **kwargs)
         return
