@@ -1,7 +1,6 @@
 """Scripts that put other values into weights: optimizers of their own, averages that are swapped in and out.
 
-torch's own answers are lost in silence: `p.data = x` changes what a DTensor says of itself and not what is stored, and
-a parameter that is put in the place of a sharded one is taken away by the next gather.
+torch's own answer is lost in silence: `p.data = x` changes what a DTensor says of itself and not what is stored.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import torch
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.data.assigned import assign
+from hf_parallel.axes.data.assigned import Held, assign, held_by
+from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.hooks.patching import patch, replace
 from hf_parallel.mesh import placed_as, stored
@@ -27,7 +27,10 @@ def data(original: Any) -> property:
 
     def assigned(self: DTensor, value: torch.Tensor) -> None:
         with torch.no_grad():
-            assign(self, _contiguous(_as_stored(self, value)), parallel_models())
+            found = held_by(self, parallel_models())
+            own = _contiguous(_as_stored(self, value))
+            _check(found, self, own)
+            assign(self, own, found)
 
     return property(original.__get__, assigned)
 
@@ -47,6 +50,20 @@ def _as_stored(parameter: DTensor, value: torch.Tensor) -> DTensor:
     if value.placements == parameter.placements:
         return value
     return value.redistribute(placements=parameter.placements)
+
+
+def _check(found: Held | None, parameter: DTensor, value: DTensor) -> None:
+    """Before anything is changed."""
+    if found is None:
+        return
+    advice = "p.data.copy_(x)"
+    if folder(found.offload) and parameters_rest(found.offload):
+        refuse("p.data = x", f"with offload={found.offload} parameters lie in a file", advice)
+    if type(parameter._local_tensor) is not torch.Tensor:
+        refuse("p.data = x", f"of a {type(parameter._local_tensor).__name__}, whose memory is its own", advice)
+    if found.group._reset_sharded_params and parameter._local_tensor.dtype != value.dtype:
+        why = f"from {parameter._local_tensor.dtype} to {value.dtype} after a forward pass of a sharded model"
+        refuse("p.data = x", why, do="give the model another dtype before it runs")
 
 
 def _contiguous(value: DTensor) -> DTensor:
