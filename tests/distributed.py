@@ -32,6 +32,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # a bar per rank hid
 import torch
 import torch.distributed as dist
 import torch.distributed.pipelining
+from accelerate import PartialState
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 
@@ -131,6 +132,8 @@ def run(
     """
     if dist.is_initialized():
         raise RuntimeError("the forking process owns a process group; ranks would inherit its sockets")
+    if PartialState._shared_state:
+        raise RuntimeError("a test has made TrainingArguments or an Accelerator here; ranks would inherit its state")
     launcher = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **_rendezvous(), **(env or {})}
     environments = [launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
     return _fork_all(lambda: fn(*args, **kwargs), environments, timeout, init)

@@ -11,6 +11,7 @@ from hf_parallel.planner import detect as detection
 from hf_parallel.planner import make_cluster
 from hf_parallel.planner.search import search
 from tests import models
+from tests.distributed import run
 from tests.training import OwnTrainer, own_loss
 
 SMOOTHED, PLAIN = SimpleNamespace(label_smoothing_factor=0.1), SimpleNamespace(label_smoothing_factor=0.0)
@@ -77,12 +78,16 @@ def test_what_a_script_shows_before_its_trainer(monkeypatch, names, reader):
     assert found is reader is None or found.startswith(reader)
 
 
-def test_the_report_says_so(monkeypatch, tmp_path):
+def said(out: str) -> list[str]:
+    """The first line about a choice, with a reader and without."""
+    detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
+    auto._arguments = TrainingArguments(out, use_cpu=True, report_to=[])
+    auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
+    return [auto._best(models.llama(), reader=reader)[1][0] for reader in ("OwnTrainer computes the loss", None)]
+
+
+def test_the_report_says_so(tmp_path):
     """A model too small for it to matter: what is counted is said all the same."""
-    monkeypatch.setattr("torch.distributed.get_world_size", lambda *args: 2)
-    monkeypatch.setattr(detection, "detect", lambda *args: make_cluster("l40s-48gb", 2))
-    monkeypatch.setattr(auto, "_arguments", TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
-    monkeypatch.setattr(auto, "accepted", lambda config: lambda layout: layout.data_parallel_size == 2)
-    _, (line, *_) = auto._best(models.llama(), reader="OwnTrainer computes the loss")
-    assert line.endswith("whole logits (OwnTrainer computes the loss), chooses")
-    assert "whole logits" not in auto._best(models.llama())[1][0]
+    read, unread = run(said, 2, str(tmp_path))[0]
+    assert read.endswith("whole logits (OwnTrainer computes the loss), chooses")
+    assert "whole logits" not in unread
