@@ -52,9 +52,10 @@ def _save_weights(trainer: Trainer, folder: str) -> None:
     if not alone and not hasattr(trainer.model, "base_model_prefix"):
         state_dict = folders.full_state_dict(trainer.model, mesh)
     with folders.current(mesh) as saving, saving.noting():
-        if trainer.args.should_save or not alone:
+        # What is gathered one rank writes: transformers before 5.23 would let all of them, others with nothing.
+        if trainer.args.should_save or not (alone or state_dict is not None):
             trainer._save(folder, state_dict=state_dict)
-        else:
+        elif alone:
             trainer.model.save_pretrained(folder)
 
 
