@@ -50,7 +50,9 @@ PEER_LOST = (
     "Socket Timeout",
     "recvValue failed",
 )
-GRACE_S = 10.0  # for the other ranks to report their own error after the first: a watchdog's ANSWER_S, ERROR_S and load
+GRACE_S = (
+    10.0  # for the other ranks to report their own error after the first: a watchdog's ANSWER_S, ERROR_S and load
+)
 
 
 class RankFailure(RuntimeError):

@@ -40,6 +40,7 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
+_NOTHING_MADE = ("prim", "profiler")  # questions to a tensor, as where it is, and marks on a time line
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 REST = "activations"  # what has no other kind
 WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buffers
@@ -100,6 +101,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> object:
         if DTensor in types:
             return NotImplemented  # it calls its own operations on local tensors: those are seen
+        if func.namespace in _NOTHING_MADE:
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
             return self.scalars
         result = func(*args, **(kwargs or {}))

@@ -32,6 +32,7 @@ class ServedReference(nn.Module):
         super().__init__()
         self.address, self.temperature = address, temperature
         mesh = runtime.mesh()
+        self.timeout = mesh.config.reference_timeout_s
         self.asks = mesh.index("tp") == 0
         self.group = mesh.group_on_host("tp") if mesh.size("tp") > 1 else None
 
@@ -68,7 +69,7 @@ class ServedReference(nn.Module):
         answer: list[Any] = [None, None]
         if self.asks:
             try:
-                answer[0] = ask(self.address, "log_probs", **told)["log_probs"]
+                answer[0] = ask(self.address, "log_probs", self.timeout, **told)["log_probs"]
             except RuntimeError as error:
                 answer[1] = str(error)
         if self.group is not None:
@@ -79,7 +80,7 @@ class ServedReference(nn.Module):
 
     def check(self, policy: Any) -> None:
         """Refuse a model of another kind than the policy's."""
-        facts, what = ask(self.address, "reference", _PATIENCE), f"reference={self.address}"
+        facts, what = ask(self.address, "reference", min(_PATIENCE, self.timeout)), f"reference={self.address}"
         dtype = str(policy.dtype).removeprefix("torch.")
         if facts["dtype"] != dtype:
             refuse(
