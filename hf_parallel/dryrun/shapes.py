@@ -1,8 +1,8 @@
 """torch's fake tensors, with what it costs to ask them for shapes a third: a dry run asks some ten thousand times.
 
 A view costs its meta kernel and no more; what else an operation makes is looked up by the shapes, strides and
-numbers it was given before. Whatever is not plain here (a value that is known, a storage that two tensors share, an operation of
-another library) goes the way of torch, and nothing is remembered of it.
+numbers it was given before. Whatever is not plain here (a value that is known, a storage that two tensors share,
+an operation of another library) goes the way of torch, and nothing is remembered of it.
 """
 
 from __future__ import annotations

@@ -253,8 +253,8 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
     if not isinstance(gpus, int) or gpus < 1:
         refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
     gpu = _own_gpu(path, values["gpu"])
-    inside = _own_link(path, values.get("inside", gpu.scale_up))
-    between = _own_link(path, values.get("network", gpu.scale_out))
+    inside = _own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
+    between = _own_link(f"{path}: network", values.get("network", gpu.scale_out))
     return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
 
 
@@ -339,7 +339,7 @@ def _check_host(path: str, entry: Any) -> None:
 def _own_link(path: str, entry: Any) -> Link:
     if isinstance(entry, str):
         return find_link(entry)
-    _check_keys(f"{path}: link", entry, _LINK_KEYS)
+    _check_keys(path, entry, _LINK_KEYS)
     missing = [key for key in ("name", "gb_s", "latency_us") if key not in entry]
     if missing:
         refuse(path, "a link is a name, or has name, gb_s and latency_us", do=f"{', '.join(missing)} is missing")

@@ -79,7 +79,7 @@ def _refused(path):
 
 
 def _may_be(key, value):
-    texts = ("name", "source")
+    texts = ("name", "source", "scale_up", "scale_out")  # the links are given
     if key in texts:
         return isinstance(value, str)
     return value == 9.0 and not isinstance(value, (bool, list, dict, str)) and key not in ("gpus", "capability")
