@@ -65,7 +65,13 @@ def test_a_value_of_another_kind(tmp_path, wrong):
         if message is None:
             assert _may_be(way[-1], wrong), way
         else:
-            named = {"bf16": "tflops", "scale_up": "network", "scale_out": "network", "like": "gpu"}.get(way[-1], "")
+            named = {
+                "bf16": "tflops",
+                "inside": "network",
+                "scale_up": "network",
+                "scale_out": "network",
+                "like": "gpu",
+            }.get(way[-1], "")
             assert way[-1] in message or (named and named in message), (way, message)
             assert "\n" not in message
 
