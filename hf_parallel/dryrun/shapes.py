@@ -86,6 +86,7 @@ class Shapes(FakeTensorMode):
     def _described(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             self._plain(value)
+            assert isinstance(value, FakeTensor)
             return (value.shape, value.stride(), value.storage_offset(), value.dtype, value.fake_device)
         if isinstance(value, (list, tuple)):
             return self._all_described(value)
