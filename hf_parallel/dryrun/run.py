@@ -260,6 +260,8 @@ class _Run:
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
+        if config.pp_size > 1:
+            from torch.distributed import pipelining  # noqa: F401  it makes a constant, which must be no fake tensor
         with fake_tensors_pass_as_real(), Shapes(allow_non_fake_inputs=True):
             materialise(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
