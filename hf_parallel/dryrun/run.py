@@ -287,10 +287,27 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
         ).continued(fewest, counts)
         for count in (few, few + step)
     )
-    one, two = (dataclasses.replace(seen, peaks=[seen.peak]) for seen in (one, two))
+    one, two = _aligned(one, two)
     total = copy.deepcopy(one)
     _extend(total, one, two, (asked - few) // step)
     return total
+
+
+def _aligned(one: Observed, two: Observed) -> tuple[Observed, Observed]:
+    """With as many parts each: of those that hold the same gradients the fullest.
+
+    Where all forwards come first, a step is fullest at their end if there are many, else when all gradients are there.
+    """
+    fullest: list[dict[int, Counter[str]]] = [{}, {}]
+    for seen, by_gradients in zip((one, two), fullest, strict=True):
+        for peak in sorted(seen.peaks, key=lambda peak: peak.total()):
+            by_gradients[peak["gradients"]] = peak
+    both = [level for level in fullest[0] if level in fullest[1]]
+    first, second = (
+        dataclasses.replace(seen, peaks=[copy.copy(levels[level]) for level in both])
+        for seen, levels in zip((one, two), fullest, strict=True)
+    )
+    return first, second
 
 
 def _full(config: ParallelConfig, asked: int) -> tuple[int, int]:
