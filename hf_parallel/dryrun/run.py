@@ -52,6 +52,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "fp16": (torch.float32, torch.float16),
 }
 _FEWEST = 3  # layers on a stage: a first one, a last one and one between
+_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 #: What a fake tensor answers when the code asks for its value: torch's schedules ask whether all stages know their
 #: shapes (1: yes), ours which micro-batch to run (all have the same shape).
 _ANY_VALUE = 1
@@ -275,11 +276,14 @@ class _Run:
 
 
 def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
-    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same."""
+    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same.
+
+    But where all forwards come first: what is held then grows with each, and may pass what was fullest in short ones.
+    """
     ranks = run.config.pp_size
     asked = micro_batch_count(run.rows, run.config) if ranks > 1 else 1
     few, step = _full(run.config, asked)
-    if ranks == 1 or asked <= few + step:
+    if ranks == 1 or asked <= few + step or run.config.pipeline_schedule in _FORWARDS_FIRST:
         return run.continued(fewest, counts)
     one, two = (
         dataclasses.replace(
@@ -287,27 +291,10 @@ def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, .
         ).continued(fewest, counts)
         for count in (few, few + step)
     )
-    one, two = _aligned(one, two)
+    one, two = (dataclasses.replace(seen, peaks=[seen.peak]) for seen in (one, two))
     total = copy.deepcopy(one)
     _extend(total, one, two, (asked - few) // step)
     return total
-
-
-def _aligned(one: Observed, two: Observed) -> tuple[Observed, Observed]:
-    """With as many parts each: of those that hold the same gradients the fullest.
-
-    Where all forwards come first, a step is fullest at their end if there are many, else when all gradients are there.
-    """
-    fullest: list[dict[int, Counter[str]]] = [{}, {}]
-    for seen, by_gradients in zip((one, two), fullest, strict=True):
-        for peak in sorted(seen.peaks, key=lambda peak: peak.total()):
-            by_gradients[peak["gradients"]] = peak
-    both = [level for level in fullest[0] if level in fullest[1]]
-    first, second = (
-        dataclasses.replace(seen, peaks=[copy.copy(levels[level]) for level in both])
-        for seen, levels in zip((one, two), fullest, strict=True)
-    )
-    return first, second
 
 
 def _full(config: ParallelConfig, asked: int) -> tuple[int, int]:
