@@ -154,7 +154,7 @@ class Recorder(TorchDispatchMode):
         return resize_
 
     def _propagating(self) -> object:
-        """DTensor's way to shapes: it runs an operation it meets for the first time in a process on whole fake tensors.
+        """DTensor's way to shapes: it runs an operation that is new to this process on whole fake tensors.
 
         No rank holds those, and a dry run, which is all fake, would take them for its own.
         """
