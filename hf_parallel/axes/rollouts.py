@@ -27,6 +27,7 @@ class RolloutKeys(Keys):
         "`http://host:port` of `python -m hf_parallel.rollouts --reference MODEL`: TRL's reference model is asked "
         "there, and held by no rank",
     )
+    reference_timeout_s: int = key(600, "seconds in which that server must answer, else the run ends")
 
 
 class Rollouts(Axis[None, None]):
@@ -37,6 +38,8 @@ class Rollouts(Axis[None, None]):
     def check(self, config: ParallelConfig) -> None:
         """An address, and whole rows to ask about."""
         address = config.reference
+        if config.reference_timeout_s < 1:
+            refuse(f"reference_timeout_s={config.reference_timeout_s}", "is one at least", "reference_timeout_s=600")
         if address is None:
             return
         if not address.startswith(("http://", "https://")):

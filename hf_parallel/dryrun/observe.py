@@ -65,11 +65,11 @@ def observe(
     with Recorder(axis_names(state), scalars=scalars) as recorder, _parted(recorder, layers):
         kinds = {recorder.note(tensor): "parameters" for tensor in (*model.parameters(), *model.buffers())}
         update = build_optimizer(optimizer, model)
-        for _ in range(2):
+        for accumulated in (batches[-1:], batches):  # the first step only fills the optimizer's state
             recorder.traffic.clear()
             recorder.moments.clear()
             recorder.remember()
-            _accumulate(model, batches, autocast)
+            _accumulate(model, accumulated, autocast)
             gradients = [p.grad for p in model.parameters() if p.grad is not None]
             kinds |= {recorder.note(gradient): "gradients" for gradient in gradients}
             recorder.remember()

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch._C._distributed_c10d import ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -40,6 +42,8 @@ _KINDS = {
     "send": "send",
     "recv": "receive",
 }
+_PROPAGATE = "_propagate_tensor_meta_non_cached"
+_NOTHING_MADE = ("prim", "profiler")  # questions to a tensor, as where it is, and marks on a time line
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 REST = "activations"  # what has no other kind
 WHOLE = "gathered"  # weights and gradients that FSDP2 holds whole, and its buffers
@@ -89,22 +93,27 @@ class Recorder(TorchDispatchMode):
         self._whole: set[int] = set()
         self._watchers: dict[int, weakref.ref] = {}
         self.moments: list[int] = []  # places in the log that the observed code asked to remember
+        self._shapes_alone = False
 
     def __enter__(self) -> Recorder:
-        self._resize = torch.UntypedStorage.resize_
+        self._resize, self._propagate = torch.UntypedStorage.resize_, getattr(ShardingPropagator, _PROPAGATE)
         torch.UntypedStorage.resize_ = self._resizing()  # type: ignore[method-assign, assignment]
+        setattr(ShardingPropagator, _PROPAGATE, self._propagating())
         super().__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        setattr(ShardingPropagator, _PROPAGATE, self._propagate)
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Collection[type], args: tuple = (), kwargs: dict | None = None
     ) -> object:
         if DTensor in types:
             return NotImplemented  # it calls its own operations on local tensors: those are seen
+        if self._shapes_alone or func.namespace in _NOTHING_MADE:
+            return func(*args, **(kwargs or {}))
         if func is torch.ops.aten._local_scalar_dense.default and self.scalars is not None:
             return self.scalars
         result = func(*args, **(kwargs or {}))
@@ -149,6 +158,21 @@ class Recorder(TorchDispatchMode):
             return result
 
         return resize_
+
+    def _propagating(self) -> object:
+        """DTensor's way to shapes: it runs an operation that is new to this process on whole fake tensors.
+
+        No rank holds those, and a dry run, which is all fake, would take them for its own.
+        """
+
+        def propagate(propagator: ShardingPropagator, schema: OpSchema) -> object:
+            before, self._shapes_alone = self._shapes_alone, True
+            try:
+                return self._propagate(propagator, schema)
+            finally:
+                self._shapes_alone = before
+
+        return propagate
 
     def remember(self) -> None:
         """Let one part of the log end here and the next begin."""

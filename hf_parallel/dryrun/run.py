@@ -25,18 +25,18 @@ from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
 
 from hf_parallel.axes.axis import Packing
 from hf_parallel.axes.offload import parameters_rest
-from hf_parallel.axes.pipeline.axis import PIPELINE
+from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, PIPELINE, V_SCHEDULES
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.fake_world import fake_tensors_pass_as_real, fake_world, materialise
 from hf_parallel.dryrun.observe import Communication, Observed, observe
 from hf_parallel.dryrun.recorder import Traffic
+from hf_parallel.dryrun.shapes import Shapes
 from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
 from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transformer_blocks
 from hf_parallel.model.build import build_on_meta
@@ -55,6 +55,7 @@ PRECISIONS: dict[str, tuple[torch.dtype, torch.dtype | None]] = {
     "fp16": (torch.float32, torch.float16),
 }
 _FEWEST = 3  # layers on a stage: a first one, a last one and one between
+_FORWARDS_FIRST = ("gpipe", "looped_bfs")
 #: What a fake tensor answers when the code asks for its value: torch's schedules ask whether all stages know their
 #: shapes (1: yes), ours which micro-batch to run (all have the same shape).
 _ANY_VALUE = 1
@@ -276,7 +277,9 @@ class _Run:
         state = state_of(model)
         assert state is not None
         views = [view.layers for view in state.pipeline.views] if state.pipeline else [transformer_blocks(model)]
-        with fake_tensors_pass_as_real(), FakeTensorMode(allow_non_fake_inputs=True):
+        if config.pp_size > 1:
+            from torch.distributed import pipelining  # noqa: F401  it makes a constant, which must be no fake tensor
+        with fake_tensors_pass_as_real(), Shapes(allow_non_fake_inputs=True):
             materialise(model)
             tokens = [torch.zeros(self.rows, self.seq, dtype=torch.long) for _ in range(self.accumulation)]
             batches = [{"input_ids": ids, "labels": ids} for ids in tokens]
@@ -289,23 +292,34 @@ class _Run:
 
 
 def _over_micro_batches(run: _Run, fewest: tuple[int, ...], counts: tuple[int, ...]) -> Observed:
-    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same."""
+    """A long schedule from two short ones: once it is full, every further round of micro-batches adds the same.
+
+    But where all forwards come first: what is held then grows with each, and may pass what was fullest in short ones.
+    """
     ranks = run.config.pp_size
     asked = micro_batch_count(run.rows, run.config) if ranks > 1 else 1
-    # With several stages on a rank it takes longer until a schedule is full.
-    few = (2 if run.config.stages_per_rank == 1 else 4) * ranks + asked % ranks
-    if ranks == 1 or asked <= few + ranks:
+    few, step = _full(run.config, asked)
+    if ranks == 1 or asked <= few + step or run.config.pipeline_schedule in _FORWARDS_FIRST:
         return run.continued(fewest, counts)
     one, two = (
         dataclasses.replace(
             run, config=dataclasses.replace(run.config, pipeline_microbatches=count), rows=run.rows // asked * count
         ).continued(fewest, counts)
-        for count in (few, few + ranks)
+        for count in (few, few + step)
     )
     one, two = (dataclasses.replace(seen, peaks=[seen.peak]) for seen in (one, two))
     total = copy.deepcopy(one)
-    _extend(total, one, two, (asked - few) // ranks)
+    _extend(total, one, two, (asked - few) // step)
     return total
+
+
+def _full(config: ParallelConfig, asked: int) -> tuple[int, int]:
+    """With how many micro-batches a schedule is full, of those that lead to `asked`, and how many make a round."""
+    ranks, schedule = config.pp_size, config.pipeline_schedule
+    if schedule in V_SCHEDULES:
+        return 2 * ranks + 1, 1
+    # With several stages on a rank, which take turns, it takes longer until a schedule is full.
+    return (4 if schedule in LOOPED_SCHEDULES else 2) * ranks + asked % ranks, ranks
 
 
 def _extend(total: Observed, base: Observed, more: Observed, times: int) -> None:

@@ -16,9 +16,9 @@ import difflib
 import functools
 import importlib.resources
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import TypeAlias, TypedDict
 
 import yaml
 
@@ -224,6 +224,8 @@ def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network
 # ---- a cluster of your own ------------------------------------------------------------------------------------------
 
 _KEYS = ("gpu", "gpus", "gpus_per_node", "inside", "network")
+_LINK_KEYS = ("name", "gb_s", "latency_us", "source")
+_HOST_KEYS = ("name", "pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib", "source")
 _GPU_KEYS = (
     "like",
     "name",
@@ -259,15 +261,74 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
     if not isinstance(gpus, int) or gpus < 1:
         refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
     gpu = _own_gpu(path, values["gpu"])
-    inside = _own_link(path, values.get("inside", gpu.scale_up))
-    between = _own_link(path, values.get("network", gpu.scale_out))
-    return Cluster(gpu, gpus, int(values.get("gpus_per_node", 8)), inside, between)
+    inside = _own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
+    between = _own_link(f"{path}: network", values.get("network", gpu.scale_out))
+    return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
 
 
-def _check_keys(where: str, values: Mapping, known: Iterable[str]) -> None:
-    for key in values:
+#: Of a key: is a value of its kind, and what that is.
+_Kinds: TypeAlias = Mapping[str, tuple[Callable[[object], bool], str]]
+
+
+def _check_keys(
+    where: str,
+    values: object,
+    known: Iterable[str],
+    kinds: Mapping[str, tuple[Callable[[object], bool], str]] | None = None,
+) -> None:
+    """That it is a mapping of known keys to values of their kinds."""
+    if not isinstance(values, dict):
+        refuse(where, f"{values!r} is no mapping", do=f"its keys are {', '.join(known)}")
+    for key, value in values.items():
         if key not in known:
             refuse(where, f"{key} is no key", do=f"{', '.join(known)} are")
+        good, kind = (_KINDS if kinds is None else kinds).get(key, (_is_number, "a number above 0"))
+        if not good(value):
+            refuse(f"{where}: {key}={value}", f"is not {kind}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_count(value: object) -> bool:
+    return _is_number(value) and isinstance(value, int)
+
+
+def _is_part(value: object) -> bool:
+    """Some efficiencies are costs, and may be nothing."""
+    return value == 0 and not isinstance(value, bool) or _is_number(value)
+
+
+def _is_capability(value: object) -> bool:
+    numbers = value if isinstance(value, list) else []
+    return len(numbers) == 2 and all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def _is_entry(value: object) -> bool:
+    return isinstance(value, (str, dict))
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_peaks(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_text(key) and _is_number(peak) for key, peak in value.items())
+
+
+_ENTRY = (_is_entry, "a name of the catalogue, or a mapping in its form")
+_PART = (_is_part, "a number, 0 or more")
+#: What values of a file's keys are, where they are no numbers.
+_KINDS: _Kinds = {
+    **dict.fromkeys(("gpu", "inside", "network", "host"), _ENTRY),
+    **dict.fromkeys(("like", "name", "scale_up", "scale_out", "source"), (_is_text, "a text")),
+    **dict.fromkeys(("gpus", "gpus_per_node", "units"), (_is_count, "a whole number above 0")),
+    "latency_us": _PART,
+    "capability": (_is_capability, "two whole numbers; [9, 0] works"),
+    "tflops": (_is_peaks, "a mapping of precisions to numbers above 0; {bf16: 989} works"),
+    "efficiency": (lambda value: isinstance(value, dict), "a mapping"),
+}
 
 
 def _own_gpu(path: str, entry: str | Mapping) -> Gpu:
@@ -276,17 +337,27 @@ def _own_gpu(path: str, entry: str | Mapping) -> Gpu:
         return find_gpu(entry)
     names = [field.name for field in dataclasses.fields(Efficiency)]
     _check_keys(f"{path}: gpu", entry, (*_GPU_KEYS, "efficiency", "source"))
-    _check_keys(f"{path}: efficiency", entry.get("efficiency", {}), names)
+    _check_keys(f"{path}: efficiency", entry.get("efficiency", {}), names, dict.fromkeys(names, _PART))
+    _check_host(path, entry.get("host", {}))
     base = find_gpu(entry.get("like", "a100-80gb"))
     gpu = gpu_from_entry(entry.get("name", base.name), entry, base)
     about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
     return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
 
 
+def _check_host(path: str, entry: object) -> None:
+    hosts = _catalogue()["hosts"]
+    if isinstance(entry, str) and entry not in hosts:
+        refuse(f"{path}: host={entry}", "not in the catalogue", do=f"{', '.join(hosts)} are")
+    if not isinstance(entry, str):
+        _check_keys(f"{path}: host", entry, _HOST_KEYS)
+
+
 def _own_link(path: str, entry: str | Mapping) -> Link:
     if isinstance(entry, str):
         return find_link(entry)
-    try:
-        return _link_from_entry(str(entry["name"]), {"source": path, **entry})
-    except (KeyError, TypeError) as error:
-        refuse(path, "a link is a name, or has name, gb_s and latency_us", do=f"{error} is missing", cause=error)
+    _check_keys(path, entry, _LINK_KEYS)
+    missing = [key for key in ("name", "gb_s", "latency_us") if key not in entry]
+    if missing:
+        refuse(path, "a link is a name, or has name, gb_s and latency_us", do=f"{', '.join(missing)} is missing")
+    return _link_from_entry(entry["name"], {"source": path, **entry})

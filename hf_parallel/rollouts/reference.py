@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import threading
 import urllib.error
 import urllib.request
@@ -103,15 +104,17 @@ def from_text(text: str, shape: tuple[int, int]) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.float32).view(shape)
 
 
-def ask(address: str, route: str, told: dict[str, object] | None = None, timeout: float | None = None) -> dict:
+def ask(address: str, route: str, timeout: float, told: dict[str, object] | None = None) -> dict:
     """What a server of this package says.
 
+    Args:
+        timeout: seconds in which it must answer: ranks that wait for one that hangs would wait for ever.
+
     Raises:
-        RuntimeError: it is not there, or refuses.
+        RuntimeError: it is not there, refuses, or says nothing.
     """
-    request = urllib.request.Request(
-        f"{address.rstrip('/')}/{route}", json.dumps(told or {}).encode(), {"Content-Type": "application/json"}
-    )
+    url = f"{address.rstrip('/')}/{route}"
+    request = urllib.request.Request(url, json.dumps(told or {}).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=timeout) as answer:
             return json.load(answer)
@@ -119,4 +122,7 @@ def ask(address: str, route: str, told: dict[str, object] | None = None, timeout
         reason = error.read().decode(errors="replace")
     except OSError as error:
         reason = str(error)
-    raise RuntimeError(f"hf_parallel: {address}/{route}: {reason}")
+        if isinstance(error, TimeoutError) or isinstance(getattr(error, "reason", None), TimeoutError):
+            reason = f"no answer in {timeout:g} s; look at what the server prints and start it again"
+            reason += f", or give it longer: reference_timeout_s={math.ceil(4 * timeout)}"
+    raise RuntimeError(f"hf_parallel: {url}: {reason}")

@@ -35,6 +35,7 @@ class ServedReference(nn.Module):
         super().__init__()
         self.address, self.temperature = address, temperature
         mesh = runtime.mesh()
+        self.timeout = mesh.config.reference_timeout_s
         self.group = mesh.group_on_host("tp") if mesh.size("tp") > 1 else None
 
     def forward(
@@ -69,13 +70,13 @@ class ServedReference(nn.Module):
         """One rank's question, and its answer or its error for all of the group."""
 
         def answer() -> str:
-            return ask(self.address, "log_probs", told)["log_probs"]
+            return ask(self.address, "log_probs", self.timeout, told)["log_probs"]
 
         return answer() if self.group is None else objects.from_one(answer, self.group, errors=(RuntimeError,))
 
     def check(self, policy: PreTrainedModel) -> None:
         """Refuse a model of another kind than the policy's."""
-        facts, what = ask(self.address, "reference", timeout=_PATIENCE), f"reference={self.address}"
+        facts, what = ask(self.address, "reference", min(_PATIENCE, self.timeout)), f"reference={self.address}"
         dtype = str(policy.dtype).removeprefix("torch.")
         if facts["dtype"] != dtype:
             refuse(

@@ -1,0 +1,34 @@
+"""A server of a reference that takes a question and says nothing ends the run with a line: where, and what to do."""
+
+import socket
+import threading
+import time
+
+import pytest
+
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.rollouts.reference import ask
+
+
+@pytest.mark.parametrize("says", [b"", b"HTTP/1.0 200 OK\r\n\r\n{"], ids=["nothing", "half"])
+def test_a_server_that_hangs(says):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address, began, taken = f"http://127.0.0.1:{server.getsockname()[1]}", time.monotonic(), []
+
+        def half():
+            taken.append(server.accept()[0])
+            taken[0].sendall(says)
+
+        threading.Thread(target=half, daemon=True).start()
+        with pytest.raises(RuntimeError) as caught:
+            ask(address, "log_probs", 0.3, {"input_ids": [[1]]})
+        assert time.monotonic() - began < 10
+    message = str(caught.value)
+    assert f"{address}/log_probs: no answer in 0.3 s; look at what the server prints and start it again" in message
+    assert "reference_timeout_s=2" in message
+    assert "\n" not in message
+
+
+def test_seconds_are_a_number():
+    with pytest.raises(SpecError, match="reference_timeout_s=0: is one at least; reference_timeout_s=600 works"):
+        ParallelConfig.parse("tp=2,reference_timeout_s=0").resolve(2)
