@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.collectives import objects
 from hf_parallel.mesh import ParallelMesh
 
 Said = TypeVar("Said")
@@ -56,8 +56,4 @@ def _place(model: nn.Module, name: str) -> tuple[tuple[int, int], ...]:
 
 def of_stages(own: Said, mesh: ParallelMesh) -> list[Said]:
     """What each stage says, in the order of stages' ranks. Collective over stages."""
-    if mesh.size("pp") == 1:
-        return [own]
-    found = [own] * mesh.size("pp")
-    dist.all_gather_object(found, own, group=mesh.group("pp"))
-    return found
+    return [own] if mesh.size("pp") == 1 else objects.gather(own, mesh.group("pp"))

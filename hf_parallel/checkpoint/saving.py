@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hf_parallel.checkpoint.manifest import Checksums
 from hf_parallel.checkpoint.writers import writing_ranks
+from hf_parallel.collectives import objects
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh, stored
 
@@ -92,9 +93,7 @@ class Saving:
         Raises:
             CheckpointError: one of them has noted an error; the same text on all of them.
         """
-        errors: list[str | None] = [None] * self.mesh.config.world_size
-        dist.all_gather_object(errors, self.error, group=self.mesh.host_group)
-        found = [error for error in errors if error]
+        found = [error for error in objects.gather(self.error, self.mesh.host_group) if error]
         if found:
             raise CheckpointError("; ".join(found))
 

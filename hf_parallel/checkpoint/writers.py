@@ -18,10 +18,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-import torch.distributed as dist
-
 from hf_parallel.checkpoint.hub_format import Entry, Group
 from hf_parallel.checkpoint.slices import cut_part, runs
+from hf_parallel.collectives import objects
 from hf_parallel.config import ParallelConfig
 from hf_parallel.groups import machine_id
 from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
@@ -121,14 +120,11 @@ def _copies_along(config: ParallelConfig, stage: int, axes: tuple[str, ...]) -> 
 
 def writing_ranks(mesh: ParallelMesh, directory: str) -> list[int]:
     """Those that see the folder which rank 0 sees, and can write there. Collective, in the host group."""
-    name = _put_marker(directory) if mesh.rank == 0 else None
-    told = [name, machine_id()]
-    dist.broadcast_object_list(told, group=mesh.host_group, group_src=0)
-    found: list[bool] = [False] * mesh.config.world_size
-    dist.all_gather_object(found, mesh.rank == 0 or _sees(directory, *told), group=mesh.host_group)
-    if name is not None:
+    marker, machine = objects.from_one(lambda: (_put_marker(directory), machine_id()), mesh.host_group)
+    found = objects.gather(mesh.rank == 0 or _sees(directory, marker, machine), mesh.host_group)
+    if mesh.rank == 0 and marker is not None:
         with contextlib.suppress(OSError):
-            os.remove(os.path.join(directory, name))
+            os.remove(os.path.join(directory, marker))
     return [rank for rank, sees in enumerate(found) if sees]
 
 
@@ -142,7 +138,7 @@ def _put_marker(directory: str) -> str | None:
         return None
 
 
-def _sees(directory: str, marker: str | None, machine: str | None) -> bool:
+def _sees(directory: str, marker: str | None, machine: str) -> bool:
     if marker is None or not os.access(os.path.join(directory, marker), os.W_OK):
         return False
     return machine == machine_id() or _file_system(directory) in _COHERENT

@@ -31,7 +31,7 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from hf_parallel.collectives import observed
+from hf_parallel.collectives import objects, observed
 
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
 PATIENCE_S, SPEAK_S = 3.0, 15.0
@@ -304,9 +304,8 @@ def watch() -> None:
     global _detector
     if _detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
-    name = [uuid.uuid4().hex]  # a store may hold what an earlier start of the same run has left
-    dist.broadcast_object_list(name, src=0)
-    store = dist.PrefixStore(f"{_ROOM}/{name[0]}", dist.distributed_c10d._get_default_store())
+    name = objects.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
+    store = dist.PrefixStore(f"{_ROOM}/{name}", dist.distributed_c10d._get_default_store())
     _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
 
 

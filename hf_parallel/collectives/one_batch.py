@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from hf_parallel.collectives import objects
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.spec import refuse
 
@@ -52,9 +53,7 @@ class OneBatch:
         own = {name: _checksum(value) for name, value in batch.items() if _is_data(name, value)}
         found = [(self.mesh.rank, own)]
         for axis in self.axes:
-            parts = [found] * self.mesh.size(axis)
-            dist.all_gather_object(parts, found, group=self.mesh.group(axis))
-            found = [entry for part in parts for entry in part]
+            found = [entry for part in objects.gather(found, self.mesh.group(axis)) for entry in part]
         self._compare(found)
 
     def _compare(self, found: list[tuple[int, dict]]) -> None:

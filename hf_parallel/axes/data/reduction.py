@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from hf_parallel.axes.data.lowered import keep_copies
-from hf_parallel.axes.data.units import parameter_groups
+from hf_parallel.axes.data.units import parameter_groups, sharded_modules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -49,7 +48,7 @@ def before_the_last(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reducing_later(root: nn.Module, config: ParallelConfig) -> Iterator[None]:
-    unit = next((module for module in root.modules() if isinstance(module, FSDPModule)), None)
+    unit = next(sharded_modules(root), None)
     if unit is None or config.pp_size > 1:
         with _held(root, config):
             yield

@@ -35,8 +35,6 @@ from hf_parallel.model.experts import named_experts
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-    pass
-
 
 @packed_weights()
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
@@ -166,9 +164,8 @@ def forget_root(model: nn.Module) -> None:
         state = state_of(module)
         state._is_root = None
         for group in groups_of(module) if state._auto_reshard_after_forward else ():
-            group.post_forward_mesh_info = cast(
-                "FSDPMeshInfo", group.mesh_info
-            )  # a root keeps its weights for the backward pass
+            # A root keeps its weights for the backward pass.
+            group.post_forward_mesh_info = cast("FSDPMeshInfo", group.mesh_info)
 
 
 def without_sharding(module: nn.Module) -> nn.Module:

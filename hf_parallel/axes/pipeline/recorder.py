@@ -24,6 +24,7 @@ import torch.distributed as dist
 from hf_parallel.axes.pipeline import picture
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from hf_parallel.axes.pipeline.timeline import Span, Timeline, with_communication
+from hf_parallel.collectives import objects
 
 #: Seconds on the host, or on a device an event that is read at the end.
 Mark = float | torch.Event
@@ -85,8 +86,7 @@ class Recorder:
             Span(rank, kind, stage, i, self._seconds(start), self._seconds(end))
             for kind, stage, i, start, end in self._marks
         ]
-        parts: list[list[Span]] = [[]] * dist.get_world_size(group)
-        dist.all_gather_object(parts, own, group=group)
+        parts = objects.gather(own, group)
         self._marks = []
         return with_communication(Timeline([span for part in parts for span in part], len(parts)))
 
