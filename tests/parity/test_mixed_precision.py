@@ -109,8 +109,8 @@ def accumulating(model):
     return before_the_last(state.root, state.config)
 
 
-def cast(spec, alone=False):
-    """Losses of three steps of two calls each, and how many matrices of the MLPs were cast in each of the steps."""
+def cast(spec, alone=False, calls=1):
+    """Losses of three steps of two micro-batches each, and how many matrices of the MLPs were cast in each step."""
     import hf_parallel
 
     model = models.build("llama", intermediate_size=96, vocab_size=515)
@@ -127,7 +127,7 @@ def cast(spec, alone=False):
             for first in (True, False):
                 with accumulating(model) if first and not alone else contextlib.nullcontext():
                     with torch.autocast("cpu", dtype=torch.bfloat16):
-                        loss = model(input_ids=rows, labels=rows).loss
+                        loss = sum(model(input_ids=rows, labels=rows).loss for _ in range(calls)) / calls
                     (loss / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -150,6 +150,12 @@ def test_without_data_ranks_a_matrix_is_cast_once_per_step(spec):
     for losses, counts in run(cast, 2, spec):
         assert losses == pytest.approx(expected, rel=2e-3)  # bf16 keeps 8 bits: 4e-3 per product
         assert counts == [3 * layers] * 3
+
+
+def test_two_calls_in_a_micro_batch_share_a_cast():
+    """As of losses over pairs: what the backward pass of the former micro-batch went through is good for both."""
+    for _, counts in run(cast, 2, "tp=2", False, 2):
+        assert counts == [3 * 4] * 3
 
 
 def tied(spec):

@@ -58,9 +58,9 @@ def _exchange(parameter: DTensor, value: DTensor) -> None:
 
 
 def held_by(parameter: DTensor, models: Iterable[nn.Module]) -> Held | None:
-    """Who gathers a parameter of one of these models."""
+    """Who gathers a parameter of one of these models; of a gradient, nobody."""
     found = _recalled(parameter)
-    if found is not None:
+    if found is not None or not isinstance(parameter, nn.Parameter):
         return found
     for model in models:
         state = getattr(model, "_hf_parallel", None)

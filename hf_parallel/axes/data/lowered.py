@@ -8,7 +8,8 @@ caches copies of plain trained weights for one forward pass, of frozen or split 
     here                once per accumulation                     one; of frozen ones until training begins or ends
 
 A script may change weights in ways that leave no trace (`p.data.add_`), so no copy is trusted after a backward pass,
-unless it was of a micro-batch but the last of a step.
+unless it was of a micro-batch but the last of a step. A model in which nothing trains may follow one that does, as a
+reference or a teacher: its copies are trusted no longer.
 
 The numbers are autocast's: what it lowers for a product is lowered already. While an attention or an MLP runs, its
 modules hold the copies in the place of their weights, to which autograd leads back through the one cast.
@@ -49,7 +50,7 @@ def lower_once_per_call(
     """
     if not _installed:
         _installed.append(register_optimizer_step_post_hook(_forget))
-    made = [Lowered(device) for _ in roots]
+    made = [Lowered(root, device) for root, _ in roots]
     for lowered, (root, layers) in zip(made, roots, strict=True):
         inside = {id(module) for layer in layers for module in layer.modules()}
         beside = [module for module in root.modules() if id(module) not in inside and _is_matrix(module)]
@@ -104,8 +105,8 @@ def _is_matrix(module: nn.Module) -> bool:
 class Lowered:
     """The copies of one model's or stage's matrices."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.root, self.device = weakref.ref(root), device
         self._copies = WeakIdKeyDictionary()  # of a parameter: what it was, and its copy
         self._matrices: dict[int, list[Any]] = {}  # of a unit
         self._held: dict[
@@ -121,6 +122,7 @@ class Lowered:
         former, self._mode = self._mode, (training, torch.is_grad_enabled())
         kept, self.keeps = self.keeps, False
         if kept and former == self._mode:
+            self._used = False  # what went through them has changed nothing
             return
         if former is not None and former[0] != training:
             self._copies.clear()  # frozen weights may have been merged with adapters
@@ -150,8 +152,15 @@ class Lowered:
         """Trained weights may have changed; adapters may have come."""
         self._used = False
         self._matrices.clear()
+        if self._copies and not self._trains():
+            self._copies.clear()
         for weight in [weight for weight, (_, copy) in self._copies.items() if copy.requires_grad]:
             del self._copies[weight]
+
+    def _trains(self) -> bool:
+        """Else it may be an average of what does."""
+        root = self.root()
+        return root is None or any(parameter.requires_grad for parameter in root.parameters())
 
     def _copy(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         own = getattr(weight, "_local_tensor", weight)
