@@ -94,10 +94,12 @@ def place_adapters(model: PeftModel) -> None:
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
 def init_layer(original: Callable, self: LoraLayer, base_layer: nn.Module, *args: object, **kwargs: object) -> None:
     """Full-size adapters: what peft reads off a shard is that shard's size, and off packed weights none."""
+    from peft.tuners.lora.layer import ParamWrapper
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     base = base_layer.get_base_layer() if isinstance(base_layer, BaseTunerLayer) else base_layer
-    if not isinstance(base, nn.Linear) or not isinstance(base.weight, DTensor):
+    by_weight = isinstance(self, ParamWrapper)  # it reads whole sizes off the DTensor itself
+    if by_weight or not isinstance(base, nn.Linear) or not isinstance(base.weight, DTensor):
         original(self, base_layer, *args, **kwargs)
         return
     # From a linear whose weight is no shard it takes the sizes that the layer says.
