@@ -395,6 +395,7 @@ CONFIGS = {
     "mixtral": mixtral,
     "mixtral_balanced": mixtral_balanced,
     "mixtral_idle": mixtral_idle,
+    "mixtral_one": mixtral_idle,
     "qwen3_moe": qwen3_moe,
     "deepseek_moe": deepseek_moe,
     "odd": odd,
@@ -468,11 +469,10 @@ def build(name: str, seed: int = SEED, **changes: Any) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter += 0.1 * torch.randn_like(parameter)
-        if name == "mixtral_idle":
+        if name in ("mixtral_idle", "mixtral_one"):
             for module in model.modules():
                 if type(module).__name__ == "MixtralTopKRouter":
-                    module.weight[2:] = (
-                        0.0  # of logits that are zero none is the largest, with these two opposite ones
-                    )
-                    module.weight[1] = -module.weight[0]
+                    # Of logits that are zero none is the largest, with two opposite ones; without these all tokens take one.
+                    module.weight[2:] = 0.0
+                    module.weight[:2] = module.weight[:1] * torch.tensor([[1.0], [-1.0]]) * (name == "mixtral_idle")
     return model

@@ -55,6 +55,12 @@ def test_idle_experts(runs, spec):
     runs.check(Script(model="mixtral_idle"), spec)
 
 
+@pytest.mark.parametrize("spec", ["dp_shard=4,ep=4", "tp=2,ep=2", "pp=2,dp_shard=2,ep=2"])
+def test_one_expert_gets_every_token(runs, spec):
+    """Seven of eight are idle, and all ranks send all their tokens to one of them."""
+    runs.check(Script(model="mixtral_one"), spec)
+
+
 @pytest.mark.parametrize(
     ("spec", "changes"),
     [
