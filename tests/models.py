@@ -472,7 +472,7 @@ def build(name: str, seed: int = SEED, **changes: Any) -> PreTrainedModel:
         if name in ("mixtral_idle", "mixtral_one"):
             for module in model.modules():
                 if type(module).__name__ == "MixtralTopKRouter":
-                    # Of logits that are zero none is the largest, with two opposite ones; without these all tokens take one.
+                    # Of zeros none is the largest, with two opposite logits; without these all tokens take one expert.
                     module.weight[2:] = 0.0
                     module.weight[:2] = module.weight[:1] * torch.tensor([[1.0], [-1.0]]) * (name == "mixtral_idle")
     return model

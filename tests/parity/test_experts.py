@@ -1,6 +1,10 @@
 """Mixtures of experts on every axis: split inside over tp, or shared out over ep with tokens that travel."""
 
+from unittest import mock
+
 import pytest
+import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 from hf_parallel.config import ParallelConfig
@@ -149,6 +153,35 @@ def test_what_a_rank_stores(spec):
     for (experts, all_), expected in zip(run(stored_here, axes(spec)["world"], spec), said, strict=True):
         assert experts == whole // (config.ep_size * config.ep_shard_size)
         assert all_ == expected
+
+
+def travelled(spec: str, name: str) -> tuple[int, int]:
+    """Bytes of rows that this rank gives to all-to-alls in a step, and of a row's choices in all layers, per token."""
+    from hf_parallel import parallelize
+
+    model = parallelize(models.build(name).train(), spec)
+    config, tokens = model.config, torch.arange(3 * 33).view(3, 33)
+    given, call = [], dist.all_to_all_single
+
+    def counted(output: torch.Tensor, rows: torch.Tensor, *args: object, **kwargs: object) -> object:
+        given.append(rows.nbytes if rows.is_floating_point() else 0)
+        return call(output, rows, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        model(input_ids=tokens, labels=tokens).loss.backward()
+    layers = sum(".experts.gate_up" in key for key, _ in model.named_parameters())
+    return sum(given), layers * len(tokens) * config.num_experts_per_tok * config.hidden_size * 4
+
+
+@pytest.mark.parametrize(
+    ("spec", "length"),
+    [("dp_shard=2,ep=2", 33), ("dp_shard=4,ep=4", 33), ("tp=2,ep=2", 34 / 2)],  # tp ranks have 34 / 2 tokens each
+)
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_bytes_that_travel(spec, length, name):
+    """A row for each token and choice, there and back, and so do their gradients."""
+    found = run(travelled, axes(spec)["world"], spec, name)
+    assert sum(given for given, _ in found) == 4 * length * sum(rows for _, rows in found)
 
 
 def test_resumes_on_any_layout(runs, tmp_path):
