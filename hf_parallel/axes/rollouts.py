@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
 
 IN_TURN, ONE_STEP_BEHIND = "in_turn", "one_step_behind"
+_PATIENCE_S = 600
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class RolloutKeys(Keys):
         "`http://host:port` of `python -m hf_parallel.rollouts --reference MODEL`: TRL's reference model is asked "
         "there, and held by no rank",
     )
-    reference_timeout_s: int = key(600, "seconds in which that server must answer, else the run ends")
+    reference_timeout_s: int = key(_PATIENCE_S, "seconds in which that server must answer, else the run ends")
 
 
 class Rollouts(Axis[None, None]):
@@ -37,9 +38,11 @@ class Rollouts(Axis[None, None]):
 
     def check(self, config: ParallelConfig) -> None:
         """An address, and whole rows to ask about."""
-        address = config.reference
+        address, seconds = config.reference, f"reference_timeout_s={config.reference_timeout_s}"
         if config.reference_timeout_s < 1:
-            refuse(f"reference_timeout_s={config.reference_timeout_s}", "is one at least", "reference_timeout_s=600")
+            refuse(seconds, "is one at least", f"reference_timeout_s={_PATIENCE_S}")
+        if address is None and config.reference_timeout_s != _PATIENCE_S:
+            refuse(seconds, "without reference=http://… no server is asked", f"reference_timeout_s={_PATIENCE_S}")
         if address is None:
             return
         if not address.startswith(("http://", "https://")):

@@ -37,6 +37,7 @@ VALUES = {
     "monitor": ("full", "full"),
     "rollouts": ("one_step_behind", "one_step_behind"),
     "reference": ("http://127.0.0.1:8001", "http://127.0.0.1:8001"),
+    "reference_timeout_s": ("30", 30),
     "expert_capacity_factor": ("1.25", 1.25),
     "hang_timeout_s": ("2.5", "2.5"),
     "hang_action": ("report", "report"),
@@ -69,8 +70,10 @@ def test_long_and_short_axis_keys_mean_the_same(axis):
 @pytest.mark.parametrize("key", VALUES)
 def test_every_other_key(key):
     text, value = VALUES[key]
-    of_axis = {"pipeline": "pp=2,", "context": "cp=2,"}.get(key.partition("_")[0], "")
-    read = getattr(ParallelConfig.parse(f"{of_axis}{key}={text}"), key)
+    of_axis = {"pipeline": "pp=2,", "context": "cp=2,", "reference": "reference=http://127.0.0.1:8001,"}.get(
+        key.partition("_")[0], ""
+    )
+    read = getattr(ParallelConfig.parse(f"{of_axis * (key != 'reference')}{key}={text}"), key)
     assert read == value
     assert type(read) is type(value)
 

@@ -164,7 +164,7 @@ class Lowered:
 
     def _copy(self, weight: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
         own = getattr(weight, "_local_tensor", weight)
-        now = own.data_ptr(), own._version, weight.requires_grad, dtype
+        now = own.untyped_storage()._cdata, own._version, weight.requires_grad, dtype
         former, copy = self._copies.get(weight, (None, None))
         if former != now:
             with _recording():
