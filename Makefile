@@ -17,6 +17,8 @@ EXTRAS      ?= dev,docs,data,lora,qlora,trl,rollouts,sentences,plots,fp8
 PYTEST_ARGS ?=
 # Two at a time: a test with four ranks waits for its messages half of the time.
 WORKERS     ?= 2
+# A machine that CI shares may stall for seconds: a failure is tried once more there, and said to have been.
+RERUNS      := $(if $(CI),--reruns 1 -rR)
 VENV        := .venv
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
@@ -49,7 +51,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(RERUNS) $(PYTEST_ARGS)
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all $(PYTEST_ARGS)
