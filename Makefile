@@ -18,7 +18,7 @@ PYTEST_ARGS ?=
 # Two at a time: a test with four ranks waits for its messages half of the time.
 WORKERS     ?= 2
 # A machine that CI shares may stall for seconds: a failure is tried once more there, and said to have been.
-RERUNS      := $(if $(CI),--reruns 1 -rR)
+RERUNS      := $(if $(CI),--reruns 1 -raR)
 VENV        := .venv
 BIN         := $(VENV)/bin
 STAMP       := $(VENV)/.hf_parallel_installed
