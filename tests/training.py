@@ -315,13 +315,14 @@ class Runs:
         self.made["folders"] = self.made.get("folders", 0) + 1
         return str(self.root / f"run-{self.made['folders']}")
 
-    def initial(self, model: str) -> str:
-        """Folder of the untrained model, in Hub format."""
-        if model not in self.made:
-            folder = str(self.root / model)
-            run_alone(lambda: models.build(model).save_pretrained(folder))
-            self.made[model] = folder
-        return self.made[model]
+    def initial(self, model: str, **changes: Any) -> str:
+        """Folder of the untrained model, in Hub format; `changes` are of its config."""
+        name = "-".join([model, *(f"{key}{value}" for key, value in changes.items())])
+        if name not in self.made:
+            folder = str(self.root / name)
+            run_alone(lambda: models.build(model, **changes).save_pretrained(folder))
+            self.made[name] = folder
+        return self.made[name]
 
     def reference(self, script: Script) -> Outcome:
         """What one plain process does with the script."""

@@ -7,7 +7,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PrinterCallback, Trai
 
 import hf_parallel
 from hf_parallel import hooks
-from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import Rows
 from tests.training import TRAIN_SEED, Recorder, arguments_of, axes, close, layouts, none
@@ -39,11 +38,9 @@ def trained_anew(folder, out, spec=None):
 
 
 @pytest.fixture(scope="module")
-def initial(tmp_path_factory):
+def initial(runs):
     """The folder of an untrained model."""
-    folder = str(tmp_path_factory.mktemp("llama"))
-    run_alone(lambda: models.build("llama", **ODD).save_pretrained(folder))
-    return folder
+    return runs.initial("llama", **ODD)
 
 
 @pytest.fixture(scope="module")
