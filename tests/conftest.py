@@ -8,11 +8,20 @@ from pathlib import Path
 import pytest
 
 import tests.distributed
+from hf_parallel.axes.data import zero
 from tests import selection, support_matrix, training
 
 RESULTS = Path(__file__).parent / "results" / "support.json"
 #: Seconds that a plain run of all files was chosen to take.
 CHOSEN = pytest.StashKey[float]()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def replicas_by_layer():
+    """Tests have tiny models, which replicas reduce at once; those of users are mostly too large for that."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zero, "BUCKET", 0)
+        yield
 
 
 @pytest.fixture(scope="session")

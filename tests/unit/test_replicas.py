@@ -1,7 +1,8 @@
 """Replicas that share nothing out compute with the weights that are stored, whatever happens to these on the way.
 
 Each case trains on two ranks, does something between the steps, and is compared with one process that does the same
-with the rows of both. What is gathered beside the stored weights is counted between forward and backward pass.
+with the rows of both. What is gathered beside the stored weights is counted between forward and backward pass. All of
+it holds for models that are reduced layer by layer, and for small ones, which are reduced at once.
 """
 
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.axes.data import replicas
+from hf_parallel.axes.data import replicas, zero
 from hf_parallel.axes.data.units import parameter_groups
 from tests import models
 from tests.distributed import run, run_alone
@@ -108,21 +109,27 @@ def built(case):
     return models.build("llama", tie_word_embeddings=case == "tied", **SIZES).train()
 
 
-def on_ranks(cases):
+def on_ranks(cases, bucket):
     import hf_parallel
     from hf_parallel.axes.data.late_parameters import add_late_parameters
 
-    found = {}
+    found, zero.BUCKET = {}, bucket
     for case in cases:
         model, held = hf_parallel.parallelize(built(case), "dp_shard=2,zero_stage=0"), []
-        assert any(isinstance(module, FSDPModule) for module in model.modules())
+        units = sum(isinstance(module, FSDPModule) for module in model.modules())
+        assert units == 1 if bucket else units > SIZES["num_hidden_layers"]
         found[case] = (*train(case, [torch.distributed.get_rank()], model, add_late_parameters, held), held)
     return found
 
 
 @pytest.fixture(scope="module")
-def cases():
-    return run(on_ranks, 2, CASES), run_alone(alone)
+def one_process():
+    return run_alone(alone)
+
+
+@pytest.fixture(scope="module", params=[0, 25 * 1024**2], ids=["by_layer", "at_once"])
+def cases(request, one_process):
+    return run(on_ranks, 2, CASES, request.param), one_process
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -163,7 +170,6 @@ def test_what_is_replaced_stays_whole():
 def under_autocast(lends):
     """Loss and weights of a step in bf16 after one in fp32, bytes copied in each, and those made for gradients."""
     import hf_parallel
-    from hf_parallel.axes.data import zero
 
     if not lends:
         zero.work_in_place = lambda root: None

@@ -35,6 +35,9 @@ from hf_parallel.model.experts import named_experts
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
+#: Bytes of gradients that are not worth several reductions, as in DistributedDataParallel (Li et al., 2020, section 3.2).
+BUCKET = 25 * 1024**2
+
 
 @packed_weights()
 def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Module], mesh: ParallelMesh) -> None:
@@ -53,11 +56,12 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         keeps = True  # gathering again for every micro-batch would cost more than the memory it frees
     settings: Settings = {"mesh": axes, "mp_policy": policy_for(root), **resting(mesh)}
     settings["ignored_params"] = _shard_experts(root, mesh, keeps, settings)
-    for block in blocks:
+    apart = [] if _reduced_at_once(root, mesh) else blocks
+    for block in apart:
         if any(True for _ in block.parameters()):
             _shard_other_dtypes(block, not keeps, settings)
             fully_shard(block, reshard_after_forward=not keeps, **settings)
-    if root is model:  # a pipeline keeps all of its weights
+    if apart and root is model:  # a pipeline keeps all of its weights
         shard_ends(model, blocks, keeps, settings)
     _shard_other_dtypes(root, not keeps, settings)
     # What is left is needed first in backward: None lets torch keep it.
@@ -73,6 +77,14 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if root is model:  # a pipeline frees its stages itself
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def _reduced_at_once(root: nn.Module, mesh: ParallelMesh) -> bool:
+    """Is one reduction after the backward the fastest? Of replicas with few gradients; they have nothing to gather."""
+    if mesh.config.sharing_size > mesh.size("dp_replicate") or resting(mesh):
+        return False
+    trained = (stored(parameter) for parameter in root.parameters() if parameter.requires_grad)
+    return sum(parameter.numel() * parameter.element_size() for parameter in trained) <= BUCKET
 
 
 def _shard_other_dtypes(unit: nn.Module, again: bool, settings: Settings) -> None:
