@@ -3,7 +3,8 @@
     spec                          mesh of fully_shard            weights between forward and backward
     dp_shard=n                    (dp_shard,)                    freed (zero_stage=3) or kept (zero_stage=1, 2)
     dp_replicate=m,dp_shard=n     (dp_replicate, dp_shard)       the same; gradients also all-reduced over replicas
-    dp_replicate=m, zero_stage=0  (dp_replicate, 1)              kept: every rank owns the whole weight anyway
+    dp_replicate=m, zero_stage=0  (dp_replicate, 1)              kept: every rank owns the whole weight anyway;
+                                                                 a small model is one unit, reduced at once
     cp=c                          dp_shard x cp in the place of dp_shard: cp ranks hold other tokens of one batch
 
 What happens between the micro-batches of a step is in `reduction.py`. With a single data rank nothing is wrapped: on a
@@ -35,7 +36,7 @@ from hf_parallel.model.experts import named_experts
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
-#: Bytes of gradients that are not worth several reductions, as in DistributedDataParallel (Li et al., 2020, section 3.2).
+#: Bytes of gradients that are not worth several reductions, as DistributedDataParallel has it (Li et al., 2020, 3.2).
 BUCKET = 25 * 1024**2
 
 
