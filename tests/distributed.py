@@ -37,6 +37,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import hf_parallel.hooks.patches  # noqa: F401
+from tests.ports import held_port
 
 # What each rank would spend most of a second on, once here: the imports above, and the patterns of all models' names.
 get_checkpoint_conversion_mapping("llama")
@@ -134,9 +135,11 @@ def run(
         raise RuntimeError("the forking process owns a process group; ranks would inherit its sockets")
     if PartialState._shared_state:
         raise RuntimeError("a test has made TrainingArguments or an Accelerator here; ranks would inherit its state")
-    launcher = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **_rendezvous(), **(env or {})}
-    environments = [launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    return _fork_all(lambda: fn(*args, **kwargs), environments, timeout, init)
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    with held_port() as port:
+        launcher = {**sizes, **_rendezvous(port), **(env or {})}
+        environments = [launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        return _fork_all(lambda: fn(*args, **kwargs), environments, timeout, init)
 
 
 def run_alone(
@@ -146,10 +149,7 @@ def run_alone(
     return _fork_all(lambda: fn(*args, **kwargs), [env or {}], timeout, init=False)[0]
 
 
-def _rendezvous() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _rendezvous(port: int) -> dict[str, str]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo looks the host name up, which may need a network

@@ -16,7 +16,7 @@ from tests.training import activate, axes, none, weight_differences
 
 pytestmark = pytest.mark.clock
 
-SOON_S = 20  # patience, and two rounds of questions
+SOON_S = 60  # patience, and two rounds of questions: four seconds on a free machine
 
 
 def quick() -> None:

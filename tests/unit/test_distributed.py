@@ -12,6 +12,8 @@ from tests.distributed import RankFailure, run, run_alone
 
 pytestmark = pytest.mark.clock
 
+LIMIT_S = 60  # less than what ranks that nobody ends would take; two on a free machine
+
 
 def test_results_come_back_in_rank_order(distributed):
     def work(offset):
@@ -53,7 +55,7 @@ def test_the_first_failing_rank_is_blamed_and_its_traceback_comes_first():
     start = time.monotonic()
     with pytest.raises(RankFailure) as caught:
         run(work, 3)
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < LIMIT_S
     assert str(caught.value).startswith("[rank 1] Traceback")
     assert "tests/distributed.py" not in str(caught.value)
     assert (caught.value.rank, caught.value.kind, caught.value.message) == (1, "LookupError", "the reason")
@@ -79,16 +81,16 @@ def test_a_crashed_rank_shows_where_it_crashed():
 
 def test_a_hung_rank_shows_where_it_hangs():
     def stuck_here():
-        time.sleep(60)
+        time.sleep(600)
 
     def work():
-        if dist.get_rank() == 0:
+        if os.environ["RANK"] == "0":
             stuck_here()
 
     start = time.monotonic()
     with pytest.raises(RankFailure, match="stuck_here") as caught:
-        run(work, 2, timeout=2)
-    assert time.monotonic() - start < 10
+        run(work, 2, timeout=2, init=False)
+    assert time.monotonic() - start < LIMIT_S
     assert caught.value.kinds == {0: "Hung"}
 
 
