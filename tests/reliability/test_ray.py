@@ -12,6 +12,7 @@ import pytest
 
 from tests import rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
+from tests.ports import held_port
 from tests.reliability.launching import launch
 from tests.reliability.test_elastic import differences
 
@@ -182,18 +183,18 @@ GRPO = (
 @pytest.mark.parametrize("more", ["", "--reference --one_step_behind"])
 def test_policy_rollouts_and_rewards_as_actors(tmp_path, more):
     """What each step logs is what it logs without Ray, with a server beside it; draws belong to prompts."""
-    folder = trl_scripts.Folder(tmp_path)
-    model, group = str(tmp_path / "llama"), rollout_servers.free_port()
+    runs = trl_scripts.TrlRuns(tmp_path)
+    model = runs.model("llama")
     words = ["integrations/ray/grpo.py", "--model", model, "--reward", "tests.rollouts.reward", *more.split()]
     words += ["--num_processes", "2", "--parallel", "dp_shard=2", "--output_dir", str(tmp_path / "out"), *GRPO.split()]
-    words += ["--dataset_name", str(tmp_path / "data" / "prompt"), "--vllm_group_port", str(group)]
-    on_ray(BY_COMMAND, tmp_path, *words, cpus=3 if more else 2)  # an actor of the cluster takes one
+    words += ["--dataset_name", str(tmp_path / "data" / "prompt")]
+    with held_port() as group:  # an actor of the cluster takes one CPU
+        on_ray(BY_COMMAND, tmp_path, *words, "--vllm_group_port", str(group), cpus=3 if more else 2)
     found = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
-    with rollout_servers.running(model) as port:
-        where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
-        flags = f"{GRPO} --reward_funcs tests.rollouts.reward --use_vllm true --vllm_mode server {where}"
+    with rollout_servers.running(model) as server:
+        flags = f"{GRPO} --reward_funcs tests.rollouts.reward {server.flags}"
         spec = "dp_shard=2,rollouts=one_step_behind" if more else "dp_shard=2"
-        expected = folder.parallel("grpo", "prompt", flags, spec)[0].logs
+        expected = runs.parallel("grpo", "prompt", flags, spec)[0].logs
     assert len(found) == 3
     for ours, theirs in zip(found, expected, strict=False):  # theirs end with the means of the run
         for key in ("reward", "loss", "grad_norm", "kl", "completions/mean_length"):
