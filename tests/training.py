@@ -378,6 +378,20 @@ def differences(ranks: list[Outcome], reference: Outcome, tolerance: Tolerance) 
     return found + weight_differences(ranks[0].folder, reference.folder, tolerance.weights)
 
 
+def check_plainly_loaded(folder: str) -> None:
+    """Fail unless plain transformers reads the folder, no key missing and none too many, and writes the same again."""
+    info = run_alone(_loaded_and_saved, folder, f"{folder}-again")
+    assert info == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
+    none(weight_differences(f"{folder}-again", folder, 0.0))
+
+
+def _loaded_and_saved(folder: str, again: str) -> dict[str, list]:
+    config = AutoConfig.from_pretrained(folder)
+    model, info = models.auto_class(config).from_pretrained(folder, output_loading_info=True)
+    model.save_pretrained(again)
+    return {key: sorted(info[key]) for key in info if key != "conversion_errors"}
+
+
 def key_differences(ranks: list[list[list[str]]], reference: list[list[str]]) -> list[str]:
     """Compare, step by step, the gradients that any of the ranks has with those of the reference."""
     found = []

@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
-from tests import models
 from tests.distributed import run, run_alone
 from tests.training import activate, axes, close, none, tensor_differences
 
@@ -29,12 +28,9 @@ ROWS = 515
 
 
 @pytest.fixture(scope="module")
-def initial(tmp_path_factory):
+def initial(runs):
     """Folders of untrained models, by name."""
-    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ODD}
-    for name, folder in folders.items():
-        run_alone(lambda name=name, to=folder: models.build(name, vocab_size=ROWS, **ODD[name]).save_pretrained(to))
-    return folders
+    return {name: runs.initial(name, vocab_size=ROWS, **ODD[name]) for name in ODD}
 
 
 @pytest.fixture(scope="module")

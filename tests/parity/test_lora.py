@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 
 from hf_parallel.config import SpecError
 from tests import training
-from tests.adapters import ATTENTION, ENDS, MLP, lora
+from tests.adapters import ATTENTION, ENDS, MLP, logits_while_merging, lora
 from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
@@ -208,20 +208,7 @@ def merged(spec, model, initial, out, **settings):
         for name, parameter in adapted.named_parameters():
             if "magnitude" in name:
                 parameter *= 1.1
-
-    def logits(of):
-        with torch.no_grad():
-            return of(input_ids=torch.arange(16).reshape(2, 8)).logits.clone()
-
-    results = [logits(adapted)]
-    adapted.merge_adapter()
-    results.append(logits(adapted))
-    adapted.unmerge_adapter()
-    results.append(logits(adapted))
-    whole = adapted.merge_and_unload()
-    results.append(logits(whole))
-    whole.save_pretrained(out)
-    return results
+    return logits_while_merging(adapted, out)
 
 
 @pytest.mark.parametrize(

@@ -131,11 +131,9 @@ def one_by_one(folder: str, ranks: int, size: int, accumulation: int = 1) -> lis
     return losses
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    models.build("llama").save_pretrained(path)
-    return str(path)
+@pytest.fixture
+def folder(runs):
+    return runs.initial("llama")
 
 
 @pytest.mark.parametrize(

@@ -47,11 +47,9 @@ def local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("qlora") / "base")
-    run_alone(lambda: models.build("llama", **SIZES).save_pretrained(path))
-    return path
+@pytest.fixture
+def folder(runs):
+    return runs.initial("llama", **SIZES)
 
 
 SETTINGS = {

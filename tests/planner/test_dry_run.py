@@ -81,16 +81,10 @@ def test_fp32_weights_under_autocast_are_those_of_a_script(spec, accumulation):
         assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    models.build("llama").save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize(("spec", "bits"), [("pp=2,tp=2", 32), ("dp_shard=4", 4)])
-def test_adapters_are_those_of_a_script(folder, spec, bits):
+def test_adapters_are_those_of_a_script(runs, spec, bits):
     """LoRA and QLoRA: only adapters have gradients and states; the base is gathered and never reduced."""
-    real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, folder, bits)
+    real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, runs.initial("llama"), bits)
     packed = {"pack": four_bit()} if bits == 4 else {}
     for rank in (0, 3):
         plan, did = run_alone(planned, "llama", spec, rank, adapt=lora(4), **packed), real[rank]

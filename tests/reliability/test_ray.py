@@ -13,7 +13,7 @@ import pytest
 from tests import rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
 from tests.ports import held_port
-from tests.reliability.launching import launch
+from tests.reliability.launching import launch, write_script
 from tests.reliability.test_elastic import differences
 
 pytest.importorskip("ray")
@@ -52,51 +52,19 @@ trainer(sys.argv[2], sys.argv[3:], parallel="tp=2,dp_shard=-1", num_processes=4,
 ray.shutdown()
 cluster.shutdown()
 """
-SCRIPT = """
-import json
-import os
-import signal
-import sys
-import time
-from pathlib import Path
+ACCIDENT = """
+def on_train_begin(self, args, state, control, **kwargs):
+    where = [rank, attempt, os.getppid(), os.environ.get("RAY_RAYLET_PID")]
+    (folder / f"rank-{rank}-{attempt}-{name}").write_text(json.dumps(where))
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-place, how, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-attempt, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), os.environ.get("RANK", "0")
-
-
-class Accident(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        where = [rank, attempt, os.getppid(), os.environ.get("RAY_RAYLET_PID")]
-        (place / f"rank-{rank}-{attempt}-{how}").write_text(json.dumps(where))
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if how == "killed" and rank == "1" and (attempt, state.global_step) in ((0, 2), (1, 5)):
-            os.kill((os.getpid(), os.getppid())[attempt], signal.SIGKILL)  # a rank, then the worker that started it
-        if how == "lost" and attempt == 0 and state.global_step == 3:
-            if rank == "3":
-                (place / "new").write_text(os.environ["RAY_RAYLET_PID"])
-                (place / "new").rename(place / "owner")
-            time.sleep(60)
-
-
-torch.manual_seed(0)
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (44, 16))]
-config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2,
-)
-arguments = TrainingArguments(
-    str(place / how), per_device_train_batch_size=batch, report_to=[], max_steps=8, save_steps=2, logging_steps=1,
-    learning_rate=1e-2, disable_tqdm=True, use_cpu=True,
-)
-trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, callbacks=[Accident()])
-trainer.train()
-losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-if trainer.is_world_process_zero():
-    (place / f"{how}.json").write_text(json.dumps([attempt, losses]))
+def on_step_begin(self, args, state, control, **kwargs):
+    if name == "killed" and rank == "1" and (attempt, state.global_step) in ((0, 2), (1, 5)):
+        os.kill((os.getpid(), os.getppid())[attempt], signal.SIGKILL)  # a rank, then the worker that started it
+    if name == "lost" and attempt == 0 and state.global_step == 3:
+        if rank == "3":
+            (folder / "new").write_text(os.environ["RAY_RAYLET_PID"])
+            (folder / "new").rename(folder / "owner")
+        time.sleep(60)
 """
 
 
@@ -109,9 +77,7 @@ def wanted(request):
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
+    return write_script(tmp_path / "train.py", ACCIDENT, steps=8)
 
 
 def on_ray(driver: str, place: Path, *words: str, cpus: int = 2):
