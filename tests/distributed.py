@@ -9,6 +9,7 @@ may never own a process group nor torch worker threads, or its children inherit 
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -37,10 +38,22 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import hf_parallel.hooks.patches  # noqa: F401
+from hf_parallel.hooks.patching import library_version
+from hf_parallel.planner.hardware import gpu_names
 from tests.ports import held_port
 
-# What each rank would spend most of a second on, once here: the imports above, and the patterns of all models' names.
+# What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
+# where packages lie.
+for module in (
+    *("axes.attention.choose", "axes.context.read", "axes.data.held_gradients", "axes.experts.stages"),
+    *("axes.tensor.read", "axes.tensor.sequence_parallel", "hooks.library", "monitor.expected", "planner.count"),
+    "planner.detect",
+):
+    importlib.import_module(f"hf_parallel.{module}")
 get_checkpoint_conversion_mapping("llama")
+gpu_names()
+for library in ("torch", "transformers", "accelerate"):
+    library_version(library)
 torch.set_num_threads(1)  # before any operation: a pool of threads does not survive a fork
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -52,6 +65,7 @@ PEER_LOST = (
     "Socket Timeout",
     "recvValue failed",
 )
+LIMIT_S = 240.0  # most work is done in ten seconds on a free machine; pytest itself waits for 300
 GRACE_S = 10.0  # for the others to report their own error after the first; a watchdog tells sooner
 
 
@@ -120,7 +134,7 @@ def run(
     fn: Callable,
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = LIMIT_S,
     init: bool = True,
     env: dict[str, str] | None = None,
     **kwargs: Any,
@@ -143,7 +157,7 @@ def run(
 
 
 def run_alone(
-    fn: Callable, *args: Any, timeout: float = 120.0, env: dict[str, str] | None = None, **kwargs: Any
+    fn: Callable, *args: Any, timeout: float = LIMIT_S, env: dict[str, str] | None = None, **kwargs: Any
 ) -> Any:
     """The result of `fn` in one forked process without any launcher variable, as `python script.py` would have it."""
     return _fork_all(lambda: fn(*args, **kwargs), [env or {}], timeout, init=False)[0]

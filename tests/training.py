@@ -333,17 +333,15 @@ class Runs:
     def parallel(self, script: Script, spec: str) -> list[Outcome]:
         """What each rank of the layout does with the script."""
         call = partial(train_rank, spec, script, self.initial(script.model), self._folder())
-        return run(call, axes(spec)["world"], init=False, timeout=90)
+        return run(call, axes(spec)["world"], init=False)
 
-    def compare(
-        self, script: Callable, spec: str, *args: Any, tolerance: Tolerance | None = None, timeout: float = 90
-    ) -> list[Outcome]:
+    def compare(self, script: Callable, spec: str, *args: Any, tolerance: Tolerance | None = None) -> list[Outcome]:
         """Fail unless `script(spec, out, *args)` does on all ranks what it does in one process, where spec is None.
 
         Returns what each rank did. In one process it runs once per session with the same arguments.
         """
         reference = self.alone(script, *args)
-        ranks = run(partial(script, spec, self._folder(), *args), axes(spec)["world"], init=False, timeout=timeout)
+        ranks = run(partial(script, spec, self._folder(), *args), axes(spec)["world"], init=False)
         none(differences(ranks, reference, tolerance or Tolerance()))
         return ranks
 

@@ -222,7 +222,7 @@ class TrlRuns:
     def run(self, ranks: int, name: str, data: str, flags: str, *more: Any, how: tuple = (script,)) -> list[Outcome]:
         """What each rank does with a script: `how[0]`, with the rest of `how` before the arguments of `script`."""
         call = partial(*how, name, self.words(name, data, flags), str(self.root), self.out(), *more)
-        return run(call, ranks, init=False, env={"TQDM_DISABLE": "1"}, timeout=120)
+        return run(call, ranks, init=False, env={"TQDM_DISABLE": "1"})
 
     def reference(self, *case: str, how: tuple = (script,)) -> Outcome:
         """What a script (name, data, flags) does in one plain process."""

@@ -128,7 +128,7 @@ def ask(folder, spec=None):
 def test_answers_of_every_rank(initial, alone, name, spec):
     """A model answers on every rank as in one process."""
     expected = alone(ask, name)
-    for found in run(partial(ask, initial[name], spec), axes(spec)["world"], init=False, timeout=60):
+    for found in run(partial(ask, initial[name], spec), axes(spec)["world"], init=False):
         for key in expected:
             assert found[key] == expected[key], key
 
@@ -276,7 +276,7 @@ def of_rank(ours, theirs):
 def test_changes_are_those_of_one_process(initial, alone, name, spec):
     """New rows, rows set by hand and draws are those of one process; so is what training makes of them."""
     expected = alone(both, name)
-    ranks = run(partial(both, initial[name], spec), axes(spec)["world"], init=False, timeout=90)
+    ranks = run(partial(both, initial[name], spec), axes(spec)["world"], init=False)
     first = ranks[0]
     found = [f"rank {i}: {text}" for i, rank in enumerate(ranks) for text in of_rank(rank, expected)]
     for key in ("grown", "rows", "drawn", "former"):

@@ -82,7 +82,7 @@ def test_saved_merged_exported(runs, tmp_path, model, spec, targets):
     initial, one, many = runs.initial(model), str(tmp_path / "one"), str(tmp_path / "many")
     results, without = run_alone(merged, None, model, initial, one, targets)
     assert (results[0] - without).abs().max() > 1e-2
-    ranks = run(partial(merged, spec, model, initial, many, targets), axes(spec)["world"], init=False, timeout=60)
+    ranks = run(partial(merged, spec, model, initial, many, targets), axes(spec)["world"], init=False)
     for found, off in ranks:
         assert (off - without).abs().max() < 1e-4
         # of a tied embedding the head is changed too when it is merged, in one process as here

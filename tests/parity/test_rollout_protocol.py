@@ -225,7 +225,7 @@ def test_no_rank_holds_the_model(tmp_path, spec, kind):
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     expected, limit = run_alone(write), 40_000
-    (sent, most), *others = run(held, axes(spec)["world"], tmp_path / "model", spec, limit, init=False, timeout=60)
+    (sent, most), *others = run(held, axes(spec)["world"], tmp_path / "model", spec, limit, init=False)
     assert sent.keys() == expected.keys()
     assert all(torch.equal(sent[name], value) for name, value in expected.items())
     sizes = [value.nbytes for value in expected.values()]

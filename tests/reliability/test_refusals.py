@@ -33,7 +33,7 @@ def train(spec: str, folder: str, out: str, batch_size: int = 8) -> None:
 def refusal(world: int, fn, *args, env=None) -> str:
     """The message of the `SpecError` that every rank raised."""
     with pytest.raises(RankFailure) as caught:
-        run(fn, world, *args, init=False, timeout=60, env=env)
+        run(fn, world, *args, init=False, env=env)
     assert caught.value.kinds == dict.fromkeys(range(world), "SpecError"), str(caught.value)
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -186,7 +186,7 @@ def save_odd(folder: str, out: str) -> None:
 
 def test_an_optimizer_with_another_kind_of_state_is_refused_by_name(runs, tmp_path):
     with pytest.raises(RankFailure, match="Odd keeps row of shape .*save_only_model=True") as caught:
-        run(save_odd, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=60)
+        run(save_odd, 2, runs.initial("llama"), str(tmp_path), init=False)
     assert caught.value.kinds == dict.fromkeys(range(2), "NotImplementedError")
 
 
@@ -200,7 +200,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(runs, tmp_path):
     job = {"folder": runs.initial("llama"), "out": str(tmp_path), "max_steps": 1}
     resuming.trained("dp_shard=2", job)
     with pytest.raises(RankFailure, match="has the state of AdamW, this run has SGD") as caught:
-        run(resume_as_sgd, 2, job["folder"], job["out"], str(tmp_path / "checkpoint-1"), init=False, timeout=60)
+        run(resume_as_sgd, 2, job["folder"], job["out"], str(tmp_path / "checkpoint-1"), init=False)
     assert caught.value.kinds == dict.fromkeys(range(2), "ValueError")
 
 
