@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import time
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import RankFailure, run, run_alone
+from tests.ports import held_port
 
 pytestmark = pytest.mark.clock
 
@@ -35,6 +37,17 @@ def test_rendezvous_through_the_environment():
         return total.item()
 
     assert run(work, 2, init=False) == [2.0, 2.0]
+
+
+def test_a_held_port_is_given_to_nobody_else():
+    def work():
+        with held_port() as port:
+            with socket.socket() as other, pytest.raises(OSError, match="in use"):
+                other.bind(("127.0.0.1", port))
+            dist.TCPStore("127.0.0.1", port, 1, is_master=True).set("who", "listens")
+        return True
+
+    assert run_alone(work)
 
 
 def test_a_process_alone_sees_no_launcher():

@@ -61,6 +61,9 @@ def ended(cwd: Path, *arguments: str) -> tuple[int, str]:
             atexit.register(logging.shutdown)
             atexit.register(lambda: Path("group").write_text(str(dist.is_initialized())))
             runner.main(list(arguments))
+        except SystemExit as stop:  # of one process, which has nobody to wait for
+            sys.stderr.flush()
+            os._exit(stop.code)
         finally:
             os._exit(99)  # Python would take itself apart, with threads around
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), err.read_text()
