@@ -86,14 +86,18 @@ def own_bytes(spec: str | None, dtype: torch.dtype, autocast: bool = False) -> i
     return saved_by_layer(model, autocast)
 
 
-def kept_by_layers(spec: str, way: str) -> float:
-    """Bytes per layer that all layers of a bf16 model keep on this rank under a kind of checkpointing."""
+def kept_by_layers(spec: str, way: str, adapt: Callable = lambda model: model) -> float:
+    """Bytes per layer that all layers of a bf16 model keep on this rank under a kind of checkpointing.
+
+    Args:
+        adapt: adds adapters, which are kept too.
+    """
     from hf_parallel import parallelize
 
     model: Any = models.build("llama", **SIZES).to(torch.bfloat16).train()
     parallelize(model, f"{spec},activation_checkpointing={way},lean_loss=false")
-    layers, held = model.model.layers, []
-    recorder = Alive()
+    layers, held, recorder = model.model.layers, [], Alive()
+    model = adapt(model)
     layers[0].register_forward_pre_hook(lambda *_: held.append(recorder.bytes))
     layers[-1].register_forward_hook(lambda *_: held.append(recorder.bytes))
     with recorder:

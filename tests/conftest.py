@@ -36,6 +36,14 @@ def runs(tmp_path_factory):
     return training.Runs(tmp_path_factory.mktemp("runs"))
 
 
+@pytest.fixture(scope="session")
+def trl_runs(tmp_path_factory):
+    """TRL's own scripts, in the same way; see `tests/trl_scripts.py`. Tests that take it skip where TRL is missing."""
+    from tests import trl_scripts
+
+    return trl_scripts.TrlRuns(tmp_path_factory.mktemp("trl"))
+
+
 def pytest_addoption(parser):
     """`--all` runs every combination; `--record-support` and `--add-support` too, for the README's support matrix."""
     parser.addoption("--all", action="store_true", help="run every combination of models, layouts and settings")

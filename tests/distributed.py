@@ -9,6 +9,7 @@ may never own a process group nor torch worker threads, or its children inherit 
 import ctypes
 import faulthandler
 import gc
+import importlib
 import os
 import pickle
 import select
@@ -37,9 +38,22 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.models.llama import modeling_llama  # noqa: F401
 
 import hf_parallel.hooks.patches  # noqa: F401
+from hf_parallel.hooks.patching import library_version
+from hf_parallel.planner.hardware import gpu_names
+from tests.ports import held_port
 
-# What each rank would spend most of a second on, once here: the imports above, and the patterns of all models' names.
+# What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
+# where packages lie.
+for module in (
+    *("axes.attention.choose", "axes.context.read", "axes.data.held_gradients", "axes.experts.stages"),
+    *("axes.tensor.read", "axes.tensor.sequence_parallel", "hooks.library", "monitor.expected", "planner.count"),
+    "planner.detect",
+):
+    importlib.import_module(f"hf_parallel.{module}")
 get_checkpoint_conversion_mapping("llama")
+gpu_names()
+for library in ("torch", "transformers", "accelerate"):
+    library_version(library)
 torch.set_num_threads(1)  # before any operation: a pool of threads does not survive a fork
 
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -51,6 +65,7 @@ PEER_LOST = (
     "Socket Timeout",
     "recvValue failed",
 )
+LIMIT_S = 240.0  # most work is done in ten seconds on a free machine; pytest itself waits for 300
 GRACE_S = 10.0  # for the others to report their own error after the first; a watchdog tells sooner
 
 
@@ -119,7 +134,7 @@ def run(
     fn: Callable,
     world_size: int,
     *args: Any,
-    timeout: float = 120.0,
+    timeout: float = LIMIT_S,
     init: bool = True,
     env: dict[str, str] | None = None,
     **kwargs: Any,
@@ -134,22 +149,21 @@ def run(
         raise RuntimeError("the forking process owns a process group; ranks would inherit its sockets")
     if PartialState._shared_state:
         raise RuntimeError("a test has made TrainingArguments or an Accelerator here; ranks would inherit its state")
-    launcher = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size), **_rendezvous(), **(env or {})}
-    environments = [launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
-    return _fork_all(lambda: fn(*args, **kwargs), environments, timeout, init)
+    sizes = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    with held_port() as port:
+        launcher = {**sizes, **_rendezvous(port), **(env or {})}
+        environments = [launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world_size)]
+        return _fork_all(lambda: fn(*args, **kwargs), environments, timeout, init)
 
 
 def run_alone(
-    fn: Callable, *args: Any, timeout: float = 120.0, env: dict[str, str] | None = None, **kwargs: Any
+    fn: Callable, *args: Any, timeout: float = LIMIT_S, env: dict[str, str] | None = None, **kwargs: Any
 ) -> Any:
     """The result of `fn` in one forked process without any launcher variable, as `python script.py` would have it."""
     return _fork_all(lambda: fn(*args, **kwargs), [env or {}], timeout, init=False)[0]
 
 
-def _rendezvous() -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def _rendezvous(port: int) -> dict[str, str]:
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if any(name == "lo" for _, name in socket.if_nameindex()):
         variables["GLOO_SOCKET_IFNAME"] = "lo"  # otherwise gloo looks the host name up, which may need a network

@@ -13,9 +13,14 @@ import sys
 import types
 from unittest import mock
 
+import pytest
 import torch
 
 from hf_parallel.axes.context import attention, flash, kernels
+from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.model.anatomy import read
+from hf_parallel.resolve import resolve
+from tests import models
 
 _FA3 = """(Tensor q, Tensor k, Tensor v, Tensor(k_new!)? k_new = None, Tensor(v_new!)? v_new = None,
 Tensor? q_v = None, Tensor(out!)? out = None, Tensor? cu_seqlens_q = None, Tensor? cu_seqlens_k = None,
@@ -212,3 +217,20 @@ def standing_in(width=8):
         for patch in patches:
             stack.enter_context(patch)
         yield
+
+
+# ---- who may have them ---------------------------------------------------------------------------------------------
+
+
+def plan(name, spec, **changes):
+    """What is planned for a tiny model."""
+    config = ParallelConfig.parse(spec)
+    return resolve(config, read(models.build(name, **changes), config))
+
+
+def check_refused(name, spec, words, **changes):
+    """Fail unless the kernel of this spec is refused for the model, by its key and in these words."""
+    with pytest.raises(SpecError) as caught:
+        plan(name, spec, **changes)
+    assert str(caught.value).startswith(f"attention={spec.partition('attention=')[2]}: ")
+    assert all(word in str(caught.value) for word in words), caught.value

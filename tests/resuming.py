@@ -94,7 +94,7 @@ def train_rank(spec: str, jobs: list[dict[str, Any]]) -> list[Ended]:
 def trained(spec: str, *jobs: dict[str, Any]) -> list[Ended]:
     """What rank 0 of the layout, or one process, did."""
     call = partial(train_rank, spec, list(jobs))
-    return run(call, axes(spec)["world"], init=False, timeout=90)[0] if spec else run_alone(call)
+    return run(call, axes(spec)["world"], init=False)[0] if spec else run_alone(call)
 
 
 def moments(folder: str, model: Any) -> dict[str, torch.Tensor]:

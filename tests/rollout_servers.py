@@ -2,15 +2,35 @@
 
 import contextlib
 import multiprocessing
-import socket
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from tests import rollouts
+from tests.ports import held_port
+
+
+@dataclass(frozen=True)
+class Server:
+    """Where it answers, and where the group of the weights may meet."""
+
+    port: int
+    group_port: int
+
+    @property
+    def url(self) -> str:
+        """Of its answers."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def flags(self) -> str:
+        """What TRL's scripts are told of it."""
+        where = f"--vllm_server_base_url {self.url} --vllm_group_port {self.group_port}"
+        return f"--use_vllm true --vllm_mode server {where}"
 
 
 @contextlib.contextmanager
-def running(folder: str, by_row: bool = False, reference: bool = False) -> Iterator[int]:
-    """Serve a model's folder; yields the port.
+def running(folder: str, by_row: bool = False, reference: bool = False) -> Iterator[Server]:
+    """Serve a model's folder.
 
     Args:
         by_row: draws are those of `rollouts.draw_by_row`.
@@ -22,7 +42,8 @@ def running(folder: str, by_row: bool = False, reference: bool = False) -> Itera
     process.start()
     try:
         assert told.poll(60), "the server has not started"
-        yield told.recv()
+        with held_port() as group_port:
+            yield Server(told.recv(), group_port)
     finally:
         process.kill()
         process.join()
@@ -39,10 +60,3 @@ def _serve(folder: str, by_row: bool, reference: bool, tell) -> None:
     server = serve((load_reference if reference else load)(folder), "127.0.0.1", 0)
     tell.send(server.server_port)
     server.serve_forever()
-
-
-def free_port() -> int:
-    """For the group of the weights."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -1,17 +1,15 @@
 """A recipe shrunk to what two cores train in seconds: its method, kinds of axes and arguments on a tiny model."""
 
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.config import ParallelConfig
-from hf_parallel.recipes import Recipe, load
+from hf_parallel.recipes import Recipe
 from hf_parallel.recipes.fill import options
 from tests import models, trl_scripts
-from tests.distributed import run_alone
 
 #: Sizes of the tiny model, where its config has them; a row of 64 weights is a block of 4 bits.
 SIZES = {
@@ -69,16 +67,3 @@ def flags_of(recipe: Recipe) -> str:
     words |= {"dataloader_drop_last": True}
     spelled = (f"--{key} {str(v).lower() if isinstance(v, bool) else v}" for key, v in words.items())
     return " ".join([*spelled, *([GRPO] if recipe.method == "grpo" else [])])
-
-
-class Folder(trl_scripts.Folder):
-    """One process and layouts of shrunk recipes; a model is written when it is first asked for."""
-
-    def flags(self, name: str, data: str, flags: str) -> tuple[str, ...]:
-        """The recipe's name stands in front of its flags."""
-        recipe, _, rest = flags.partition(" ")
-        folder = Path(self.root, "models", recipe)
-        if not folder.exists():
-            run_alone(write_model, load(recipe), str(folder))
-        where = ("--model_name_or_path", str(folder), "--dataset_name", str(self.root / "data" / data))
-        return (*where, *rest.split())

@@ -333,17 +333,15 @@ class Runs:
     def parallel(self, script: Script, spec: str) -> list[Outcome]:
         """What each rank of the layout does with the script."""
         call = partial(train_rank, spec, script, self.initial(script.model), self._folder())
-        return run(call, axes(spec)["world"], init=False, timeout=90)
+        return run(call, axes(spec)["world"], init=False)
 
-    def compare(
-        self, script: Callable, spec: str, *args: Any, tolerance: Tolerance | None = None, timeout: float = 90
-    ) -> list[Outcome]:
+    def compare(self, script: Callable, spec: str, *args: Any, tolerance: Tolerance | None = None) -> list[Outcome]:
         """Fail unless `script(spec, out, *args)` does on all ranks what it does in one process, where spec is None.
 
         Returns what each rank did. In one process it runs once per session with the same arguments.
         """
         reference = self.alone(script, *args)
-        ranks = run(partial(script, spec, self._folder(), *args), axes(spec)["world"], init=False, timeout=timeout)
+        ranks = run(partial(script, spec, self._folder(), *args), axes(spec)["world"], init=False)
         none(differences(ranks, reference, tolerance or Tolerance()))
         return ranks
 
@@ -376,6 +374,20 @@ def differences(ranks: list[Outcome], reference: Outcome, tolerance: Tolerance) 
     if reference.folder is None:
         return found
     return found + weight_differences(ranks[0].folder, reference.folder, tolerance.weights)
+
+
+def check_plainly_loaded(folder: str) -> None:
+    """Fail unless plain transformers reads the folder, no key missing and none too many, and writes the same again."""
+    info = run_alone(_loaded_and_saved, folder, f"{folder}-again")
+    assert info == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
+    none(weight_differences(f"{folder}-again", folder, 0.0))
+
+
+def _loaded_and_saved(folder: str, again: str) -> dict[str, list]:
+    config = AutoConfig.from_pretrained(folder)
+    model, info = models.auto_class(config).from_pretrained(folder, output_loading_info=True)
+    model.save_pretrained(again)
+    return {key: sorted(info[key]) for key in info if key != "conversion_errors"}
 
 
 def key_differences(ranks: list[list[list[str]]], reference: list[list[str]]) -> list[str]:

@@ -1,12 +1,15 @@
 """TRL's own scripts (`trl sft`, `trl dpo`, …) as installed, with their own flags, on a tiny model and tiny data.
 
 `script` runs what `python -m trl.scripts.sft --flag …` runs, in this process; `write_data` makes local folders that
-stand for the Hub's: one per kind of data set, with a `train` and a `test` split as JSON lines.
+stand for the Hub's: one per kind of data set, with a `train` and a `test` split as JSON lines. `TrlRuns.check`
+compares a script's loss, gradient norm, TRL's own metrics, set of gradients and saved folder with one process.
 """
 
 import importlib
 import json
 import random
+import re
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -22,7 +25,7 @@ from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast
 from hf_parallel import hooks
 from tests import models, rollouts
 from tests.distributed import run, run_alone
-from tests.training import Outcome, Recorder, activate, axes, compared
+from tests.training import Outcome, Recorder, activate, axes, compared, key_differences, none, weight_differences
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>"
@@ -34,6 +37,41 @@ SPECIAL = ["<|end|>", "<|pad|>", "<|user|>", "<|assistant|>", "<unk>"]
 #: 13: a ragged last batch, of which a data rank of two has less than the other; 6: less than one batch.
 ROWS = {"train": 64, "test": 13, "validation": 6}
 STEPS = 5
+#: Models of scripts; 4 bits hold whole blocks of the wide one.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "scores": {"classifier": True},
+    "wide": {"hidden_size": 128, "intermediate_size": 256},
+    "mixtral": {"kind": "mixtral_balanced"},
+}
+LORA = "--use_peft --lora_r 4 --lora_dropout 0 --lora_target_modules all-linear --learning_rate 1.0"
+RAGGED = "--dataset_train_split test --max_steps 4 --eval_strategy steps --eval_steps 3"
+SYNCED = "--sync_ref_model true --ref_model_sync_steps 2"  # the reference follows the model
+#: Cases of SFT: data and flags.
+SFT = {
+    "text": ("text", ""),
+    "completion": ("completion", ""),  # completion-only by default
+    "adapters": ("completion", LORA),
+    "chat": ("chat", "--assistant_only_loss true"),
+    "packing": ("text", "--packing true --max_length 32"),
+    "ragged": ("completion", RAGGED),
+    "joined": ("text", RAGGED + " --padding_free true --max_length None"),
+    "dft": ("text", "--loss_type dft --gradient_accumulation_steps 2 --max_steps 3"),
+}
+#: Flags of DPO and KTO, and of rewards.
+PREFERENCE = {
+    "reference": SYNCED,
+    "adapters": LORA,
+    "precomputed": "--precompute_ref_log_probs true",
+    "ragged": RAGGED,
+    "few": "--dataset_train_split validation --max_steps 2",  # less than one batch
+}
+REWARD = {"whole": "", "adapters": LORA + " --lora_task_type SEQ_CLS", "ragged": RAGGED}
+#: Of what is logged, what depends on time, or on how wide a batch is padded.
+NOT_COMPARED = ("runtime", "per_second", "total_flos", "step_time")
+#: Margins of a model that is its reference still are zero but for what fp32 rounds in sums of size 100 (1e-7 here,
+#: while those of a step that was trained are 1e-4 and more): their signs, whose mean an accuracy is, are chance.
+ROUNDED = 1e-6
 #: Imported here, once: each run would spend a second on it.
 TRAINERS = (
     *(trl.SFTTrainer, trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer),
@@ -153,43 +191,98 @@ def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, A
     return torch.initial_seed()
 
 
-class Folder:
-    """A folder with models, data and what the scripts write; references run once."""
+class TrlRuns:
+    """Runs TRL's scripts under a folder of their own; models, data and references are made once per session."""
 
     def __init__(self, root: Path):
         self.root = root
         self.references: dict[Any, Outcome] = {}
         self.count = 0
         write_data(str(root / "data"))
-        run_alone(self._write_models)
-        self.environment = {"TQDM_DISABLE": "1"}
 
-    def _write_models(self) -> None:
-        write_model(str(self.root / "llama"))
-        write_model(str(self.root / "scores"), classifier=True)
-        write_model(str(self.root / "wide"), hidden_size=128, intermediate_size=256)
+    def model(self, name: str, write: Callable[[str], None] | None = None) -> str:
+        """Folder of one of `MODELS`, or of what `write(folder)` makes of that name."""
+        folder = self.root / "models" / name
+        if not folder.exists():
+            run_alone(write or partial(write_model, **MODELS[name]), str(folder))
+        return str(folder)
 
-    def flags(self, name: str, data: str, flags: str) -> tuple[str, ...]:
-        """The command line behind `trl NAME`."""
-        model = "scores" if name == "reward" else "llama"
-        model = "wide" if "4bit" in flags else model
-        where = ("--model_name_or_path", str(self.root / model), "--dataset_name", str(self.root / "data" / data))
-        return (*where, *flags.replace("ROOT", str(self.root)).split())
+    def words(self, name: str, data: str, flags: str) -> tuple[str, ...]:
+        """The command line behind `trl NAME`; `MODEL:name` in flags is a folder of `MODELS`."""
+        flags = re.sub(r"MODEL:(\w+)", lambda found: self.model(found[1]), flags)
+        model = "scores" if name == "reward" else "wide" if "4bit" in flags else "llama"
+        where = () if "--model_name_or_path" in flags else ("--model_name_or_path", self.model(model))
+        return (*where, "--dataset_name", str(self.root / "data" / data), *flags.split())
 
     def out(self) -> str:
         """A folder for one run."""
         self.count += 1
         return str(self.root / f"run-{self.count}")
 
-    def reference(self, name: str, data: str, flags: str) -> Outcome:
-        """What the script does in one plain process."""
-        key = name, data, flags
+    def run(self, ranks: int, name: str, data: str, flags: str, *more: Any, how: tuple = (script,)) -> list[Outcome]:
+        """What each rank does with a script: `how[0]`, with the rest of `how` before the arguments of `script`."""
+        call = partial(*how, name, self.words(name, data, flags), str(self.root), self.out(), *more)
+        return run(call, ranks, init=False, env={"TQDM_DISABLE": "1"})
+
+    def reference(self, *case: str, how: tuple = (script,)) -> Outcome:
+        """What a script (name, data, flags) does in one plain process."""
+        key = (*case, how)
         if key not in self.references:
-            call = partial(script, name, self.flags(*key), str(self.root), self.out())
-            self.references[key] = run(call, 1, init=False, env=self.environment, timeout=120)[0]
+            self.references[key] = self.run(1, *case, how=how)[0]
         return self.references[key]
 
     def parallel(self, name: str, data: str, flags: str, spec: str) -> list[Outcome]:
         """What each rank of the layout does with it."""
-        call = partial(script, name, self.flags(name, data, flags), str(self.root), self.out(), spec)
-        return run(call, axes(spec)["world"], init=False, env=self.environment, timeout=120)
+        return self.run(axes(spec)["world"], name, data, flags, spec)
+
+    def check(
+        self,
+        name: str,
+        data: str,
+        flags: str,
+        spec: str,
+        metrics: bool = True,
+        tolerance: float = 1e-4,
+        weights: float = 2e-5,
+        also: str = "",
+        alone: tuple = (script,),
+    ) -> list[Outcome]:
+        """Fail with every difference from one process in words; returns what each rank did.
+
+        Args:
+            metrics: whether TRL's own metrics are compared too.
+            weights: five steps of SGD at a rate of 0.1 or 1 carry on what fp32 rounds in the losses: 1e-5 of gradients
+                of size 1.
+            also: flags that the ranks alone are given.
+            alone: the one process's `how`.
+        """
+        reference, ranks = (
+            self.reference(name, data, flags, how=alone),
+            self.parallel(name, data, f"{flags} {also}", spec),
+        )
+        found = []
+        for rank, outcome in enumerate(ranks):
+            assert len(outcome.logs) == len(reference.logs)
+            for step, logs in enumerate(zip(outcome.logs, reference.logs, strict=True), 1):
+                found += [f"rank {rank}: {line} in log {step}" for line in log_differences(*logs, metrics, tolerance)]
+        found += key_differences([outcome.gradient_keys for outcome in ranks], reference.gradient_keys)
+        none(found + weight_differences(ranks[0].folder, reference.folder, weights))
+        return ranks
+
+
+def log_differences(ours: dict[str, Any], theirs: dict[str, Any], metrics: bool, tolerance: float) -> list[str]:
+    """Compare two logs, number by number."""
+    names = [key for key in theirs if not any(part in key for part in NOT_COMPARED)]
+    if not metrics:
+        names = [key for key in names if key in ("loss", "grad_norm", "eval_loss")]
+    found = []
+    for key in (key for key in names if not tied(key, ours, theirs)):
+        if not (gap := abs(ours[key] - theirs[key])) <= tolerance * max(1, abs(theirs[key])):
+            found.append(f"{key}: {ours[key]}, one process {theirs[key]} ({gap:.1e})")
+    return found
+
+
+def tied(key: str, *logs: dict[str, Any]) -> bool:
+    """Is it an accuracy of margins that rounding alone keeps from zero? Those that are exactly zero are compared."""
+    margins = [log.get(key.replace("accuracies", "margins"), 0.0) for log in logs]
+    return key.endswith("rewards/accuracies") and 0 < max(map(abs, margins)) <= ROUNDED

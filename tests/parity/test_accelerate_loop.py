@@ -66,7 +66,7 @@ def reference(request, runs, tmp_path_factory):
 def test_same_numbers_as_one_process(runs, reference, spec, tmp_path):
     expected, saved, even = reference
     given = spec, str(tmp_path / "saved"), runs.initial("llama"), even
-    ranks = run(accelerate_loop, axes(spec)["world"], *given, init=False, timeout=90)
+    ranks = run(accelerate_loop, axes(spec)["world"], *given, init=False)
     found = [f"rank {rank}: {text}" for rank, seen in enumerate(ranks) for text in _differences(seen, expected)]
     none(found + weight_differences(given[1], saved, Tolerance.weights))
 

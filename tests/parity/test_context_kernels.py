@@ -9,7 +9,6 @@ from unittest import mock
 import pytest
 import torch
 
-from hf_parallel import ParallelConfig
 from hf_parallel.axes.attention import choose as kernels_of_packages
 from hf_parallel.axes.context import flash
 from hf_parallel.axes.context.attention import _dense, _visible
@@ -18,12 +17,9 @@ from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.ring import Ring, RingAttention
 from hf_parallel.config import SpecError
-from hf_parallel.model.anatomy import read
-from hf_parallel.resolve import resolve
-from tests import models
 from tests.context import all_steps, differences
 from tests.distributed import run, run_alone
-from tests.flash_kernels import standing_in
+from tests.flash_kernels import check_refused, plan, standing_in
 from tests.training import axes, none
 
 KERNELS = ("auto", "flash_attention_2", "flash_attention_3")
@@ -57,11 +53,6 @@ def test_as_one_process(kernel, size):
     none(differences(cases, run(steps_by_kernels, axes(cases[0][2])["world"], cases), alone))
 
 
-def plan(name, spec, **changes):
-    config = ParallelConfig.parse(spec)
-    return resolve(config, read(models.build(name, **changes), config))
-
-
 @pytest.mark.parametrize(
     ("name", "spec", "changes", "words"),
     [
@@ -72,10 +63,7 @@ def plan(name, spec, **changes):
     ],
 )
 def test_what_is_absent_is_refused(name, spec, changes, words):
-    with pytest.raises(SpecError) as caught:
-        plan(name, f"cp=2,attention={spec}", **changes)
-    assert str(caught.value).startswith(f"attention={spec}: ")
-    assert all(word in str(caught.value) for word in words), caught.value
+    check_refused(name, f"cp=2,attention={spec}", words, **changes)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import pytest
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 
-from tests import trl_scripts
-from tests.parity.test_trl import LORA, PREFERENCE, RAGGED, SFT, check
+from tests.trl_scripts import LORA, PREFERENCE, RAGGED, SFT
 
 RING, ULYSSES = "cp=2,context_parallel=ring", "cp=2,context_parallel=ulysses"
 #: Script, data, flags, layouts. Packs and joined rows tell of their documents by positions that start again.
@@ -24,11 +23,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
-
-
 @pytest.mark.parametrize(
     ("case", "spec"),
     [
@@ -37,14 +31,14 @@ def folder(tmp_path_factory):
         for spec in specs
     ],
 )
-def test_same_as_one_process(folder, case, spec):
+def test_same_as_one_process(trl_runs, case, spec):
     name, data, flags, _ = CASES[case]
-    check(folder, name, data, flags, spec)
+    trl_runs.check(name, data, flags, spec)
 
 
-def test_base_in_4_bits(folder, request):
+def test_base_in_4_bits(trl_runs, request):
     """As over other ranks: TRL trains bf16 adapters on such a base, and losses round at other places."""
     if not request.config.getoption("--all"):
         pytest.skip("pytest --all: test_qlora.py has a base in 4 bits")
     pytest.importorskip("bitsandbytes")
-    check(folder, "sft", "text", SFT["packing"][1] + " " + LORA + " --load_in_4bit", "cp=2", False, 1e-2, 1e-2)
+    trl_runs.check("sft", "text", SFT["packing"][1] + " " + LORA + " --load_in_4bit", "cp=2", False, 1e-2, 1e-2)

@@ -6,9 +6,8 @@ import transformers
 
 from tests import models
 from tests.distributed import run, run_alone
-from tests.parity.test_variants import reload
 from tests.rows import LENGTH
-from tests.training import Script, activate, axes, none, over, weight_differences
+from tests.training import Script, activate, axes, check_plainly_loaded, none, over, weight_differences
 
 #: Newer than the others.
 GRANITE_SWA = pytest.param(
@@ -129,9 +128,7 @@ def test_packed_weights_of_the_best_checkpoint(runs, model, spec):
 def test_plain_transformers_loads_the_saved_folder(runs, model, spec):
     """An ordinary Hub folder after training: no key missing, none too many, the same weights again."""
     folder = runs.parallel(Script(model=model), spec)[0].folder
-    info, again = run_alone(reload, folder, f"{folder}-again")
-    assert info == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
-    none(weight_differences(again, folder, 0.0))
+    check_plainly_loaded(folder)
 
 
 def load_and_save(spec: str, folder: str, out: str, gathered: bool) -> None:

@@ -29,7 +29,7 @@ def habits(initial):
 
 def test_habits_of_scripts(runs):
     """Every rank shuffles as rank 0 does; device_map="auto" is told of; a vocabulary that fits is kept."""
-    ranks = run(partial(habits, runs.initial("llama")), 4, init=False, timeout=60)
+    ranks = run(partial(habits, runs.initial("llama")), 4, init=False)
     assert len({drawn for drawn, *_ in ranks}) == 1
     assert all(any("device_map=auto" in note for note in notes) and kept for _, notes, kept in ranks)
 

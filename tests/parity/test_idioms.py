@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
-from tests import models
 from tests.distributed import run, run_alone
 from tests.training import activate, axes, close, none, tensor_differences
 
@@ -29,12 +28,9 @@ ROWS = 515
 
 
 @pytest.fixture(scope="module")
-def initial(tmp_path_factory):
+def initial(runs):
     """Folders of untrained models, by name."""
-    folders = {name: str(tmp_path_factory.mktemp(name)) for name in ODD}
-    for name, folder in folders.items():
-        run_alone(lambda name=name, to=folder: models.build(name, vocab_size=ROWS, **ODD[name]).save_pretrained(to))
-    return folders
+    return {name: runs.initial(name, vocab_size=ROWS, **ODD[name]) for name in ODD}
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +128,7 @@ def ask(folder, spec=None):
 def test_answers_of_every_rank(initial, alone, name, spec):
     """A model answers on every rank as in one process."""
     expected = alone(ask, name)
-    for found in run(partial(ask, initial[name], spec), axes(spec)["world"], init=False, timeout=60):
+    for found in run(partial(ask, initial[name], spec), axes(spec)["world"], init=False):
         for key in expected:
             assert found[key] == expected[key], key
 
@@ -280,7 +276,7 @@ def of_rank(ours, theirs):
 def test_changes_are_those_of_one_process(initial, alone, name, spec):
     """New rows, rows set by hand and draws are those of one process; so is what training makes of them."""
     expected = alone(both, name)
-    ranks = run(partial(both, initial[name], spec), axes(spec)["world"], init=False, timeout=90)
+    ranks = run(partial(both, initial[name], spec), axes(spec)["world"], init=False)
     first = ranks[0]
     found = [f"rank {i}: {text}" for i, rank in enumerate(ranks) for text in of_rank(rank, expected)]
     for key in ("grown", "rows", "drawn", "former"):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from tests import models
 from tests.distributed import run, run_alone
 from tests.training import activate, axes, check_numbers
 
@@ -31,14 +30,14 @@ def steps(spec, folder):
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "tp=2,dp_shard=2", "dp_replicate=2"])
-def test_they_stay_so_on_every_layout(spec, tmp_path):
-    run_alone(lambda: models.build("t5").save_pretrained(tmp_path))
-    expected, dtypes = run_alone(steps, None, str(tmp_path))
+def test_they_stay_so_on_every_layout(runs, spec):
+    folder = runs.initial("t5")
+    expected, dtypes = run_alone(steps, None, folder)
     assert {name for name, dtype in dtypes.items() if dtype == torch.float32} == {
         f"{stack}.block.{block}.layer.{layer}.DenseReluDense.wo.weight"
         for stack, layer in (("encoder", 1), ("decoder", 2))
         for block in range(2)
     }
-    losses, ours = zip(*run(steps, axes(spec)["world"], spec, str(tmp_path), init=False), strict=True)
+    losses, ours = zip(*run(steps, axes(spec)["world"], spec, folder, init=False), strict=True)
     assert all(each == dtypes for each in ours)
     check_numbers(losses, expected, 1e-2)  # fp16 keeps 11 bits, logits here are 10 to 100

@@ -29,7 +29,7 @@ def with_stand_ins(spec: str, script: Script, initial: str, out: str) -> tuple[o
 def test_numbers_of_one_process_without_it(runs, spec):
     """Weight gradients of norms are sums over parts of the sequence; queries and keys have norms of their own."""
     call = partial(with_stand_ins, f"{spec},lean_loss=false", LIGER, runs.initial(LIGER.model), runs._folder())
-    ranks = run(call, axes(spec)["world"], init=False, timeout=90)
+    ranks = run(call, axes(spec)["world"], init=False)
     reference = runs.reference(Script(model=LIGER.model))
     none(differences([outcome for outcome, _ in ranks], reference, Tolerance()))
     assert set().union(*(used for _, used in ranks)) == {"norm", "mlp", "rope"} | ({"lce"} if spec in FUSED else set())
@@ -55,7 +55,7 @@ def test_beside_other_settings(runs, what, spec):
     """Kernels of whole experts are left out where these are split; adapters call a split layer's kernel as well."""
     script, tolerance = MORE[what]
     call = partial(with_stand_ins, spec, script, runs.initial(script.model), runs._folder())
-    ranks = run(call, axes(spec)["world"], init=False, timeout=90)
+    ranks = run(call, axes(spec)["world"], init=False)
     plain = {name: value for name, value in script.arguments if name != "use_liger_kernel"}
     reference = runs.reference(Script(**{**vars(script), "arguments": tuple(plain.items())}))
     none(differences([outcome for outcome, _ in ranks], reference, tolerance))

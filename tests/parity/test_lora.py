@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PrinterCallback, trainer
 
 from hf_parallel.config import SpecError
 from tests import training
-from tests.adapters import ATTENTION, ENDS, MLP, lora
+from tests.adapters import ATTENTION, ENDS, MLP, logits_while_merging, lora
 from tests.counting import CountCollectives
 from tests.distributed import RankFailure, run, run_alone
 from tests.resuming import STEPS, STOP, log_differences, trained
@@ -102,7 +102,7 @@ def test_adapters_trained_in_turn(runs, tmp_path, spec):
     """What trains changes after the weights have been gathered: other gradients, and of the first adapter no more."""
     initial = runs.initial("llama")
     one = run_alone(train_in_turn, None, initial, f"{tmp_path}/one")
-    many = run(partial(train_in_turn, spec, initial, f"{tmp_path}/many"), 4, init=False, timeout=90)
+    many = run(partial(train_in_turn, spec, initial, f"{tmp_path}/many"), 4, init=False)
     for i, expected in enumerate(one):
         none(differences([ranks[i] for ranks in many], expected, Tolerance()))
 
@@ -178,7 +178,7 @@ def train_adapted(spec, script, initial, out):
 def test_adapters_from_before_the_layout(runs, tmp_path, spec):
     script = Script(lora=lora((*ATTENTION, *ENDS)), second_adapter=True)
     call = partial(train_adapted, spec, script, runs.initial("llama"), str(tmp_path))
-    none(differences(run(call, 4, init=False, timeout=60), runs.reference(script), Tolerance()))
+    none(differences(run(call, 4, init=False), runs.reference(script), Tolerance()))
 
 
 @pytest.mark.parametrize(
@@ -208,20 +208,7 @@ def merged(spec, model, initial, out, **settings):
         for name, parameter in adapted.named_parameters():
             if "magnitude" in name:
                 parameter *= 1.1
-
-    def logits(of):
-        with torch.no_grad():
-            return of(input_ids=torch.arange(16).reshape(2, 8)).logits.clone()
-
-    results = [logits(adapted)]
-    adapted.merge_adapter()
-    results.append(logits(adapted))
-    adapted.unmerge_adapter()
-    results.append(logits(adapted))
-    whole = adapted.merge_and_unload()
-    results.append(logits(whole))
-    whole.save_pretrained(out)
-    return results
+    return logits_while_merging(adapted, out)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +229,7 @@ def test_merging(runs, tmp_path, model, spec, dora):
     settings = {"use_dora": True} if dora else {}
     (reference, *_) = run_alone(merged, None, model, initial, one, **settings)
     call = partial(merged, spec, model, initial, many, **settings)
-    for results in run(call, axes(spec)["world"], init=False, timeout=60):
+    for results in run(call, axes(spec)["world"], init=False):
         assert all((logits - reference).abs().max() < 1e-4 for logits in results)
     none(weight_differences(many, one, 1e-6))
 
@@ -260,7 +247,7 @@ def test_state_dict_is_whole(runs):
     """On rank 0, by PEFT's own names; the other ranks get nothing."""
     initial = runs.initial("llama")
     (one,) = run(partial(state_dict, None, initial), 1, init=False)
-    first, *others = run(partial(state_dict, "dp_shard=2,pp=2", initial), 4, init=False, timeout=60)
+    first, *others = run(partial(state_dict, "dp_shard=2,pp=2", initial), 4, init=False)
     assert others == [{}] * 3
     assert first.keys() == one.keys()
     assert all(torch.equal(first[name], one[name]) for name in one)
@@ -282,7 +269,7 @@ def reduced(initial, spec):
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2"])
 def test_only_adapters_are_reduced(runs, spec):
     """Gradients of the adapters, once; of the frozen base nothing."""
-    for found, adapters in run(partial(reduced, runs.initial("llama"), spec), 2, init=False, timeout=60):
+    for found, adapters in run(partial(reduced, runs.initial("llama"), spec), 2, init=False):
         assert found == adapters
 
 
@@ -307,7 +294,7 @@ def test_script_as_peft_shows_it(tmp_path, spec):
         flags |= {"eval_strategy": "steps", "save_strategy": "steps", "load_best_model_at_end": True, "use_cpu": True}
         flags |= {"per_device_train_batch_size": rows, "per_device_eval_batch_size": 8 * rows, "disable_tqdm": True}
         arguments = [word for key, value in flags.items() for word in (f"--{key}", str(value))]
-        found.append(run(partial(example, layout, arguments), 4 if layout else 1, init=False, timeout=120)[0])
+        found.append(run(partial(example, layout, arguments), 4 if layout else 1, init=False)[0])
     one, many = found
     assert len(many) == len(one) == 2
     assert [log["loss"] for log in many] == pytest.approx([log["loss"] for log in one], rel=1e-5)
@@ -328,7 +315,7 @@ def masks(initial, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", ["true", "false"])
 def test_dropout_masks(runs, sequence_parallel):
     """What ranks hold alike they drop alike, of what they hold parts they drop different things; layers differ."""
-    first, second = run(partial(masks, runs.initial("llama"), sequence_parallel), 2, init=False, timeout=60)
+    first, second = run(partial(masks, runs.initial("llama"), sequence_parallel), 2, init=False)
     alike = [torch.equal(a, b) for a, b in zip(first, second, strict=True)]
     assert alike == [True, False, True, False]
     assert not torch.equal(first[0], first[2])
@@ -411,6 +398,6 @@ def other_ways(initial):
 
 
 def test_other_ways_are_refused(runs):
-    said = run(partial(other_ways, runs.initial("llama")), 2, init=False, timeout=60)[0]
+    said = run(partial(other_ways, runs.initial("llama")), 2, init=False)[0]
     assert len(said) == 7
     assert all("works" in text or "not part of this version" in text for text in said)

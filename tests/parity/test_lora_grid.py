@@ -64,7 +64,7 @@ def starts(runs, tmp_path_factory):
 @pytest.mark.parametrize("spec", SPECS)
 def test_same_seed_same_adapters(runs, starts, tmp_path, spec, model):
     """To the bit, on every layout."""
-    run(partial(start, spec, runs.initial(model), str(tmp_path)), axes(spec)["world"], init=False, timeout=60)
+    run(partial(start, spec, runs.initial(model), str(tmp_path)), axes(spec)["world"], init=False)
     for kind in ("True", "False"):
         ours, theirs = weights(f"{tmp_path}/{kind}"), weights(f"{starts[model]}/{kind}")
         assert ours.keys() == theirs.keys()

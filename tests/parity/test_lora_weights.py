@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_parallel.checkpoint.export import export
-from tests.adapters import ATTENTION, lora
+from tests.adapters import ATTENTION, logits_while_merging, lora
 from tests.distributed import RankFailure, run, run_alone
 from tests.training import Script, activate, axes, load_model, none, over, weight_differences
 
@@ -63,22 +63,9 @@ def merged(spec, model, initial, out, targets):
     activate(spec)
     adapted = load_model(Script(model=model, lora=lora((), target_parameters=targets)), initial, 0).eval()
     adapted.save_pretrained(f"{out}/adapter")
-
-    def logits(of):
-        with torch.no_grad():
-            return of(input_ids=torch.arange(16).reshape(2, 8)).logits.clone()
-
-    results = [logits(adapted)]
-    with adapted.disable_adapter():
-        without = logits(adapted)
-    adapted.merge_adapter()
-    results.append(logits(adapted))
-    adapted.unmerge_adapter()
-    results.append(logits(adapted))
-    whole = adapted.merge_and_unload()
-    results.append(logits(whole))
-    whole.save_pretrained(f"{out}/merged")
-    return results, without
+    with adapted.disable_adapter(), torch.no_grad():
+        without = adapted(input_ids=torch.arange(16).reshape(2, 8)).logits.clone()
+    return logits_while_merging(adapted, f"{out}/merged"), without
 
 
 @pytest.mark.parametrize(
@@ -95,7 +82,7 @@ def test_saved_merged_exported(runs, tmp_path, model, spec, targets):
     initial, one, many = runs.initial(model), str(tmp_path / "one"), str(tmp_path / "many")
     results, without = run_alone(merged, None, model, initial, one, targets)
     assert (results[0] - without).abs().max() > 1e-2
-    ranks = run(partial(merged, spec, model, initial, many, targets), axes(spec)["world"], init=False, timeout=60)
+    ranks = run(partial(merged, spec, model, initial, many, targets), axes(spec)["world"], init=False)
     for found, off in ranks:
         assert (off - without).abs().max() < 1e-4
         # of a tied embedding the head is changed too when it is merged, in one process as here

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PrinterCallback, Trainer
+from transformers import AutoModelForCausalLM, Trainer
 
 import hf_parallel
 from hf_parallel import hooks
 from tests.distributed import run, run_alone
 from tests.rows import Rows
-from tests.training import GLOBAL_BATCH, TRAIN_SEED, arguments_of, axes, close, layouts, none
+from tests.training import GLOBAL_BATCH, TRAIN_SEED, axes, close, layouts, none, trainer_of
 
 ODD = {"num_hidden_layers": 3, "vocab_size": 515, "num_key_value_heads": 1}  # nothing that two ranks divide
 ROWS = 3 * GLOBAL_BATCH
@@ -115,10 +115,10 @@ def start(spec, folder):
 
 
 def trainer(model, folder, ranks, bf16=False):
-    arguments = arguments_of(f"{folder}/out", ranks, eval_strategy="steps", eval_steps=1, bf16=bf16)
+    settings = {"eval_strategy": "steps", "eval_steps": 1, "bf16": bf16}
     rows = Rows(ROWS, TRAIN_SEED, even=True, length=33)
-    ours = SAMTrainer(model=model, args=arguments, train_dataset=rows, eval_dataset=Rows(11, 12, length=33))
-    ours.remove_callback(PrinterCallback)
+    sets = {"train_dataset": rows, "eval_dataset": Rows(11, 12, length=33)}
+    ours, _ = trainer_of(model, f"{folder}/out", ranks, settings, SAMTrainer, **sets)
     ours.train()
     return ours.seen
 

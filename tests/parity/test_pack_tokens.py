@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 from hf_parallel import SpecError
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
@@ -131,11 +131,9 @@ def one_by_one(folder: str, ranks: int, size: int, accumulation: int = 1) -> lis
     return losses
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    models.build("llama").save_pretrained(path)
-    return str(path)
+@pytest.fixture
+def folder(runs):
+    return runs.initial("llama")
 
 
 @pytest.mark.parametrize(
@@ -191,9 +189,10 @@ def refused(folder: str, out: str, arguments: dict) -> None:
     activate(f"pack_tokens={BUDGET}")
     kind = Own if arguments.pop("subclass", False) else Trainer
     collate = (lambda rows: {**pad(rows), "odd": torch.zeros(len(rows))}) if arguments.pop("odd", False) else pad
-    args = TrainingArguments(out, report_to=[], use_cpu=True, remove_unused_columns=False, **arguments)
+    settings = {"remove_unused_columns": False, **arguments}
     model = AutoModelForCausalLM.from_pretrained(folder)
-    kind(model, args, train_dataset=Skewed(), data_collator=collate).train()
+    options = {"train_dataset": Skewed(), "data_collator": collate}
+    trainer_of(model, out, settings=settings, kind=kind, **options)[0].train()
 
 
 def test_lengths_come_from_their_column(folder, tmp_path):
@@ -203,9 +202,9 @@ def test_lengths_come_from_their_column(folder, tmp_path):
     def lengths() -> list[int]:
         activate(f"pack_tokens={BUDGET}")
         rows = [{**{key: value.tolist() for key, value in row.items()}, "length": 40} for row in Skewed()]
-        args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
         model, tensors = AutoModelForCausalLM.from_pretrained(folder), datasets.Dataset.from_list(rows)
-        trainer = Trainer(model, args, train_dataset=tensors.with_format("torch"), data_collator=pad)
+        options = {"train_dataset": tensors.with_format("torch"), "data_collator": pad}
+        trainer, _ = trainer_of(model, str(tmp_path), **options)
         return trainer.get_train_dataloader().batch_sampler.lengths
 
     assert run_alone(lengths) == [40] * len(Skewed())

@@ -8,7 +8,6 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer
 
 from hf_parallel import SpecError
-from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.parity.test_pack_tokens import TWO_EPOCHS, Losses, Skewed, weight_of
 from tests.rows import pad
@@ -34,11 +33,9 @@ def trained(spec: str | None, folder: str, out: str, rows: int, **changes) -> tu
     return losses.found, weight_of(trainer.model), shapes
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("llama")
-    models.build("llama").save_pretrained(path)
-    return str(path)
+@pytest.fixture
+def folder(runs):
+    return runs.initial("llama")
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "tp=2", "cp=2", "dp_shard=2,tp=2"])
@@ -149,10 +146,9 @@ def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
         ("own", ["script's own loss", "pack_tokens="]),
     ],
 )
-def test_auto_joins_what_stays_the_same(tmp_path, case, words):
+def test_auto_joins_what_stays_the_same(runs, tmp_path, case, words):
     shape = {"hidden_size": 128, "intermediate_size": 512, "max_position_embeddings": 64}
-    models.build("llama", **shape).save_pretrained(tmp_path / "model")
-    for spec, said, written in run(chosen, 2, str(tmp_path / "model"), str(tmp_path / "out"), case):
+    for spec, said, written in run(chosen, 2, runs.initial("llama", **shape), str(tmp_path), case):
         assert len(said) == 1, said
         assert [word for word in words if word not in said[0]] == []
         assert spec == written

@@ -353,13 +353,12 @@ def script(spec, folder, out, resume=None):
     return ended.logs
 
 
-def test_checkpoints_are_ordinary_and_resume_without_fp8(tmp_path):
+def test_checkpoints_are_ordinary_and_resume_without_fp8(runs, tmp_path):
     """Of a Trainer script under bf16 and fp8: fp32 weights by their own names, with which one process goes on."""
     from safetensors.torch import load_file
 
-    folder = str(tmp_path / "initial")
-    run_alone(lambda: models.build("llama").save_pretrained(folder))
-    logs = run(script, 4, "tp=2,dp_shard=2" + FP8, folder, str(tmp_path / "fp8"), init=False, timeout=90)[0]
+    folder = runs.initial("llama")
+    logs = run(script, 4, "tp=2,dp_shard=2" + FP8, folder, str(tmp_path / "fp8"), init=False)[0]
     saved = load_file(tmp_path / "fp8" / "checkpoint-4" / "model.safetensors")
     assert {(name, value.dtype) for name, value in saved.items()} == {
         (name, torch.float32) for name in load_file(f"{folder}/model.safetensors")

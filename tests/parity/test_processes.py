@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from tests import models
 from tests.distributed import RankFailure, run
 from tests.rows import Rows, pad
-from tests.training import OwnTrainer, activate, check_alone
+from tests.training import OwnTrainer, activate, check_alone, trainer_of
 
 SPEC, WORLD, DATA_RANKS = "tp=2,dp_shard=2", 4, 2
 GLOBAL_BATCH, STEPS = 6, 3
@@ -130,8 +130,8 @@ def in_accelerate_loop(out: str) -> None:
 def in_trainer(out: str) -> None:
     """The second loader of a run; its loss does not call what the model is called by."""
     _accelerator("pp=2")
-    arguments = TrainingArguments(out, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", max_steps=5)
-    trainer = ByRank(models.build("llama"), arguments, train_dataset=Rows(24, seed=11), eval_dataset=Rows(24, seed=11))
+    sets = {name: Rows(24, seed=11) for name in ("train_dataset", "eval_dataset")}
+    trainer, _ = trainer_of(models.build("llama"), out, settings={"max_steps": 5}, kind=ByRank, **sets)
     trainer.get_train_dataloader = lambda: Trainer.get_train_dataloader(trainer)
     trainer.train()
     trainer.evaluate()

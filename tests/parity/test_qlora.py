@@ -47,11 +47,9 @@ def local(parameter):
     return parameter.to_local() if hasattr(parameter, "to_local") else parameter
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("qlora") / "base")
-    run_alone(lambda: models.build("llama", **SIZES).save_pretrained(path))
-    return path
+@pytest.fixture
+def folder(runs):
+    return runs.initial("llama", **SIZES)
 
 
 SETTINGS = {
@@ -94,11 +92,11 @@ def test_products_in_the_dtype_asked_for(folder):
     half = {"bnb_4bit_compute_dtype": torch.bfloat16}
     one, whole = run_alone(logits, None, folder, **half), run_alone(logits, None, folder)
     assert not torch.equal(one, whole)
-    for found in run(partial(logits, "dp_shard=2", folder, **half), 2, init=False, timeout=60):
+    for found in run(partial(logits, "dp_shard=2", folder, **half), 2, init=False):
         assert torch.equal(found, one)
 
 
 def test_rows_of_half_blocks_are_refused(runs, tmp_path):
     """`down_proj` has rows of 128 weights: over four ranks 32 each, half a block."""
     with pytest.raises(RankFailure, match=r"load_in_4bit: .* not whole blocks of 64; .* works"):
-        run(partial(train, "tp=2", str(tmp_path), runs.initial("llama"), "single"), 2, init=False, timeout=60)
+        run(partial(train, "tp=2", str(tmp_path), runs.initial("llama"), "single"), 2, init=False)

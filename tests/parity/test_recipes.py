@@ -1,9 +1,10 @@
 """The recipes of the smallest models train: five steps of the tiny model that they shrink to, as in one process."""
 
+from functools import partial
+
 import pytest
 
 from hf_parallel.recipes import load
-from tests.parity.test_trl import check
 from tests.training import spec_id
 
 pytest.importorskip("trl")
@@ -20,19 +21,16 @@ SMALLEST = (
 CASES = [(name, shrunk.spec_of(load(name))) for name in SMALLEST]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return shrunk.Folder(tmp_path_factory.mktemp("recipes"))
-
-
 @pytest.mark.parametrize(("name", "spec"), [pytest.param(*case, id=f"{case[0]}-{spec_id(case[1])}") for case in CASES])
-def test_as_in_one_process(folder, name, spec):
+def test_as_in_one_process(trl_runs, name, spec):
     recipe = load(name)
     kind, limits = recipe.script.rpartition(".")[2], ()
     if recipe.four_bit:
         pytest.importorskip("bitsandbytes")
         limits = (False, 1e-2, 1e-2)  # TRL trains bf16 adapters on such a base: losses round at other places
-    check(folder, kind, shrunk.DATA[kind], f"{name} {shrunk.flags_of(recipe)}", spec, *limits)
+    model = trl_runs.model(name, partial(shrunk.write_model, recipe))
+    flags = f"--model_name_or_path {model} {shrunk.flags_of(recipe)}"
+    trl_runs.check(kind, shrunk.DATA[kind], flags, spec, *limits)
 
 
 def test_what_is_kept_of_a_recipe():

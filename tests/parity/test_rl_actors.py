@@ -10,8 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.parity.test_trl import check
-
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("requests")
@@ -74,24 +72,13 @@ def script_by_hand(per_epoch: int, *args):
     return trl_scripts.script(*args)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
-
-
 @pytest.mark.support("trl grpo")
 @pytest.mark.parametrize(("case", "spec"), pairs({"epochs": "tp=2 dp_shard=2,pp=2", "iterations": "dp_shard=2,pp=2"}))
-def test_one_step_behind(folder, case, spec):
+def test_one_step_behind(trl_runs, case, spec):
     more, per_epoch = BEHIND[case]
-    flags = f"{GRPO} {more}"
-    key = "grpo", "prompt", flags
-    if key not in folder.references:
-        words = (*folder.flags(*key), *SERVER.split())
-        call = partial(script_by_hand, per_epoch, "grpo", words, str(folder.root), folder.out())
-        folder.references[key] = run(call, 1, init=False, env=folder.environment, timeout=120)[0]
-    with rollout_servers.running(str(folder.root / "llama"), by_row=True) as port:
-        where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
-        check(folder, *key, f"{spec},rollouts=one_step_behind", also=f"{SERVER} {where}")
+    asked = ("grpo", "prompt", f"{GRPO} {more} {SERVER}", f"{spec},rollouts=one_step_behind")
+    with rollout_servers.running(trl_runs.model("llama"), by_row=True) as server:
+        trl_runs.check(*asked, also=server.flags, alone=(script_by_hand, per_epoch))
 
 
 @pytest.mark.support("trl {case}")
@@ -99,19 +86,19 @@ def test_one_step_behind(folder, case, spec):
     ("case", "spec"),
     pairs({"grpo": "tp=2 dp_shard=2,pp=2", "rloo": "tp=2", "dpo": "tp=2 dp_shard=2,pp=2"}),
 )
-def test_a_served_reference(folder, case, spec):
-    with rollout_servers.running(str(folder.root / "llama"), reference=True) as port:
-        check(folder, *REFERENCE[case], f"{spec},reference=http://127.0.0.1:{port}")
+def test_a_served_reference(trl_runs, case, spec):
+    with rollout_servers.running(trl_runs.model("llama"), reference=True) as server:
+        trl_runs.check(*REFERENCE[case], f"{spec},reference={server.url}")
 
 
-def test_a_reference_of_another_kind(folder):
+def test_a_reference_of_another_kind(trl_runs):
     """Made as far as the server is asked who it is; no rank holds a weight of a reference by then."""
     settings = {"beta": 0.1, "num_generations": 2, "per_device_train_batch_size": 2}
-    model = str(folder.root / "llama")
-    with rollout_servers.running(model, reference=True) as port:
-        spec = f"tp=2,reference=http://127.0.0.1:{port}"
-        call = partial(trl_scripts.generating, "GRPO", model, folder.out(), spec)
+    model = trl_runs.model("llama")
+    with rollout_servers.running(model, reference=True) as server:
+        spec = f"tp=2,reference={server.url}"
+        call = partial(trl_scripts.generating, "GRPO", model, trl_runs.out(), spec)
         with pytest.raises(RankFailure, match="in float32, the policy is in bfloat16; --dtype bfloat16 there works"):
-            run(call, 2, {**settings, "model_init_kwargs": {"dtype": "bfloat16"}}, init=False, timeout=60)
+            run(call, 2, {**settings, "model_init_kwargs": {"dtype": "bfloat16"}}, init=False)
         with pytest.raises(RankFailure, match="adapters have their reference in the policy itself"):
-            run(partial(call, settings, peft_config=LoraConfig(r=2)), 2, init=False, timeout=60)
+            run(partial(call, settings, peft_config=LoraConfig(r=2)), 2, init=False)

@@ -78,12 +78,6 @@ def activated(spec: str) -> None:
     activate(spec)
 
 
-def made_client(port: int):
-    from trl.generation.vllm_client import VLLMClient
-
-    return VLLMClient(base_url=f"http://127.0.0.1:{port}", group_port=rollout_servers.free_port())
-
-
 def greedy(model, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
     """Tokens and their log-probabilities, a forward at a time."""
     ids, logprobs = list(prompt), []
@@ -107,12 +101,14 @@ def check_answers(client, model) -> None:
 
 
 @torch.no_grad()
-def conversation(root, port: int) -> dict[str, set[str]]:
+def conversation(root, server: rollout_servers.Server) -> dict[str, set[str]]:
     """All that TRL's client asks for; what stands in for vLLM on its side is in place, and no layout."""
+    from trl.generation.vllm_client import VLLMClient
+
     patching.apply([patch for patch in patching.DECLARED if patch.room == server_mode.__name__])
     asked = noting()
     one, other = (AutoModelForCausalLM.from_pretrained(root / name) for name in ("one", "other"))
-    client = made_client(port)
+    client = VLLMClient(base_url=server.url, group_port=server.group_port)
     assert client.get_world_size() == 1
     assert client.get_server_info()["model_config"]["logprobs_mode"] == "processed_logprobs"
     check_answers(client, one)
@@ -176,8 +172,8 @@ def check_refusals(client) -> None:
 
 
 def test_what_the_client_asks_for(folders):
-    with rollout_servers.running(str(folders / "one")) as port:
-        assert run_alone(conversation, folders, port, timeout=60) == ROUTES
+    with rollout_servers.running(str(folders / "one")) as server:
+        assert run_alone(conversation, folders, server) == ROUTES
 
 
 def held(root, spec: str, limit: int) -> tuple[dict, int]:
@@ -229,7 +225,7 @@ def test_no_rank_holds_the_model(tmp_path, spec, kind):
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     expected, limit = run_alone(write), 40_000
-    (sent, most), *others = run(held, axes(spec)["world"], tmp_path / "model", spec, limit, init=False, timeout=60)
+    (sent, most), *others = run(held, axes(spec)["world"], tmp_path / "model", spec, limit, init=False)
     assert sent.keys() == expected.keys()
     assert all(torch.equal(sent[name], value) for name, value in expected.items())
     sizes = [value.nbytes for value in expected.values()]

@@ -5,14 +5,13 @@ The server draws by row, as the one process does (`rollouts.py`), so that both d
 
 import pytest
 
-from tests.parity.test_trl import LORA, check
-
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
 pytest.importorskip("requests")
 
-from tests import rollout_servers, trl_scripts
+from tests import rollout_servers
 from tests.training import pairs
+from tests.trl_scripts import LORA
 
 BASE = (
     "--reward_funcs tests.rollouts.reward tests.rollouts.second_reward --num_generations 2 --max_completion_length 8 "
@@ -26,11 +25,6 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
-
-
 @pytest.mark.parametrize(
     ("case", "spec"),
     [
@@ -38,10 +32,10 @@ def folder(tmp_path_factory):
         for case, spec in pairs(dict.fromkeys(("grpo", "dapo", "adapters", "rloo"), "tp=2 dp_shard=2,pp=2"))
     ],
 )
-def test_as_one_process_that_generates(folder, case, spec):
-    with rollout_servers.running(str(folder.root / "llama"), by_row=True) as port:
-        where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
+def test_as_one_process_that_generates(trl_runs, case, spec):
+    with rollout_servers.running(trl_runs.model("llama"), by_row=True) as server:
+        also = server.flags
         if case == "dapo":  # TRL's correction weighs by what top_k has left out, which one process does not know
-            where += " --vllm_importance_sampling_correction false"
+            also += " --vllm_importance_sampling_correction false"
         name = "rloo" if case == "rloo" else "grpo"
-        check(folder, name, "prompt", BASE + CASES[case], spec, also=f"--use_vllm true --vllm_mode server {where}")
+        trl_runs.check(name, "prompt", BASE + CASES[case], spec, also=also)

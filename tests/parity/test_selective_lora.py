@@ -10,28 +10,19 @@ from hf_parallel.planner.activations import kept_bytes
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.shape import shape_of
 from tests import loops, models
-from tests.activations import BATCH, LENGTH, SIZES, Alive
+from tests.activations import BATCH, LENGTH, SIZES, kept_by_layers
 from tests.distributed import run
 
 pytest.importorskip("peft")
 RANK = 8
 
 
-def kept_by_layer(way: str, spec: str = "dp_shard=1") -> float:
-    """Bytes of a bf16 layer with adapters, on average over all layers, at the end of the forward."""
+def kept_by_adapted_layers(spec: str) -> float:
+    """Bytes of a layer with adapters."""
     from peft import LoraConfig, get_peft_model
 
-    from hf_parallel import parallelize
-
-    model = models.build("llama", **SIZES).to(torch.bfloat16).train()
-    parallelize(model, f"{spec},activation_checkpointing={way}")
-    model = get_peft_model(model, LoraConfig(r=RANK, target_modules="all-linear"))
-    layers, held, recorder = model.model.model.layers, [], Alive()
-    layers[0].register_forward_pre_hook(lambda *_: held.append(recorder.bytes))
-    layers[-1].register_forward_hook(lambda *_: held.append(recorder.bytes))
-    with recorder:
-        model(input_ids=torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) % models.VOCABULARY)
-    return (held[1] - held[0]) / len(layers)
+    config = LoraConfig(r=RANK, target_modules="all-linear")
+    return kept_by_layers(spec, "selective", lambda model: get_peft_model(model, config))
 
 
 @pytest.mark.clock
@@ -42,7 +33,7 @@ def test_adapters_keep_no_second_output(tp):
     job = Job(LENGTH, BATCH, 1, recompute="selective", lora=RANK, engine="hf_parallel")
     layout = Layout(tp=tp, sequence_parallel=tp > 1)
     planned = BATCH * LENGTH * kept_bytes(shape.blocks[0], shape, layout, job)
-    for found in run(kept_by_layer, tp, "selective", f"tp={tp}"):
+    for found in run(kept_by_adapted_layers, tp, f"tp={tp}"):
         # and 8 fp32 numbers of the first half of each of 7 adapters, which tp does not divide
         assert found == pytest.approx(planned, rel=0.06 * tp)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import RankFailure, run
-from tests.parity.test_trl import LORA, SYNCED, check
 
 pytest.importorskip("trl")
 pytest.importorskip("datasets")
@@ -20,6 +19,7 @@ import torch
 
 from tests import rollouts, trl_scripts
 from tests.training import activate, pairs
+from tests.trl_scripts import LORA, SYNCED
 
 #: With a key/value cache, which the tiny models leave out.
 BASE = (
@@ -37,15 +37,10 @@ CASES = {
     "adapters": f"{LORA} --beta 0.1 --gradient_accumulation_steps 2",
     "evaluated": f"--loss_type grpo --scale_rewards batch --top_entropy_quantile 0.5 {EVALUATED}",
     "evaluated-dapo": f'--beta 0.1 --generation_kwargs {{"use_cache":false}} {EVALUATED}',
-    "model": "--reward_model_name_or_path ROOT/scores --mask_truncated_completions true "
+    "model": "--reward_model_name_or_path MODEL:scores --mask_truncated_completions true "
     "--importance_sampling_level sequence --log_completions true",
     "rloo": f"--beta 0.1 --gradient_accumulation_steps 2 {EVALUATED}",
 }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return trl_scripts.Folder(tmp_path_factory.mktemp("trl"))
 
 
 @pytest.mark.support("trl grpo")
@@ -61,12 +56,11 @@ def folder(tmp_path_factory):
         }
     ),
 )
-def test_grpo(folder, case, spec):
-    flags = BASE + CASES[case]
-    check(folder, "grpo", "prompt", flags, spec)
-    if "log_completions" in flags:
-        found = read_completions(folder.root / f"run-{folder.count}")
-        expected = read_completions(folder.references["grpo", "prompt", flags].folder)
+def test_grpo(trl_runs, case, spec):
+    asked = ("grpo", "prompt", BASE + CASES[case])
+    ranks = trl_runs.check(*asked, spec)
+    if "log_completions" in asked[-1]:
+        found, expected = (read_completions(run.folder) for run in (ranks[0], trl_runs.reference(*asked)))
         pandas.testing.assert_frame_equal(found, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -79,30 +73,27 @@ def read_completions(run_folder) -> pandas.DataFrame:
 
 @pytest.mark.support("trl rloo")
 @pytest.mark.parametrize(("case", "spec"), pairs({"rloo": "dp_shard=2 tp=2 dp_shard=2,pp=2"}))
-def test_rloo(folder, case, spec):
-    check(folder, "rloo", "prompt", BASE + CASES[case], spec)
+def test_rloo(trl_runs, case, spec):
+    trl_runs.check("rloo", "prompt", BASE + CASES[case], spec)
 
 
-def test_real_draws_under_tp(folder):
+def test_real_draws_under_tp(trl_runs):
     """From the same random state the ranks of one model draw what one process draws."""
-    flags = folder.flags("grpo", "prompt", BASE + "--max_completion_length 4")
-
-    def train(spec: str | None) -> trl_scripts.Outcome:
-        return trl_scripts.script("grpo", flags, str(folder.root), folder.out(), spec, real_draws=True)
-
-    expected = run(train, 1, None, init=False)[0]
+    asked = ("grpo", "prompt", BASE + "--max_completion_length 4")
+    how = (partial(trl_scripts.script, real_draws=True),)
+    (expected,) = trl_runs.run(1, *asked, how=how)
     lengths = [log["num_tokens"] for log in expected.logs if "num_tokens" in log]
-    for outcome in run(train, 2, "tp=2", init=False):
+    for outcome in trl_runs.run(2, *asked, "tp=2", how=how):
         assert [log["num_tokens"] for log in outcome.logs if "num_tokens" in log] == lengths
         for ours, theirs in zip(outcome.logs[:-1], expected.logs[:-1], strict=True):
             for key in ("reward", "loss", "grad_norm"):
                 assert ours[key] == pytest.approx(theirs[key], rel=1e-4, abs=1e-5)  # as in test_trl.py
 
 
-def test_data_ranks_draw_apart(folder):
+def test_data_ranks_draw_apart(trl_runs):
     """The ranks of one model go on from one seed, other data ranks from others."""
-    call = partial(trl_scripts.generating, "GRPO", str(folder.root / "llama"), folder.out(), "dp_shard=2,tp=2", {})
-    assert run(call, 4, init=False, timeout=60) == [42, 42, 43, 43]
+    call = partial(trl_scripts.generating, "GRPO", trl_runs.model("llama"), trl_runs.out(), "dp_shard=2,tp=2", {})
+    assert run(call, 4, init=False) == [42, 42, 43, 43]
 
 
 def shuffled(spec: str) -> list[int]:
@@ -131,8 +122,8 @@ REFUSED = [
 @pytest.mark.parametrize(
     ("kind", "spec", "settings", "more", "message"), REFUSED, ids=[row[-1][:10] for row in REFUSED]
 )
-def test_what_cannot_hold_is_refused(folder, kind, spec, settings, more, message):
-    model = str(folder.root / "llama")
-    call = partial(trl_scripts.generating, kind, model, folder.out(), spec, settings, **more)
+def test_what_cannot_hold_is_refused(trl_runs, kind, spec, settings, more, message):
+    model = trl_runs.model("llama")
+    call = partial(trl_scripts.generating, kind, model, trl_runs.out(), spec, settings, **more)
     with pytest.raises(RankFailure, match=f"{kind}Trainer with {message}"):
-        run(call, 2, init=False, timeout=60)
+        run(call, 2, init=False)

@@ -1,11 +1,18 @@
 """What a script may do differently from the plain one, each against the same script in one process."""
 
 import pytest
-from transformers import AutoConfig
 
-from tests import models
-from tests.distributed import run_alone
-from tests.training import BF16, Script, Tolerance, differences, none, over, weight_differences, weights
+from tests.training import (
+    BF16,
+    Script,
+    Tolerance,
+    check_plainly_loaded,
+    differences,
+    none,
+    over,
+    weight_differences,
+    weights,
+)
 
 PIPELINES = ("tp=2,pp=2", "pp=2,dp_shard=2")
 
@@ -122,18 +129,8 @@ def test_unequal_seeds_are_broadcast_from_rank_0(runs, spec):
 def test_plain_transformers_loads_the_saved_folder(runs, model, spec):
     """An ordinary Hub folder: no key missing, none too many, tied weights once, and the same weights again."""
     folder = runs.parallel(Script(model=model), spec)[0].folder
-    info, again = run_alone(reload, folder, f"{folder}-again")
-    assert info == {"missing_keys": [], "unexpected_keys": [], "mismatched_keys": [], "error_msgs": []}
-    none(weight_differences(again, folder, 0.0))
+    check_plainly_loaded(folder)
     assert ("lm_head.weight" in weights(folder)) == (model == "llama")
-
-
-def reload(folder: str, again: str) -> tuple[dict[str, list], str]:
-    """Load with plain transformers, and save once more."""
-    config = AutoConfig.from_pretrained(folder)
-    model, info = models.auto_class(config).from_pretrained(folder, output_loading_info=True)
-    model.save_pretrained(again)
-    return {key: sorted(info[key]) for key in info if key != "conversion_errors"}, again
 
 
 @over("Llama", "tp=2,dp_shard=2")

@@ -2,24 +2,18 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from hf_parallel.config import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
 from tests.rows import data
+from tests.training import Script, arguments_of, load_model, trainer_of
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    models.build("llama").save_pretrained(path)
-    return str(path)
-
-
-def arguments(out, **changes):
-    given = {"per_device_train_batch_size": 4, "max_steps": 2, "report_to": [], "disable_tqdm": True}
-    return TrainingArguments(str(out), **given, **changes)
+@pytest.fixture
+def folder(runs):
+    return runs.initial("llama")
 
 
 def chosen():
@@ -39,24 +33,20 @@ def trained(folder, out, route):
     if route == "flag":
         import hf_parallel  # noqa: F401 - gives TrainingArguments its field
 
-        args = arguments(out, parallel="auto")
+        args = arguments_of(out, 2, parallel="auto")
         assert script_batch(models.llama(), ["train.py"]).rows == 4  # not the default of 8
     else:
         hooks.activate("auto", source="the test")
-        args = arguments(out)
-    if route == "from_config":
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    else:
-        model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = Trainer(model=model, args=args, train_dataset=data("llama", 16, 1))
+        args = arguments_of(out, 2)
+    model = load_model(Script(route="from_pretrained" if route == "flag" else route), folder, 0)
+    trainer, _ = trainer_of(model, out, settings=args, train_dataset=data("llama", 16, 1))
     trainer.train()
     return *chosen(), trainer.state.global_step, trainer.model._hf_parallel.config.to_spec()
 
 
 @pytest.mark.parametrize("route", ["from_pretrained", "from_config", "flag"])
 def test_trainer(folder, tmp_path, route):
-    results = run(trained, 2, folder, tmp_path, route)
+    results = run(trained, 2, folder, str(tmp_path), route)
     assert results[0] == results[1]
     spec, source, active, steps, of_model = results[0]
     assert source.endswith("(auto)")
@@ -70,9 +60,7 @@ def prepared(folder):
 
     hooks.activate("auto", source="the test")
     accelerator = Accelerator(cpu=True)
-    config = AutoConfig.from_pretrained(folder)
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = load_model(Script(route="from_config"), folder, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.arange(16).view(2, 8)
@@ -105,7 +93,7 @@ def too_late(folder, out):
     from hf_parallel import hooks
 
     hooks.activate("auto", source="the test")
-    Trainer(model_init=lambda: AutoModelForCausalLM.from_pretrained(folder), args=arguments(out))
+    trainer_of(None, out, model_init=lambda: AutoModelForCausalLM.from_pretrained(folder))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +109,7 @@ def test_refused(script, words):
 
 def test_model_init_is_refused(folder, tmp_path):
     with pytest.raises(RankFailure, match="model_init"):
-        run(too_late, 2, folder, tmp_path)
+        run(too_late, 2, folder, str(tmp_path))
 
 
 def alone(folder):

@@ -10,6 +10,7 @@ from hf_parallel.planner.reasons import reasons
 from hf_parallel.planner.search import search
 from tests import models
 from tests.distributed import run, run_alone
+from tests.training import trainer_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "dry_run.md"
 
@@ -78,10 +79,10 @@ def test_llama_8b_on_desktop_gpus_fits_by_a_dry_run(gpus, rows):
     assert ran.peak_bytes < cluster.gpu.memory_gib * 2**30
 
 
-def chosen_for(folder: str) -> list[str]:
+def chosen_for(folder: str, out: str) -> list[str]:
     """The lines for a script with a LoraConfig made before its model is shown, which trains two steps."""
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+    from transformers import AutoModelForCausalLM
 
     from hf_parallel import hooks
 
@@ -96,16 +97,14 @@ def chosen_for(folder: str) -> list[str]:
     auto._best = kept
     model = AutoModelForCausalLM.from_pretrained(folder)
     rows = [{"input_ids": list(range(at, at + 16)), "labels": list(range(at, at + 16))} for at in range(16)]
-    args = TrainingArguments(f"{folder}/out", max_steps=2, report_to=[], disable_tqdm=True)
-    trainer = Trainer(get_peft_model(model, config), args, train_dataset=rows)
+    trainer, _ = trainer_of(get_peft_model(model, config), out, settings={"max_steps": 2}, train_dataset=rows)
     assert trainer.train().training_loss > 0
     return lines
 
 
-def test_a_lora_config_made_before_the_model_is_counted(tmp_path):
+def test_a_lora_config_made_before_the_model_is_counted(runs, tmp_path):
     pytest.importorskip("peft")
-    models.build("llama").save_pretrained(tmp_path)
-    lines, _ = run(chosen_for, 2, str(tmp_path))
+    lines, _ = run(chosen_for, 2, runs.initial("llama"), str(tmp_path))
     assert any("adapters of rank 5" in line for line in lines)
     assert any("activation_checkpointing=" in line for line in lines)
     assert any("attention=auto is sdpa: the model's own, where there is no CUDA device" in line for line in lines)

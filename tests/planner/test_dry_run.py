@@ -1,5 +1,7 @@
 """A dry run keeps and sends what a real run on four ranks keeps and sends."""
 
+import time
+
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -81,16 +83,10 @@ def test_fp32_weights_under_autocast_are_those_of_a_script(spec, accumulation):
         assert sum(plan["peak"].values()) == pytest.approx(sum(did["peak"].values()), rel=0.03)
 
 
-@pytest.fixture
-def folder(tmp_path):
-    models.build("llama").save_pretrained(tmp_path)
-    return str(tmp_path)
-
-
 @pytest.mark.parametrize(("spec", "bits"), [("pp=2,tp=2", 32), ("dp_shard=4", 4)])
-def test_adapters_are_those_of_a_script(folder, spec, bits):
+def test_adapters_are_those_of_a_script(runs, spec, bits):
     """LoRA and QLoRA: only adapters have gradients and states; the base is gathered and never reduced."""
-    real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, folder, bits)
+    real = run(measured_with_adapters, 4, spec, ROWS, LENGTH, runs.initial("llama"), bits)
     packed = {"pack": four_bit()} if bits == 4 else {}
     for rank in (0, 3):
         plan, did = run_alone(planned, "llama", spec, rank, adapt=lora(4), **packed), real[rank]
@@ -134,12 +130,13 @@ def test_more_micro_batches_are_a_straight_line():
 
 
 def rank_of_a_large_world():
-    spec = "tp=8,pp=4,dp_shard=32,pipeline_microbatches=4"
+    """Also the seconds of one core, so that other work on the machine does not count."""
+    spec, begun = "tp=8,pp=4,dp_shard=32,pipeline_microbatches=4", time.process_time()
     ran = dry_run(LlamaConfig(**LLAMA_70B), spec, rank=1023, rows=4, seq=4096)
-    return ran.seconds, ran.kept["parameters"], ran.place, ran.layers_run
+    assert ran.seconds > 0
+    return time.process_time() - begun, ran.kept["parameters"], ran.place, ran.layers_run
 
 
-@pytest.mark.clock
 def test_70b_on_1024_ranks_takes_seconds():
     seconds, parameters, place, layers_run = run_alone(rank_of_a_large_world)
     assert place == {"dp_replicate": 0, "pp": 3, "dp_shard": 31, "cp": 0, "tp": 7}

@@ -4,7 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from hf_parallel.hooks import auto, logits_read
 from hf_parallel.planner import detect as detection
@@ -12,7 +12,7 @@ from hf_parallel.planner import make_cluster
 from hf_parallel.planner.search import search
 from tests import models
 from tests.distributed import run
-from tests.training import OwnTrainer, own_loss
+from tests.training import OwnTrainer, arguments_of, own_loss
 
 SMOOTHED, PLAIN = SimpleNamespace(label_smoothing_factor=0.1), SimpleNamespace(label_smoothing_factor=0.0)
 
@@ -81,7 +81,7 @@ def test_what_a_script_shows_before_its_trainer(monkeypatch, names, reader):
 def said(out: str) -> list[str]:
     """The first line about a choice, with a reader and without."""
     detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
-    auto._arguments = TrainingArguments(out, use_cpu=True, report_to=[])
+    auto._arguments = arguments_of(out)
     auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
     return [auto._best(models.llama(), reader=reader)[1][0] for reader in ("OwnTrainer computes the loss", None)]
 

@@ -12,7 +12,7 @@ from tests.reliability.faults import LIMIT_S, SPEC, failure, kill
 
 pytestmark = pytest.mark.clock
 
-FEW, MANY = 40, 200  # steps
+FEW, MANY = 150, 200  # steps
 
 
 class SaveAtOnce(TrainerCallback):

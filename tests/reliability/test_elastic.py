@@ -17,56 +17,28 @@ from pathlib import Path
 import pytest
 
 from tests.distributed import run_alone
-from tests.reliability.launching import environment
+from tests.reliability.launching import environment, write_script
 from tests.training import none
 
 pytestmark = pytest.mark.clock
 
 LOST_IN, JOINED_IN, LIMIT_S = 5, 8, 120
 
-SCRIPT = """
-import json
-import sys
-import time
-from pathlib import Path
+NOTES = """
+stops = [int(step) for step in sys.argv[4:]]
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+def on_train_begin(self, args, state, control, **kwargs):
+    self.note(state, f"begin {state.global_step}")
 
-out, batch = Path(sys.argv[1]), int(sys.argv[2])
+def on_step_end(self, args, state, control, **kwargs):
+    self.note(state, f"step {state.global_step}")
+    while state.global_step in self.stops and not (folder / f"go-{state.global_step}").exists():
+        time.sleep(0.05)
 
-
-class Notes(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.note(state, f"begin {state.global_step}")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.note(state, f"step {state.global_step}")
-        while state.global_step in stops and not (out / f"go-{state.global_step}").exists():
-            time.sleep(0.05)
-
-    def note(self, state, text):
-        if state.is_world_process_zero:
-            with open(out / "notes", "a") as file:
-                print(text, file=file)
-
-
-stops = [int(step) for step in sys.argv[3:]]
-torch.manual_seed(0)
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (44, 16))]  # the last batch of six is ragged
-config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2,
-)
-arguments = TrainingArguments(
-    str(out / "run"), per_device_train_batch_size=batch, report_to=[], max_steps=10, save_steps=2, logging_steps=1,
-    learning_rate=1e-2, disable_tqdm=True, use_cpu=True,
-)
-trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, callbacks=[Notes()])
-trainer.train()
-losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-if trainer.is_world_process_zero():
-    (out / "losses.json").write_text(json.dumps(losses))
+def note(self, state, text):
+    if state.is_world_process_zero:
+        with open(folder / "notes", "a") as file:
+            print(text, file=file)
 """
 
 
@@ -80,7 +52,7 @@ class Nodes:
             probe.bind(("127.0.0.1", 0))
             place = f"localhost:{probe.getsockname()[1]}"
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", place]
-        quick = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
+        quick = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"]
         size = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
         runner = ["-m", "hf_parallel", "--parallel", spec, *script]
         self.command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, *quick, *runner]
@@ -123,10 +95,10 @@ def until(seen, agent: subprocess.Popen, errors: Path) -> None:
 
 
 def in_one_process(script: Path, out: Path) -> dict:
-    sys.argv = [str(script), str(out), "8"]
+    sys.argv = [str(script), str(out), "run", "8"]
     out.mkdir()
     runpy.run_path(str(script), run_name="__main__")
-    return json.loads((out / "losses.json").read_text())
+    return json.loads((out / "run.json").read_text())[1]
 
 
 def differences(ours: dict, theirs: dict) -> list[str]:
@@ -146,11 +118,11 @@ def differences(ours: dict, theirs: dict) -> list[str]:
 )
 def test_as_undisturbed(tmp_path, spec, batch, joins):
     """Two nodes with eight rows a step; then one, which takes as many in twice as many goes; then two again."""
-    script, out, errors = tmp_path / "train.py", tmp_path / "out", tmp_path / "errors"
-    script.write_text(SCRIPT)
+    script = write_script(tmp_path / "train.py", NOTES, steps=10)  # the last batch of six is ragged
+    out, errors = tmp_path / "out", tmp_path / "errors"
     out.mkdir()
     expected = run_alone(in_one_process, script, tmp_path / "one")
-    with nodes(spec, joins, str(script), str(out), batch, str(LOST_IN), *[str(JOINED_IN)] * joins) as made:
+    with nodes(spec, joins, str(script), str(out), "run", batch, str(LOST_IN), *[str(JOINED_IN)] * joins) as made:
         stays = made.join(errors)
         time.sleep(1.0)  # the first to come keeps the list of who is there, and must not be the one that is lost
         lost = made.join(tmp_path / "of-the-lost")
@@ -169,4 +141,4 @@ def test_as_undisturbed(tmp_path, spec, batch, joins):
     # The signal comes when step 8 is over for all but this callback: they agree on it in the next one.
     assert begun == ["begin 0", f"begin {LOST_IN - 1}", *[f"begin {JOINED_IN + 1}"] * joins]
     assert "8 rows per step are kept" in errors.read_text()
-    none(differences(json.loads((out / "losses.json").read_text()), expected))
+    none(differences(json.loads((out / "run.json").read_text())[1], expected))

@@ -17,6 +17,8 @@ from tests.training import activate, axes
 
 pytestmark = pytest.mark.clock
 
+SOON_S = LIMIT_S / 2  # a fraction of a second on a free machine; a collective that nobody joins waits for minutes
+
 #: Whose disk is full: the file that does not fit, and the rank that writes it.
 FILES = {
     "model.safetensors": 0,
@@ -85,7 +87,7 @@ def saved_in_vain(initial: str, out: str) -> dict[str, tuple[str, list[str]]]:
                 trainer._save_checkpoint(trainer.model, None)
             found[name] = "", []
         except checkpoint.CheckpointError as error:
-            assert time.monotonic() - start < 5.0
+            assert time.monotonic() - start < SOON_S
             torch.distributed.barrier()
             found[name] = str(error), sorted(name for name in os.listdir(out) if "checkpoint" in name)
         torch.distributed.barrier()

@@ -21,7 +21,7 @@ from tests.training import activate, axes
 
 pytestmark = pytest.mark.clock
 
-LIMIT_S, SOON_S = 40, 20
+LIMIT_S, SOON_S = 120, 60  # seconds; on a free machine 2 to 8
 SHORT = {"max_steps": 4, "save_strategy": "no", "gradient_accumulation_steps": 1}
 
 
@@ -47,7 +47,7 @@ class Fault(TrainerCallback):
 
 
 def sleeps(model):
-    time.sleep(60)
+    time.sleep(600)
 
 
 def dies(model):
@@ -101,7 +101,7 @@ class Rows(torch.utils.data.Dataset):
     def __getitem__(self, i):
         self.read += 1
         if self.read > 14 and dist.get_rank() == self.rank:
-            time.sleep(60)  # a disk that does not answer
+            time.sleep(600)  # a disk that does not answer
         return self.rows[i]
 
 
@@ -140,9 +140,9 @@ FAULTS = {
     "sleeping": (
         ONE,
         partial(Fault, 1, sleeps),
-        [f"; rank 1 is in a callback ({here('time.sleep(60)')}, on_step_begin)"],
+        [f"; rank 1 is in a callback ({here('time.sleep(600)')}, on_step_begin)"],
     ),
-    "loader": (ONE, loads_slowly, [f"; rank 1 is in the data loader ({here('time.sleep(60)  # a disk')})"]),
+    "loader": (ONE, loads_slowly, [f"; rank 1 is in the data loader ({here('time.sleep(600)  # a disk')})"]),
     "left out": (
         "tp=2,sequence_parallel=false,hang_timeout_s=2",
         partial(Fault, 1, leaves_one_out),
@@ -203,6 +203,13 @@ def test_who_holds_the_others_up(runs, capfd, tmp_path, name, spec):
     assert any("MainThread" in thread for thread in facts["stacks"])
 
 
+def told_once(capfd, words):
+    """The one line about this hold-up; a busy machine may hold a rank up elsewhere too, and be told of."""
+    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
+    assert len([line for line in told if words in line]) == 1, told
+    return next(line for line in told if words in line)
+
+
 class Slow(TrainerCallback):
     """What may take long, on all ranks, and what may not, on one."""
 
@@ -231,10 +238,7 @@ def test_a_run_that_goes_on(runs, capfd, tmp_path):
     out = str(tmp_path / "out")
     logs = run(goes_on, 2, "dp_shard=2,hang_timeout_s=2,hang_action=report", runs.initial("llama"), out, init=False)
     assert sorted(logs[0]) == [1, 2, 3, 4]
-    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
-    assert len(told) == 1, told
-    assert "rank 1 is in a callback" in told[0]
-    assert "The run goes on" in told[0]
+    assert "The run goes on" in told_once(capfd, "rank 1 is in a callback")
 
 
 def loop(spec, initial, held_up, places):
@@ -258,7 +262,7 @@ def loop(spec, initial, held_up, places):
                 time.sleep(3)  # an upload
             if held_up == "exits" and dist.get_rank() == 1:
                 hangs.end_loop()  # as at the exit of its process
-                time.sleep(60)
+                time.sleep(600)
     accelerator.end_training()
     return hangs._current is None
 
@@ -275,7 +279,7 @@ class OfLoop(torch.utils.data.Dataset):
     def __getitem__(self, i):
         self.read += 1
         if self.held_up == "loader" and self.read > 6 and dist.get_rank() == 1:
-            time.sleep(60)  # of a loop
+            time.sleep(600)  # of a loop
         return self.rows[i]
 
 
@@ -283,10 +287,8 @@ def test_a_loop_that_hangs(runs, capfd, tmp_path):
     """Where batches are read the run ends, as under Trainer; what was written is in `project_dir`."""
     with pytest.raises(RankFailure):
         run(loop, 2, ONE, runs.initial("llama"), "loader", str(tmp_path), init=False, timeout=LIMIT_S)
-    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
-    assert len(told) == 1, told
-    assert f"rank 1 is in the data loader ({here('time.sleep(60)  # of a loop')})" in told[0]
-    assert "The run ends" in told[0]
+    line = told_once(capfd, f"rank 1 is in the data loader ({here('time.sleep(600)  # of a loop')})")
+    assert "The run ends" in line
     assert {"report.json", "rank_0.json"} <= {path.name for path in (tmp_path / "hangs").iterdir()}
 
 
@@ -294,16 +296,12 @@ def test_a_loop_that_one_rank_leaves(runs, capfd, tmp_path):
     """`sys.exit(0)` is no kill."""
     with pytest.raises(RankFailure):
         run(loop, 2, ONE, runs.initial("llama"), "exits", str(tmp_path), init=False, timeout=LIMIT_S)
-    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
-    assert len(told) == 1, told
-    assert "rank 1 has left: it has ended by itself" in told[0]
+    told_once(capfd, "rank 1 has left: it has ended by itself")
 
 
 def test_a_loop_that_takes_its_time_between_steps(runs, capfd, tmp_path):
     """The others say whom they wait for, and go on."""
     ended = run(loop, 2, ONE, runs.initial("llama"), "after a step", str(tmp_path), init=False, timeout=LIMIT_S)
     assert ended == [True, True]
-    told = [line for line in capfd.readouterr().err.splitlines() if "Stacks and last" in line]
-    assert len(told) == 1, told
-    assert f"rank 1 is in what follows a step ({here('time.sleep(3)  # an upload')})" in told[0]
-    assert "Rank 1 may take long: the run goes on" in told[0]
+    line = told_once(capfd, f"rank 1 is in what follows a step ({here('time.sleep(3)  # an upload')})")
+    assert "Rank 1 may take long: the run goes on" in line

@@ -12,7 +12,8 @@ import pytest
 
 from tests import rollout_servers, trl_scripts
 from tests.distributed import run, run_alone
-from tests.reliability.launching import launch
+from tests.ports import held_port
+from tests.reliability.launching import launch, write_script
 from tests.reliability.test_elastic import differences
 
 pytest.importorskip("ray")
@@ -51,51 +52,19 @@ trainer(sys.argv[2], sys.argv[3:], parallel="tp=2,dp_shard=-1", num_processes=4,
 ray.shutdown()
 cluster.shutdown()
 """
-SCRIPT = """
-import json
-import os
-import signal
-import sys
-import time
-from pathlib import Path
+ACCIDENT = """
+def on_train_begin(self, args, state, control, **kwargs):
+    where = [rank, attempt, os.getppid(), os.environ.get("RAY_RAYLET_PID")]
+    (folder / f"rank-{rank}-{attempt}-{name}").write_text(json.dumps(where))
 
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
-
-place, how, batch = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-attempt, rank = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)), os.environ.get("RANK", "0")
-
-
-class Accident(TrainerCallback):
-    def on_train_begin(self, args, state, control, **kwargs):
-        where = [rank, attempt, os.getppid(), os.environ.get("RAY_RAYLET_PID")]
-        (place / f"rank-{rank}-{attempt}-{how}").write_text(json.dumps(where))
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if how == "killed" and rank == "1" and (attempt, state.global_step) in ((0, 2), (1, 5)):
-            os.kill((os.getpid(), os.getppid())[attempt], signal.SIGKILL)  # a rank, then the worker that started it
-        if how == "lost" and attempt == 0 and state.global_step == 3:
-            if rank == "3":
-                (place / "new").write_text(os.environ["RAY_RAYLET_PID"])
-                (place / "new").rename(place / "owner")
-            time.sleep(60)
-
-
-torch.manual_seed(0)
-rows = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (44, 16))]
-config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2,
-)
-arguments = TrainingArguments(
-    str(place / how), per_device_train_batch_size=batch, report_to=[], max_steps=8, save_steps=2, logging_steps=1,
-    learning_rate=1e-2, disable_tqdm=True, use_cpu=True,
-)
-trainer = Trainer(LlamaForCausalLM(config), arguments, train_dataset=rows, callbacks=[Accident()])
-trainer.train()
-losses = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
-if trainer.is_world_process_zero():
-    (place / f"{how}.json").write_text(json.dumps([attempt, losses]))
+def on_step_begin(self, args, state, control, **kwargs):
+    if name == "killed" and rank == "1" and (attempt, state.global_step) in ((0, 2), (1, 5)):
+        os.kill((os.getpid(), os.getppid())[attempt], signal.SIGKILL)  # a rank, then the worker that started it
+    if name == "lost" and attempt == 0 and state.global_step == 3:
+        if rank == "3":
+            (folder / "new").write_text(os.environ["RAY_RAYLET_PID"])
+            (folder / "new").rename(folder / "owner")
+        time.sleep(60)
 """
 
 
@@ -108,9 +77,7 @@ def wanted(request):
 
 @pytest.fixture
 def script(tmp_path) -> Path:
-    path = tmp_path / "train.py"
-    path.write_text(SCRIPT)
-    return path
+    return write_script(tmp_path / "train.py", ACCIDENT, steps=8)
 
 
 def on_ray(driver: str, place: Path, *words: str, cpus: int = 2):
@@ -182,18 +149,18 @@ GRPO = (
 @pytest.mark.parametrize("more", ["", "--reference --one_step_behind"])
 def test_policy_rollouts_and_rewards_as_actors(tmp_path, more):
     """What each step logs is what it logs without Ray, with a server beside it; draws belong to prompts."""
-    folder = trl_scripts.Folder(tmp_path)
-    model, group = str(tmp_path / "llama"), rollout_servers.free_port()
+    runs = trl_scripts.TrlRuns(tmp_path)
+    model = runs.model("llama")
     words = ["integrations/ray/grpo.py", "--model", model, "--reward", "tests.rollouts.reward", *more.split()]
     words += ["--num_processes", "2", "--parallel", "dp_shard=2", "--output_dir", str(tmp_path / "out"), *GRPO.split()]
-    words += ["--dataset_name", str(tmp_path / "data" / "prompt"), "--vllm_group_port", str(group)]
-    on_ray(BY_COMMAND, tmp_path, *words, cpus=3 if more else 2)  # an actor of the cluster takes one
+    words += ["--dataset_name", str(tmp_path / "data" / "prompt")]
+    with held_port() as group:  # an actor of the cluster takes one CPU
+        on_ray(BY_COMMAND, tmp_path, *words, "--vllm_group_port", str(group), cpus=3 if more else 2)
     found = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())["log_history"]
-    with rollout_servers.running(model) as port:
-        where = f"--vllm_server_base_url http://127.0.0.1:{port} --vllm_group_port {rollout_servers.free_port()}"
-        flags = f"{GRPO} --reward_funcs tests.rollouts.reward --use_vllm true --vllm_mode server {where}"
+    with rollout_servers.running(model) as server:
+        flags = f"{GRPO} --reward_funcs tests.rollouts.reward {server.flags}"
         spec = "dp_shard=2,rollouts=one_step_behind" if more else "dp_shard=2"
-        expected = folder.parallel("grpo", "prompt", flags, spec)[0].logs
+        expected = runs.parallel("grpo", "prompt", flags, spec)[0].logs
     assert len(found) == 3
     for ours, theirs in zip(found, expected, strict=False):  # theirs end with the means of the run
         for key in ("reward", "loss", "grad_norm", "kl", "completions/mean_length"):

@@ -4,13 +4,13 @@ import os
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from tests import models, resuming
 from tests.distributed import RankFailure, run
 from tests.reliability.launching import hf_parallel_launch, launch, torchrun
 from tests.rows import data
-from tests.training import activate
+from tests.training import Script, activate, load_model, trainer_of
 
 
 class NotReached(TrainerCallback):
@@ -23,19 +23,17 @@ class NotReached(TrainerCallback):
 def train(spec: str, folder: str, out: str, batch_size: int = 8) -> None:
     """An ordinary start of training under a spec."""
     activate(spec)
-    config = AutoConfig.from_pretrained(folder)
-    model = models.auto_class(config).from_pretrained(folder)
-    arguments = TrainingArguments(
-        out, per_device_train_batch_size=batch_size, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
-    )
-    rows = data("bert" if config.model_type == "bert" else "llama", 16, seed=1)
-    Trainer(model, arguments, train_dataset=rows, callbacks=[NotReached()]).train()
+    model = load_model(Script(), folder, 0)
+    rows = data("bert" if model.config.model_type == "bert" else "llama", 16, seed=1)
+    settings = {"per_device_train_batch_size": batch_size}
+    trainer, _ = trainer_of(model, out, settings=settings, callbacks=[NotReached()], train_dataset=rows)
+    trainer.train()
 
 
 def refusal(world: int, fn, *args, env=None) -> str:
     """The message of the `SpecError` that every rank raised."""
     with pytest.raises(RankFailure) as caught:
-        run(fn, world, *args, init=False, timeout=60, env=env)
+        run(fn, world, *args, init=False, env=env)
     assert caught.value.kinds == dict.fromkeys(range(world), "SpecError"), str(caught.value)
     assert "\n" not in caught.value.message
     return caught.value.message
@@ -117,18 +115,11 @@ def test_a_flag_against_the_environment_names_both(tmp_path):
 
 
 FUSED = {"fused_linear_cross_entropy": True}
+UNFUSED = {"cross_entropy": True, "fused_linear_cross_entropy": False}
 LIGER = {
-    "loss": (
-        "tp=2",
-        {"liger_kernel_config": {"fused_linear_cross_entropy": True}},
-        'fused_linear_cross_entropy": False',
-    ),
-    "sequence": ("cp=2", {"liger_kernel_config": {"fused_linear_cross_entropy": True}}, "cp_size=2"),
-    "cross-entropy": (
-        "tp=2",
-        {"liger_kernel_config": {"cross_entropy": True, "fused_linear_cross_entropy": False}},
-        "split logits",
-    ),
+    "loss": ("tp=2", {"liger_kernel_config": FUSED}, 'fused_linear_cross_entropy": False'),
+    "sequence": ("cp=2", {"liger_kernel_config": FUSED}, "cp_size=2"),
+    "cross-entropy": ("tp=2", {"liger_kernel_config": UNFUSED}, "split logits"),
     "selective": ("dp_shard=2,activation_checkpointing=selective", {}, "activation_checkpointing=full"),
 }
 
@@ -142,15 +133,12 @@ def test_what_liger_cannot_do(runs, tmp_path, what):
         import hf_parallel
 
         hf_parallel.activate(spec)
-        Trainer(AutoModelForCausalLM.from_pretrained(folder), trainer_arguments(tmp_path, **settings))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        trainer_of(model, str(tmp_path), settings={"use_liger_kernel": True, **settings})
 
     message = refusal(2, ask, runs.initial("llama"))
     assert said in message
     assert "works" in message
-
-
-def trainer_arguments(path, **settings):
-    return TrainingArguments(str(path), use_cpu=True, use_liger_kernel=True, report_to=[], **settings)
 
 
 @pytest.mark.parametrize("spec", ["tp=2", "pp=2"])
@@ -198,7 +186,7 @@ def save_odd(folder: str, out: str) -> None:
 
 def test_an_optimizer_with_another_kind_of_state_is_refused_by_name(runs, tmp_path):
     with pytest.raises(RankFailure, match="Odd keeps row of shape .*save_only_model=True") as caught:
-        run(save_odd, 2, runs.initial("llama"), str(tmp_path), init=False, timeout=60)
+        run(save_odd, 2, runs.initial("llama"), str(tmp_path), init=False)
     assert caught.value.kinds == dict.fromkeys(range(2), "NotImplementedError")
 
 
@@ -212,7 +200,7 @@ def test_the_state_of_another_optimizer_is_refused_by_name(runs, tmp_path):
     job = {"folder": runs.initial("llama"), "out": str(tmp_path), "max_steps": 1}
     resuming.trained("dp_shard=2", job)
     with pytest.raises(RankFailure, match="has the state of AdamW, this run has SGD") as caught:
-        run(resume_as_sgd, 2, job["folder"], job["out"], str(tmp_path / "checkpoint-1"), init=False, timeout=60)
+        run(resume_as_sgd, 2, job["folder"], job["out"], str(tmp_path / "checkpoint-1"), init=False)
     assert caught.value.kinds == dict.fromkeys(range(2), "ValueError")
 
 
@@ -262,10 +250,8 @@ def search(folder: str, out: str) -> None:
 
     ALL_HYPERPARAMETER_SEARCH_BACKENDS[HPSearchBackend.OPTUNA] = Backend
     activate("tp=2")
-    arguments = TrainingArguments(out, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True)
-    rows = data("llama", 16, seed=1)
-    make = models.auto_class(AutoConfig.from_pretrained(folder)).from_pretrained
-    trainer = Trainer(model_init=lambda: make(folder), args=arguments, train_dataset=rows, callbacks=[NotReached()])
+    options = {"callbacks": [NotReached()], "train_dataset": data("llama", 16, seed=1)}
+    trainer, _ = trainer_of(None, out, model_init=lambda: load_model(Script(), folder, 0), **options)
     trainer.hyperparameter_search(backend="optuna", hp_name=lambda trial: "one")
 
 

@@ -72,7 +72,7 @@ def one_fails(path, how):
         if dist.get_rank() != 1:
             return rate(*args)
         if how == "stands":
-            time.sleep(60)
+            time.sleep(600)
         raise ZeroDivisionError("no such device")
 
     rate, system.product_rate = system.product_rate, stops
@@ -85,7 +85,7 @@ def test_a_rank_that_fails_ends_all(how, tmp_path, capfd):
     path, began = tmp_path / "check.json", time.monotonic()
     with pytest.raises(distributed.RankFailure) as failure:
         distributed.run(one_fails, 4, str(path), how)
-    assert time.monotonic() - began < 30  # seconds; alone 4
+    assert time.monotonic() - began < 90  # seconds; alone 4
     assert set(failure.value.kinds) == {0, 1, 2, 3}
     text, report = capfd.readouterr(), json.loads(path.read_text())
     assert "in stops" in text.err
@@ -166,22 +166,22 @@ def test_ranks_that_share_a_gpu():
 
 def test_a_rank_of_ours_that_dies_ends_the_others(tmp_path):
     began = time.monotonic()
-    code = "import os, time; time.sleep(30 if os.environ['RANK'] == '0' else 0); raise SystemExit(3)"
+    code = "import os, time; time.sleep(600 if os.environ['RANK'] == '0' else 0); raise SystemExit(3)"
     ranks_ = ranks.environments(2, 0)
     saved, ranks.GRACE_S = ranks.GRACE_S, 0.2
     try:
         assert ranks.start(["-c", code], ranks_) == 3
     finally:
         ranks.GRACE_S = saved
-    assert time.monotonic() - began < 20  # seconds; alone one
+    assert time.monotonic() - began < 90  # seconds; alone one
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux tells processes that their parent is gone")
 def test_ranks_end_with_the_process_that_started_them(tmp_path):
-    rank = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    rank = f"import os, time; open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     code = f"from hf_parallel.check import ranks; ranks.start(['-c', {rank!r}], ranks.environments(1, 0))"
     launcher = subprocess.Popen([sys.executable, "-c", code])
-    end = time.monotonic() + 30
+    end = time.monotonic() + 90
     while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
         assert time.monotonic() < end
         time.sleep(0.02)

@@ -22,7 +22,7 @@ def test_a_server_that_hangs(says):
         threading.Thread(target=half, daemon=True).start()
         with pytest.raises(RuntimeError) as caught:
             ask(address, "log_probs", 0.3, {"input_ids": [[1]]})
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 60  # a fraction of a second on a free machine; without the limit for ever
     message = str(caught.value)
     assert f"{address}/log_probs: no answer in 0.3 s; look at what the server prints and start it again" in message
     assert "reference_timeout_s=2" in message

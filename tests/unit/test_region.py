@@ -17,9 +17,9 @@ class Attention(nn.Module):
         return hidden_states
 
 
-def enter(*args: torch.Tensor, **kwargs: torch.Tensor) -> None:
+def enter(*args: torch.Tensor, **kwargs: torch.Tensor) -> tuple[tuple, dict]:
     owner = Attention()
-    Region(owner, dist.group.WORLD, SequenceParallelFlag(False), at_owner=True).enter_owner(owner, args, kwargs)
+    return Region(owner, dist.group.WORLD, SequenceParallelFlag(False), at_owner=True).enter_owner(owner, args, kwargs)
 
 
 @pytest.mark.parametrize("by_name", [True, False])
@@ -33,7 +33,11 @@ def test_an_unknown_input_with_a_gradient_is_refused(by_name):
 
 def test_known_inputs_and_those_without_a_gradient_enter():
     hidden, trained = torch.ones(1, 2, 4, requires_grad=True), torch.ones(4, requires_grad=True)
-    run(lambda: enter(hidden, torch.ones(4), rel_embeddings=trained, residual=trained), 2)
+    for args, kwargs in run(lambda: enter(hidden, torch.ones(4), rel_embeddings=trained, residual=trained), 2):
+        assert [tensor.tolist() for tensor in args] == [hidden.tolist(), [1.0] * 4]
+        assert {name: tensor.tolist() for name, tensor in kwargs.items()} == {
+            name: [1.0] * 4 for name in ("rel_embeddings", "residual")
+        }
 
 
 def test_the_gradient_of_what_heads_read_besides_is_summed():

@@ -20,7 +20,7 @@ def started(store, world_size: int, late: int | None = None) -> list[str]:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     return [names[number] for number in sorted(names)]
 
 

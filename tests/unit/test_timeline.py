@@ -257,9 +257,10 @@ def test_picture_escapes_and_draws_communication():
 
 def record(kinds, path):
     recorder, group = Recorder(torch.device("cpu")), dist.group.WORLD
+    clock, hosts = time.perf_counter, 1000.0 * group.rank()
+    time.perf_counter = lambda: hosts + clock()  # each host counts from its own start
     with recorder.span("forward", 9, 9):
         pass
-    time.sleep(0.2 * group.rank())  # ranks arrive at different times
     recorder.start(group)
     for i, kind in enumerate(kinds):
         with recorder.span(kind, group.rank(), i):
@@ -276,7 +277,7 @@ def test_recorder_puts_ranks_on_one_clock(tmp_path):
         (r, k, r, i) for r in (0, 1) for i, k in enumerate(("forward", "backward"))
     ]
     assert ranks == 2
-    assert 0.1 <= duration < 0.25
+    assert 0.1 <= duration < 100
     assert not active
     assert [path.name for path in tmp_path.iterdir()] == ["step.svg.0"]
     assert len(shapes((tmp_path / "step.svg.0").read_text(), "box")) == 4

@@ -26,7 +26,7 @@ def watching(tmp_path, monkeypatch):
 
 
 def until(condition):
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition() and time.monotonic() < end:
         time.sleep(0.02)
     assert condition()
