@@ -36,14 +36,10 @@ class Habits:
     # activations
     kernels: str = "fused"  # which activations a block keeps: see activations.activation_terms
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
-    split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
     keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
     loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
-    receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
     # beside the tensors
-    fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
-    context_gib: float = 1.0  # CUDA, kernels
     communicator_gib: float = 1.5  # per axis
     bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
     # communication

@@ -29,7 +29,6 @@ from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.pipeline import (
     Stage,
     live_forwards,
-    remote_neighbours,
     schedule_order,
     simulated_batches,
     stages_by_rank,
@@ -47,6 +46,8 @@ from hf_parallel.planner.states import (
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
+_CONTEXT_GIB = 1.0  # CUDA, kernels
+_FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
@@ -101,11 +102,11 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
     outside = {
-        "context": habits.context_gib * GIB,
+        "context": _CONTEXT_GIB * GIB,
         "communication buffers": (axes * habits.communicator_gib + buckets) * GIB,
     }
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
-    return RankMemory(rank, kinds | outside, habits.fragmentation * passing)
+    return RankMemory(rank, kinds | outside, _FRAGMENTATION * passing)
 
 
 class _Rank:
@@ -215,7 +216,7 @@ class _Rank:
         whole = "gathered" if self.gathers else "gradients"
         kinds = {**states, "gathered": self._gathered() + self._lowered()}
         kinds[whole] += moment.gradients
-        return {**kinds, "activations": moment.held + self._received(), "temporaries": moment.passing}
+        return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
     def end_of_backward(self) -> dict[str, float]:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
@@ -229,8 +230,7 @@ class _Rank:
         if self.in_place and self.layout.pp == 1:  # what is reduced is what stays
             whole = 0.0 if self.job.lora else (ends + embedding) * self.width
         whole = whole * self.gathers + self._lowered()
-        activations = self._received() + self.stream
-        return {**self._states(), "gathered": whole, "activations": activations, "temporaries": 0.0}
+        return {**self._states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
     def _fullest_moment(self) -> Moment:
         each = {stage.index: self._stage_bytes(stage) for stage in self.stages}
@@ -253,8 +253,7 @@ class _Rank:
         kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         if self._lean:  # no logits, but the gradients that the loss has computed on its way
             kept_logits = self._gradients_of_loss() * stage.is_last
-        # What was sent on is kept; what arrives, too, where no buffer waits for it.
-        sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
+        sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits + self._mask
         return StageBytes(
             kept,
@@ -293,20 +292,13 @@ class _Rank:
         )
         return self.job.width * (layers + head)
 
-    def _received(self) -> float:
-        """A pipeline's buffers: one per micro-batch and neighbour that sends."""
-        if self.layout.pp == 1 or not self.habits.receive_buffers:
-            return 0.0
-        return remote_neighbours(self.stages) * self.job.micro_batches_per_call * self.stream
-
     def _loss(self, stage: Stage) -> float:
         """Logits, their probabilities and gradients, and the last norm."""
         if not stage.is_last:
             return 0.0
-        split, hidden = self.layout.tp > 1, self.shape.hidden
-        each = self.habits.split_logit_bytes if split else self.habits.logit_bytes
+        each, hidden = self.habits.logit_bytes, self.shape.hidden
         norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
-        beside = self.tokens * (norm + self.width * hidden * split)
+        beside = self.tokens * (norm + self.width * hidden * (self.layout.tp > 1))
         if self._lean:
             return self._gradients_of_loss() + self._chunk() + beside
         if self._chunks:
