@@ -34,7 +34,7 @@ class Habits:
     gathered_layers: float = 2.0  # alive at a time under ZeRO-3
     balanced: bool = False  # stages are cut by cost also where an even cut is possible
     # activations
-    kernels: str = "fused"  # which activations a block keeps: see activations.activation_terms
+    fused: bool = True  # norms and gated activations keep their inputs alone, not as Transformers writes them
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
     keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
@@ -63,7 +63,7 @@ HABITS = {
         fsdp2=True,
         gathered_layers=1.0,
         balanced=True,
-        kernels="transformers",
+        fused=False,
         keeps_products=True,
         logit_bytes=12.0,
         kept_logit_bytes=4.0,
@@ -145,7 +145,7 @@ class Job:
     lora: int = 0  # rank of the adapters, 0: all weights are trained
     optimizer: str = "adamw"
     offload: str = "none"
-    attention: str = "flash"  # a kind of `attention.py`; to engine "standard" all but flash holds scores
+    attention: str = "flash"  # a kind of `attention.py`
     eight_bit: str = "auto"  # precision in which the blocks' linears multiply: fp8, int8; auto: as all else
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches

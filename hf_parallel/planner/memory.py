@@ -267,7 +267,7 @@ class _Rank:
     def _kept(self, stage: Stage, recompute: str) -> float:
         """Bytes per token of a stage's blocks."""
         job = dataclasses.replace(self.job, recompute=recompute)
-        return sum(count * kept_bytes(block, self.shape, self.layout, job) for block, count in stage.counts)
+        return sum(count * kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts)
 
     def _between_halves(self, stage: Stage) -> float:
         """Gradients of all outputs of products, and of norms; and what checkpointing computed for the first half.
@@ -297,7 +297,7 @@ class _Rank:
         if not stage.is_last:
             return 0.0
         each, hidden = self.habits.logit_bytes, self.shape.hidden
-        norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
+        norm = (4 + 2 * self.width) * hidden / self.parts if not self.habits.fused else 0.0
         beside = self.tokens * (norm + self.width * hidden * (self.layout.tp > 1))
         if self._lean:
             return self._gradients_of_loss() + self._chunk() + beside
@@ -349,7 +349,7 @@ class _Rank:
         block = stage.counts[-1][0]
         one = self._alone(block)
         again = self._kept(one, "none") - self._kept(one, self.job.each_recomputed)
-        return self.tokens * (again + score_gradients(block, self.shape, self.layout, self.job))
+        return self.tokens * (again + score_gradients(block, self.shape.hidden, self.layout, self.job))
 
     @property
     def _mask(self) -> float:

@@ -240,12 +240,12 @@ def _activations(p: Prediction) -> Iterable[str]:
     layout, job, block, hidden = p.layout, p.job, p.shape.blocks[0], p.shape.hidden
     tokens = job.micro_batch * job.seq / layout.cp
     yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
-    for term in terms_of(block, p.shape, job):
+    for term in terms_of(block, hidden, job):
         size = (term.bytes + term.squared * job.seq) / hidden
         if size:
             cut = f"/ tp={layout.tp}" if is_cut(term, layout) else "whole on each tp rank"
             yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
-    kept = kept_bytes(block, p.shape, layout, job)
+    kept = kept_bytes(block, hidden, layout, job)
     yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
 
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from hf_parallel.planner.attention import EAGER, FLASH, all_keys
+from hf_parallel.planner.attention import EAGER, all_keys
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.ledger import block_transfers, end_transfers
@@ -108,10 +108,8 @@ def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
     if job.recompute == "selective" and job.habits.keeps_products:
         again = forward["attention"] if job.attention == EAGER else 0.0
         return {"recomputation": forward["element-wise"] + again}
-    if job.recompute == "selective" and job.attention == FLASH:
-        return {"recomputation": forward["matrix products"] / 2 * 0.8 + forward["element-wise"]}
     if job.recompute == "selective":
-        return {"recomputation": forward["attention"]}
+        return {"recomputation": forward["matrix products"] / 2 * 0.8 + forward["element-wise"]}
     return {}
 
 
@@ -135,14 +133,13 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
-    own = job.habits.kernels == "transformers"  # the published runs do not say which kernel they had
-    every = own and all_keys(attention, job.seq, job.attention)
+    every = all_keys(attention, job.seq, job.attention)
     keys = job.seq if every else attention.keys(job.seq)
     flops = attention.flops(job.seq, full=every) * tokens / heads
     exponentials = attention.heads * keys * tokens / heads / (16 * gpu.units * _CLOCK)
     rate = gpu.peak(job.products_beside) * e.attention
     seconds = exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
-    if not own or job.attention != EAGER:
+    if job.attention != EAGER:
         return seconds
     return seconds + memory_seconds(gpu, attention.heads * keys * tokens / heads * _score_bytes(job.width, backward))
 
