@@ -1,7 +1,7 @@
 """What a block keeps for its backward on one rank, in bytes per token; what a pipeline holds at its fullest moment.
 
 The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4) under flash attention, or those of
-Transformers' modules (docs/activation_memory.md). Where a dry run has counted a block, that number stands for their sum.
+Transformers' modules (docs/activation_memory.md). Where a dry run counted a block, its number stands for their sum.
 """
 
 from __future__ import annotations

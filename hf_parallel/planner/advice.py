@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
@@ -118,7 +118,7 @@ def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
     yield f"with {said}: predicted {gain:.1f}x faster, changes the numbers{where}; docs/zero.md says by how much"
 
 
-def nothing_fits(goal: Goal, needed: float, others: list[tuple[str, Choice | None]]) -> str:
+def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice | None]]) -> str:
     """What to do when no layout fits.
 
     Args:

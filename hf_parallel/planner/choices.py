@@ -67,12 +67,16 @@ class Found:
 
     goal: Goal
     choices: list[Choice]
-    best: Choice | None = None  # the first of all
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
     notes: list[str] = field(default_factory=list)  # of the plan as a whole
     suggestions: list[str] = field(default_factory=list)  # what would be faster, and change the numbers
+
+    @property
+    def best(self) -> Choice | None:
+        """The first, if any fits."""
+        return self.choices[0] if self.choices else None
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
