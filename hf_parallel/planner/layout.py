@@ -128,10 +128,6 @@ class Layout:
         """Over how many ranks experts are split: whole ones over ep, else each of them inside over tp."""
         return self.ep if self.ep > 1 else self.tp
 
-    def __str__(self) -> str:
-        sizes = [f"{name}={getattr(self, name)}" for name in ("tp", "cp", "pp", "dp", "ep") if getattr(self, name) > 1]
-        return " ".join([*sizes, f"zero={self.zero_stage}"])
-
 
 @dataclass(frozen=True)
 class Job:
@@ -191,18 +187,13 @@ class Job:
     @property
     def products(self) -> str:
         """The precision of matrix products in the blocks."""
-        if self.eight_bit != "auto":
-            return self.eight_bit
-        return self._products
-
-    @property
-    def _products(self) -> str:
-        return "bf16" if self.precision == "mixed" else self.precision
+        plain = "bf16" if self.precision == "mixed" else self.precision
+        return plain if self.eight_bit == "auto" else self.eight_bit
 
     @property
     def products_beside(self) -> str:
         """The precision of attention and head, which fp8 leaves in 16 bits."""
-        return "bf16" if self._products == "fp8" else self._products
+        return "bf16" if self.precision in ("mixed", "fp8") else self.precision
 
 
 def computed_job(layout: Layout, job: Job) -> Job:
@@ -221,8 +212,6 @@ def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
         return _checked(given, gpus)
     values = {key: value for key, value in (given or {}).items() if value is not None}
     names = {field.name for field in dataclasses.fields(Layout)}
-    aliases = {"sp": "sequence_parallel", "vpp": "virtual_stages", "zero": "zero_stage"}
-    values = {aliases.get(key, key): value for key, value in values.items()}
     for key in values.keys() - names:
         close = difflib.get_close_matches(key, sorted(names), n=1)
         refuse("layout", f"{key} is no key", do=f"{f'did you mean {close[0]}?' if close else sorted(names)}")
@@ -268,10 +257,10 @@ def known_precision(name: str | None) -> str:
     text = (name or "bf16").lower()
     if text.removeprefix("bf16-") == "mixed":
         return "mixed"
-    found = {text.find(spelled): name for name in WIDTHS for spelled in (name, name.replace("p", "loat"))}
-    found.pop(-1, None)
-    if found:
-        return found[min(found)]  # the first one named: "fp16/bf16" keeps gradients as fp16 does
+    named = {text.find(spelled): name for name in WIDTHS for spelled in (name, name.replace("p", "loat"))}
+    named.pop(-1, None)
+    if named:
+        return named[min(named)]  # the first one: "fp16/bf16" keeps gradients as fp16 does
     refuse(f"precision={name}", f"not one of {', '.join(WIDTHS)}")
 
 

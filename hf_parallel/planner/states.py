@@ -19,7 +19,7 @@ CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
 #: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
-EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
+_EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,7 @@ def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | 
 
 def moment_bytes(optimizer: str, width: float) -> float:
     """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
-    known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
-    return known[optimizer]
+    return {"adamw": 2 * width, "adamw_8bit": _EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}[optimizer]
 
 
 def summed_width(job: Job) -> float:
@@ -107,11 +106,6 @@ def host_bytes(parameters: float, job: Job) -> float:
     return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
 
 
-def pcie_bytes(parameters: float, job: Job) -> tuple[float, float]:
-    """Per step: gradients down, updated weights up."""
-    return parameters * job.stored, parameters * job.stored
-
-
 def nvme_bytes(parameters: float, job: Job) -> float:
     """Per step: master weights and moments, read and written; weights that are gathered from files."""
     gathered = 2 * job.stored if job.offload == "nvme_all" else 0  # of the parameters; once in each direction
@@ -126,7 +120,7 @@ def offload_seconds(parameters: float, job: Job, cluster: Cluster, backward: flo
         backward: seconds of the last backward, behind which gradients go down as they are made.
     """
     host, ranks = cluster.gpu.host, min(cluster.per_node, cluster.gpus)
-    down, up = (size / host.pcie for size in pcie_bytes(parameters, job))
+    down = up = parameters * job.stored / host.pcie  # gradients, updated weights
     adam = ranks * parameters * _READ_AND_WRITTEN * state_width(job) / host.bandwidth
     disk = ranks * nvme_bytes(parameters, job) / host.nvme
     return {

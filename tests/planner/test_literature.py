@@ -15,7 +15,6 @@ from hf_parallel.planner.states import (
     host_bytes,
     nvme_bytes,
     offload_seconds,
-    pcie_bytes,
     zero_states,
 )
 from hf_parallel.planner.transfer import groups, ring_factor
@@ -200,8 +199,9 @@ def test_experts_exchange_tokens_twice_each_way(ranks):
 def test_zero_offload_moves_four_bytes_per_parameter_and_step():
     """Ren et al., 2021, section 3: 16-bit gradients down, 16-bit weights up, the least that any split of the work has;
     16 of 18 bytes of the states are on the host."""
-    job = Job(1024, 1, 1, offload="cpu")
-    assert sum(pcie_bytes(1e9, job)) == 4e9
+    job, cluster = Job(1024, 1, 1, offload="cpu"), make_cluster("h100-80gb", 1)
+    down = offload_seconds(1e9, job, cluster, backward=0.0)["gradients to the host"] * cluster.gpu.host.pcie
+    assert (down, job.stored) == (2e9, 2)
     assert host_bytes(1e9, job) == 14e9  # 16-bit gradient, fp32 weight and two moments
     assert nvme_bytes(1e9, job) == 0
 
