@@ -229,7 +229,7 @@ def _best(shown: Shown) -> tuple[str, list[str]]:
 
 def _lines(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
     """What was chosen for what, why, and the next two."""
-    from hf_parallel.planner.reasons import reasons
+    from hf_parallel.planner.advice import reasons
 
     first, *others = found.choices
     cluster, logits = found.goal.cluster, "" if reader is None else f", whole logits ({reader})"

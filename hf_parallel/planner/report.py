@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hf_parallel.planner.activations import is_cut, kept_bytes, terms_of
+from hf_parallel.planner.advice import attending
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.memory import fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.predict import Prediction
-from hf_parallel.planner.reasons import attending
 from hf_parallel.planner.shape import distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
 from hf_parallel.planner.transfer import ring_factor

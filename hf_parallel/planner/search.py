@@ -37,7 +37,7 @@ from hf_parallel.planner.candidates import (
     rounded,
     sizes_of,
 )
-from hf_parallel.planner.choices import Choice, Found, predicted, variants
+from hf_parallel.planner.choices import Choice, Found, attempt, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, known_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
@@ -173,7 +173,7 @@ class _Search:
         for choice in sorted(best.values(), key=_rank)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
             for config in other_schedules(self.goal, choice.config, choice.rows // size):
-                other = predicted(self.goal, config, size)
+                other = attempt(self.goal, config, size)
                 self.looked_at += 1
                 if isinstance(other, Choice) and self.accept(other.config):
                     _keep(best, other)
@@ -196,7 +196,7 @@ class _Search:
             if _waiting(choice) < 1 - enough / choice.seconds_per_row:
                 continue  # it would be too slow if nothing were sent
             for config in compressed(allowed, choice.config):
-                other = predicted(self.goal, config, choice.prediction.job.micro_batch)
+                other = attempt(self.goal, config, choice.prediction.job.micro_batch)
                 if rounded(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
                     found.append(other)
         return next((choice for choice in sorted(found, key=_rank) if self.accept(choice.config)), None)
