@@ -45,7 +45,7 @@ def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
     norm = job.stored * hidden if fused else (4 + job.stored + 4 / hidden) * hidden
     heads = sum(part.heads for part in block.attentions)
     query = sum(part.heads * part.qk_width for part in block.attentions)
-    keys = sum(part.kv_heads * (part.qk_width + part.v_width) for part in block.attentions)
+    keys = sum(part.key_numbers for part in block.attentions)
     output = sum(part.heads * part.v_width for part in block.attentions)
     inner = c * block.inner
     terms = [
@@ -118,7 +118,7 @@ def kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     if job.recompute == "selective" and job.habits.keeps_products:
         return _all_products(block, hidden, layout, job)
     if job.recompute == "full":
-        parts = layout.tp if layout.sequence_parallel or layout.partition_activations else 1
+        parts = layout.tp if layout.partition_activations else layout.stream_parts
         given = [term for term in terms_of(block, hidden, job) if layout.cp > 1 and term.name in _OF_ATTENTION]
         return job.stored * hidden / parts + _kept(given, layout, job)
     if job.attention != FLASH:
@@ -135,8 +135,8 @@ def _all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """
     attention = () if job.attention == EAGER else _OF_ATTENTION
     terms = [t for t in terms_of(block, hidden, job) if t.product or t.name in attention]
-    stream = hidden / (layout.tp if layout.sequence_parallel else 1)
-    heads = sum(a.heads * a.qk_width + a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
+    stream = hidden / layout.stream_parts
+    heads = sum(part.heads * part.qk_width + part.key_numbers for part in block.attentions)
     sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0
     return (job.stored + 2 * job.width) * stream + sent + _kept(terms, layout, job)
 
@@ -165,8 +165,7 @@ def _every_second_product(terms: list[Term], layout: Layout, job: Job) -> float:
 
 def _inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none."""
-    parts = layout.tp if layout.sequence_parallel else 1
-    of_base = 2 * hidden / parts + block.inner / layout.tp
+    of_base = 2 * hidden / layout.stream_parts + block.inner / layout.tp
     cut = [m.inputs * m.count / (layout.tp if m.split == "row" else 1) for m in adapted(block)]
     return ADAPTER_WIDTH * sum(cut) - job.width * of_base
 
@@ -184,10 +183,9 @@ def counted_as(precision: str, lora: int | bool) -> str:
 
 def output_numbers(block: Block, hidden: int, layout: Layout) -> float:
     """Numbers per token of all outputs of a block's products and of its two norms, on one rank."""
-    parts = layout.tp if layout.sequence_parallel else 1
     column = sum(m.outputs * m.count * m.share for m in block.matrices if m.split != "row")
     rows = sum(1 for m in block.matrices if m.split == "row")
-    return column / layout.tp + (rows + 2) * hidden / parts
+    return column / layout.tp + (rows + 2) * hidden / layout.stream_parts
 
 
 def lowered_parameters(block: Block, layout: Layout) -> float:

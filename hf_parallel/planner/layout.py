@@ -29,8 +29,9 @@ class Habits:
     # states
     master_weights: bool = True  # 16-bit training keeps fp32 weights and moments beside the 16-bit weights
     gradient_bytes: float = 6.0  # per parameter, bf16 before ZeRO-3: the fp32 sum and the 16-bit gradient
-    gradient_buffers: bool = True  # gradients are allocated for the whole run, not by each backward
-    fsdp2: bool = False  # weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule
+    #: Weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule; gradients are allocated by
+    #: each backward, not for the whole run.
+    fsdp2: bool = False
     gathered_layers: float = 2.0  # alive at a time under ZeRO-3
     balanced: bool = False  # stages are cut by cost also where an even cut is possible
     # activations
@@ -43,7 +44,6 @@ class Habits:
     communicator_gib: float = 1.5  # per axis
     bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
     # communication
-    data_axis: str = "dp"  # what the data axis is called
     recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
     lowers_inputs: bool = False  # under autocast they travel as products read them
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
@@ -59,7 +59,6 @@ HABITS = {
     "hf_parallel": Habits(
         master_weights=False,
         fp32_sums=True,
-        gradient_buffers=False,
         fsdp2=True,
         gathered_layers=1.0,
         balanced=True,
@@ -71,7 +70,6 @@ HABITS = {
         lowers_inputs=True,
         communicator_gib=0.5,
         bucket_gib=0.0,
-        data_axis="dp_shard",
         recomputed_outputs=1,
         regathers=True,
         counts_ends=True,
@@ -116,6 +114,16 @@ class Layout:
     def shards(self) -> int:
         """Over how many ranks ZeRO spreads its states: the data ranks of one replica, and cp with them."""
         return self.dp // self.dp_replicate * self.cp
+
+    @property
+    def has_several_data_ranks(self) -> bool:
+        """Do ranks see different tokens, so that FSDP2 has something to gather?"""
+        return self.dp * self.cp > 1
+
+    @property
+    def stream_parts(self) -> int:
+        """Over how many tp ranks the residual stream is cut."""
+        return self.tp if self.sequence_parallel else 1
 
     @property
     def heads_over(self) -> int:
@@ -164,6 +172,10 @@ class Job:
         """The habits of the engine."""
         return HABITS[self.engine]
 
+    def tokens(self, layout: Layout) -> float:
+        """Of a micro-batch, on one rank."""
+        return self.micro_batch * self.seq / layout.cp
+
     @property
     def micro_batches_per_call(self) -> int:
         """Of one run of a pipeline's schedule."""
@@ -198,7 +210,7 @@ class Job:
 
 def computed_job(layout: Layout, job: Job) -> Job:
     """The job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
-    gathered = job.habits.fsdp2 and layout.dp * layout.cp > 1
+    gathered = job.habits.fsdp2 and layout.has_several_data_ranks
     return dataclasses.replace(job, precision="bf16", lowered=True) if job.autocast and gathered else job
 
 

@@ -117,15 +117,15 @@ class _Rank:
         job = self.job
         self.stages, self.layout, self.rank, self.habits = stages, layout, rank, job.habits
         self.shape, self.width = stages[0].shape, job.stored
-        self.tokens = job.micro_batch * job.seq / layout.cp
-        self.parts = layout.tp if layout.sequence_parallel else 1  # of the residual stream
+        self.tokens = job.tokens(layout)
+        self.parts = layout.stream_parts
         self.stream = self.tokens * self.shape.hidden * self.width / self.parts
         self.ends = sum(stage.ends(layout.tp) for stage in stages)
         self.numbers = sum(stage.dense(layout.tp) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
         self.adapter_width = adapter_width(job)  # gathered
-        several = layout.dp * layout.cp > 1
+        several = layout.has_several_data_ranks
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
         # Replicas alone compute with what they store, if on the GPU and in its own dtype.
         self.in_place = self.habits.fsdp2 and several and layout.zero_stage == 0 and layout.cp == 1
@@ -145,7 +145,9 @@ class _Rank:
             zero_states(self.adapters, self.layout.shards, stage, adapter),
         )
         found = {kind: sum(states[kind] for states in each) for kind in each[0]}
-        return {**found, "gradients": found["gradients"] + self._fed_back()}
+        if self.layout.gradient_error_feedback:  # what quantised gradients have lost, for all numbers of a step
+            found["gradients"] += 4.0 * (self.numbers + self.experts)
+        return found
 
     def _gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
@@ -157,7 +159,7 @@ class _Rank:
     def _accumulates(self) -> bool:
         """Do gradients stay whole between micro-batches?"""
         several = self.layout.pp > 1 or (self.job.micro_batches > 1 and not self.layout.reduces_each)
-        return not self.habits.gradient_buffers and several
+        return self.habits.fsdp2 and several
 
     @property
     def _holds(self) -> bool:
@@ -178,7 +180,7 @@ class _Rank:
         alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
         layer = max((one.dense(self.layout.tp) + one.experts(self.layout.expert_split) for one in alone), default=0.0)
         adapters = self.adapter_width * self.adapters / max(1, sum(stage.layers for stage in self.stages))
-        reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
+        reduced = self.width * max(layer, self.ends) if not self.habits.fsdp2 else 0.0
         ends = self.ends - self._freed_embedding(self.stages[0])
         gathered = self.width * (ends + self.habits.gathered_layers * layer)
         return gathered + adapters + reduced + self._kept_nearby()
@@ -195,10 +197,6 @@ class _Rank:
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
         return width * (self.numbers + self.experts - self.ends) / self.layout.hierarchical_shard
 
-    def _fed_back(self) -> float:
-        """What quantised gradients have lost, for all numbers of a step."""
-        return 4.0 * (self.numbers + self.experts) if self.layout.gradient_error_feedback else 0.0
-
     def _alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)
 
@@ -207,7 +205,7 @@ class _Rank:
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
         states, moment = self._states(), self._fullest_moment()
-        if not self.habits.gradient_buffers:  # a pipeline reduces in each call, and adds to what it put aside
+        if self.habits.fsdp2:  # a pipeline reduces in each call, and adds to what it put aside
             wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
             more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
@@ -220,7 +218,7 @@ class _Rank:
 
     def end_of_backward(self) -> dict[str, float]:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
-        if self.habits.gradient_buffers:
+        if not self.habits.fsdp2:
             return {}  # they are there at any moment
         embedding = sum(map(self._freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
         ends = (self.ends - embedding) * (self.layout.pp > 1 or self.shape.tied)

@@ -238,7 +238,7 @@ _DIVIDED = ("nothing", "the optimizer", "optimizer and gradients", "optimizer, g
 
 def _activations(p: Prediction) -> Iterable[str]:
     layout, job, block, hidden = p.layout, p.job, p.shape.blocks[0], p.shape.hidden
-    tokens = job.micro_batch * job.seq / layout.cp
+    tokens = job.tokens(layout)
     yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
     for term in terms_of(block, hidden, job):
         size = (term.bytes + term.squared * job.seq) / hidden

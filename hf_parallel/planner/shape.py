@@ -57,6 +57,11 @@ class Attention:
     window: int | None = None
     causal: bool = True
 
+    @property
+    def key_numbers(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.kv_heads * (self.qk_width + self.v_width)
+
     def flops(self, length: int, full: bool = False) -> float:
         """Scores and their product with the values, forward, per token; `full`: as if nothing was masked."""
         return 2.0 * self.heads * (self.qk_width + self.v_width) * (length if full else self.keys(length))

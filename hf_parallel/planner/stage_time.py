@@ -81,7 +81,7 @@ def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 @functools.lru_cache(maxsize=4096)
 def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One block on one rank, with its communication over tp, cp and ep, and under ZeRO-3 of its weights."""
-    gpu, tokens = cluster.gpu, job.micro_batch * job.seq / layout.cp
+    gpu, tokens = cluster.gpu, job.tokens(layout)
     element_wise = memory_seconds(gpu, tokens * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes)
     forward, backward = (
         {
@@ -157,8 +157,7 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     heads = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
     inner = c * block.inner * (3 if block.gated else 2)
     routed = 4 * c * block.top_k * hidden
-    parts = layout.tp if layout.sequence_parallel else 1
-    return stream / parts + (2 * c * heads + inner) / layout.tp + routed / parts
+    return stream / layout.stream_parts + (2 * c * heads + inner) / layout.tp + routed / layout.stream_parts
 
 
 def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
@@ -206,7 +205,7 @@ def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
     """Head and loss."""
     if not shape.head_outputs:
         return Times()
-    tokens, columns = job.micro_batch * job.seq / layout.cp, shape.head_outputs / layout.tp
+    tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
     product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
     loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
     return Times({"head": product + loss}, {"head": 2 * product + loss})

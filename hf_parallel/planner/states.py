@@ -73,7 +73,7 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
         return state
     if habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
-    return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
+    return StateBytes(width, state.gradients if habits.fsdp2 else 0, 0)
 
 
 def adapter_width(job: Job) -> int:
