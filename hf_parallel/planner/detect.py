@@ -13,6 +13,7 @@ from hf_parallel.config import SpecError
 from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, catalogue, find_gpu, find_link
 from hf_parallel.spec import refuse
 
+_SIZE = 384  # of the matrices whose product measures a processor
 #: Links of processes on one machine without accelerators: copies through memory.
 _SHARED_MEMORY = Link("shared memory", 2e9, 50e-6, "order of magnitude of gloo over loopback")
 
@@ -176,17 +177,17 @@ def _processors(count: int, per_node: int) -> Cluster:
     return Cluster(gpu, count, per_node, _SHARED_MEMORY, find_link("ethernet-25g"))
 
 
-def _measured_flops(size: int = 384) -> float:
+def _measured_flops() -> float:
     """FLOP/s of one thread in a matrix product, as ranks without accelerators compute."""
     import torch
 
-    threads, a = torch.get_num_threads(), torch.ones(size, size)
+    threads, a = torch.get_num_threads(), torch.ones(_SIZE, _SIZE)
     torch.set_num_threads(1)
     try:
         a @ a
         began = time.perf_counter()
         for _ in range(5):
             a @ a
-        return 5 * 2 * size**3 / (time.perf_counter() - began)
+        return 5 * 2 * _SIZE**3 / (time.perf_counter() - began)
     finally:
         torch.set_num_threads(threads)

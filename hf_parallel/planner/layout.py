@@ -28,7 +28,6 @@ class Habits:
 
     # states
     master_weights: bool = True  # 16-bit training keeps fp32 weights and moments beside the 16-bit weights
-    gradient_bytes: float = 6.0  # per parameter, bf16 before ZeRO-3: the fp32 sum and the 16-bit gradient
     #: Weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule; gradients are allocated by
     #: each backward, not for the whole run.
     fsdp2: bool = False

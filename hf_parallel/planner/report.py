@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hf_parallel.dryrun.run import DryRun
 
 
-def show(found: Found, dollars: float | None = None, console: Console | None = None) -> None:
+def show(found: Found, dollars: float | None = None) -> None:
     """Print the ranked table and what is to be said about it.
 
     Args:
         dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
     """
-    console = console or wide_console()
+    console = wide_console()
     for line in (_heading(found), *(f"  {note}" for note in found.notes)):
         console.print(line, markup=False)
     console.print(table(found, dollars))
@@ -149,11 +149,11 @@ def spec_file(found: Found, choice: Choice) -> str:
     return "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
 
 
-def show_verified(choice: Choice, runs: list[DryRun], console: Console | None = None) -> None:
+def show_verified(choice: Choice, runs: list[DryRun]) -> None:
     """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
     from rich.table import Table
 
-    console = console or wide_console()
+    console = wide_console()
     shown = Table(title="Dry run of " + choice.config.to_spec(), header_style="bold", title_justify="left")
     for heading in ("rank", "planned GiB", "dry run GiB", "of which", "sent per step", "s"):
         shown.add_column(heading, justify="left" if heading in ("of which", "sent per step") else "right")
