@@ -187,7 +187,7 @@ LLAMA_8B = {"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidde
 def plan() -> None:
     """Print the planner's memory table, in GiB per GPU."""
     from hf_parallel.planner.candidates import Goal, configured, context_of
-    from hf_parallel.planner.choices import Choice, predicted
+    from hf_parallel.planner.choices import predicted
     from hf_parallel.planner.hardware import make_cluster
     from hf_parallel.planner.shape import shape_of
 
@@ -197,8 +197,7 @@ def plan() -> None:
         for way in ("ring", "ulysses" if gpus == 8 else "hybrid:8", "auto"):
             sizes = {"cp_size": gpus, "dp_shard_size": 1, "context_parallel": way}
             config = configured(**sizes, activation_checkpointing="full")
-            found = predicted(goal, config, 1, measure=True)
-            assert isinstance(found, Choice)
+            found = predicted(goal, config, 1)
             parts = found.prediction.breakdown.memory
             if not printed:
                 print("|", " | ".join(["", *parts, "all", "seconds per step"]), "|")

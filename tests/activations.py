@@ -143,7 +143,7 @@ def planned(tp: int, way: str) -> float:
     shape = shape_of(models.build("llama", **SIZES).to(torch.bfloat16))
     job = Job(LENGTH, BATCH, 1, recompute=way, precision="bf16", engine="hf_parallel")
     layout = Layout(tp=tp, sequence_parallel=tp > 1)
-    return BATCH * LENGTH * kept_bytes(shape.blocks[0], shape, layout, job)
+    return BATCH * LENGTH * kept_bytes(shape.blocks[0], shape.hidden, layout, job)
 
 
 def transformers_bytes(folder: str, tp: int) -> int:

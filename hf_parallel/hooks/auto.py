@@ -9,8 +9,9 @@ else from the script's command line. Which of several models comes first decides
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from hf_parallel.config import ParallelConfig, SpecError
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from peft import LoraConfig
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+
+    from hf_parallel.planner.choices import Choice, Found
 
 _LONGEST_ASSUMED = 2048  # tokens per row where nothing says how long rows are
 _LENGTHS = ("max_length", "max_seq_length", "max_seq_len", "block_size", "model_max_length")
@@ -104,8 +107,8 @@ def _at_from_pretrained(
 
         config = AutoConfig.from_pretrained(config or source, trust_remote_code=kwargs.get("trust_remote_code"))
     asked = kwargs.get("dtype", kwargs.get("torch_dtype"))
-    reader = logits_read.by_script(_arguments)
-    choose(config, None if asked == "auto" else asked, kernel=kwargs.get("attn_implementation"), reader=reader)
+    kernel, reader = kwargs.get("attn_implementation"), logits_read.by_script(_arguments)
+    choose(Shown(config, None if asked == "auto" else asked, kernel=kernel, reader=reader))
     return cls.from_pretrained(source, *args, **kwargs)  # the layout's own by now
 
 
@@ -128,23 +131,18 @@ def _at_trainer(
     if model is None:
         refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
     reader = logits_read.by_trainer(type(self), kwargs, _arguments)
-    choose(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader)
+    choose(Shown(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader))
     from transformers import Trainer
 
     Trainer.__init__(self, model, args, *rest, **kwargs)
 
 
 def _at_prepare(original: Callable, self: Accelerator, *args: Any, **kwargs: object) -> object:
-    models = [arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")]
-    if not models:
+    model = next((arg for arg in args if hasattr(getattr(arg, "config", None), "model_type")), None)
+    if model is None:
         return original(self, *args, **kwargs)
-    choose(
-        models[0].config,
-        _dtype_of(models[0]),
-        self.mixed_precision,
-        _rank_of(models[0]),
-        reader=logits_read.by_loop(),
-    )
+    lowered, reader = self.mixed_precision, logits_read.by_loop()
+    choose(Shown(model.config, _dtype_of(model), lowered, _rank_of(model), reader=reader))
     return type(self).prepare(self, *args, **kwargs)
 
 
@@ -160,23 +158,25 @@ def _rank_of(model: object) -> int:
     return max((int(getattr(one, "r", 0)) for one in (getattr(model, "peft_config", None) or {}).values()), default=0)
 
 
-def choose(
-    config: PretrainedConfig,
-    dtype: torch.dtype | str | None = None,
-    lowered: str | None = None,
-    adapters: int = 0,
-    kernel: str | None = None,
-    reader: str | None = None,
-) -> None:
-    """Choose for this model's config and activate the layout. Collective.
+class Shown(NamedTuple):
+    """The model that a script shows first, and what is known of it by then.
 
-    Args:
-        dtype: of the weights; default: what the config says.
-        lowered: what autocast lowers products to: bf16, fp16, no; default: what the script's arguments say.
-        adapters: rank of those that the model has; default: of those that the script is known to add.
-        kernel: of attention, if the script names it.
-        reader: who reads whole logits, which then need room.
+    dtype: of the weights; default: what the config says. lowered: what autocast lowers products to: bf16, fp16, no;
+    default: what the script's arguments say. adapters: rank of those that the model has; default: of those that the
+    script is known to add. kernel: of attention, if the script names it. reader: who reads whole logits, which then
+    need room.
     """
+
+    config: PretrainedConfig
+    dtype: torch.dtype | str | None = None
+    lowered: str | None = None
+    adapters: int = 0
+    kernel: str | None = None
+    reader: str | None = None
+
+
+def choose(shown: Shown) -> None:
+    """Choose for this model and activate the layout. Collective."""
     import torch.distributed as dist
 
     from hf_parallel import hooks
@@ -185,9 +185,7 @@ def choose(
     source = _source
     assert source is not None
     try:
-        spec, lines = objects.from_one(
-            lambda: _best(config, dtype, lowered, adapters, kernel, reader), errors=(SpecError,)
-        )
+        spec, lines = objects.from_one(lambda: _best(shown), errors=(SpecError,))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
@@ -198,25 +196,17 @@ def choose(
     hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
 
 
-def _best(
-    config: PretrainedConfig,
-    dtype: torch.dtype | str | None = None,
-    lowered: str | None = None,
-    adapters: int = 0,
-    kernel: str | None = None,
-    reader: str | None = None,
-) -> tuple[str, list[str]]:
+def _best(shown: Shown) -> tuple[str, list[str]]:
     """The chosen spec, and what is to be said about it and the next two."""
     import torch.distributed as dist
 
     from hf_parallel.hooks.trainer import padding_free
     from hf_parallel.planner.detect import detect
-    from hf_parallel.planner.reasons import reasons
     from hf_parallel.planner.search import search
 
-    batch = script_batch(config, None, dtype, lowered)
+    batch = script_batch(shown.config, None, shown.dtype, shown.lowered)
     found = search(
-        model=config,
+        model=shown.config,
         cluster=detect(dist.get_world_size(), local_world_size()),
         seq=batch.seq,
         global_batch=None,
@@ -224,30 +214,35 @@ def _best(
         accumulation=batch.accumulation,
         precision=batch.precision,
         optimizer=batch.optimizer,
-        lora=adapters or batch.lora,
+        lora=shown.adapters or batch.lora,
         top=3,
-        accept=accepted(config),
-        attention=kernel,
+        accept=accepted(shown.config),
+        attention=shown.kernel,
         documents=batch.documents,
-        whole_logits=reader is not None,
+        whole_logits=shown.reader is not None,
     )
     if found.best is None:
         refuse(f"no layout of {dist.get_world_size()} processes fits", found.advice)
-    rows = f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens"
-    logits = "" if reader is None else f", whole logits ({reader})"
-    counted = f"{rows} per data rank, precision {batch.precision}{logits}"
-    lines = [f"auto, for {found.goal.cluster.gpus} x {found.goal.cluster.gpu.name} and {counted}, chooses"]
-    for i, choice in enumerate(found.choices):
-        word = "  " if i == 0 else "  then "
-        p = choice.prediction
-        lines.append(
-            f"{word}{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of "
-            f"{choice.rows * choice.accumulation * choice.config.data_parallel_size} rows, {p.memory_gib:.1f} GiB"
-        )
-        if i == 0:
-            lines += [f"    {reason}" for reason in (*reasons(found.goal, choice), *found.suggestions)]
     padding_free.remember(found.goal, found.best.config)
-    return found.best.config.to_spec(), lines
+    return found.best.config.to_spec(), list(_lines(found, batch, shown.reader))
+
+
+def _lines(found: Found, batch: ScriptBatch, reader: str | None) -> Iterator[str]:
+    """What was chosen for what, why, and the next two."""
+    from hf_parallel.planner.advice import reasons
+
+    first, *others = found.choices
+    cluster, logits = found.goal.cluster, "" if reader is None else f", whole logits ({reader})"
+    rows = f"{batch.rows} x {batch.accumulation} rows of {batch.seq} tokens per data rank"
+    yield f"auto, for {cluster.gpus} x {cluster.gpu.name} and {rows}, precision {batch.precision}{logits}, chooses"
+    yield f"  {_in_words(first)}"
+    yield from (f"    {reason}" for reason in (*reasons(found.goal, first), *found.suggestions))
+    yield from (f"  then {_in_words(choice)}" for choice in others)
+
+
+def _in_words(choice: Choice) -> str:
+    rows, p = choice.rows * choice.accumulation * choice.config.data_parallel_size, choice.prediction
+    return f"{choice.config.to_spec()}: {p.step_time_s:.3g} s per step of {rows} rows, {p.memory_gib:.1f} GiB"
 
 
 def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
@@ -259,11 +254,8 @@ def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
     known: dict[ParallelConfig, bool] = {}
 
     def accept(layout: ParallelConfig) -> bool:
-        if (
-            layout.tp_size > 1
-            and layout.pp_size > 1
-            and not accept(ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size))
-        ):
+        alone = ParallelConfig(dp_shard_size=1, tp_size=layout.tp_size)
+        if layout.tp_size > 1 and layout.pp_size > 1 and not accept(alone):
             return False  # cutting many stages takes seconds
         # How many data ranks there are beyond one makes no difference to a model.
         data = min(2, layout.data_parallel_size)
@@ -277,8 +269,6 @@ def accepted(config: PretrainedConfig) -> Callable[[ParallelConfig], bool]:
 
 def local_world_size() -> int:
     """Processes on this machine, as the launcher says."""
-    import os
-
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("WORLD_SIZE") or 1)
 
 
@@ -325,11 +315,10 @@ def script_batch(
 
 def _asked_rank(argv: list[str]) -> int:
     """Of adapters, by the names that TRL and most scripts have for it; 0: all weights are trained."""
-    asked = any(str(_option(argv, name, False)).lower() == "true" for name in ("use_peft", "use_lora"))
+    asked = {str(_option(argv, name, None)).lower() for name in ("use_peft", "use_lora")}
     sizes = (_option(argv, name, None) for name in ("lora_r", "lora_rank"))
     found = next((int(size) for size in sizes if size is not None and size.isdigit()), 0)
-    off = any(str(_option(argv, name, True)).lower() == "false" for name in ("use_peft", "use_lora"))
-    return 0 if off else found or _DEFAULT_RANK * asked
+    return 0 if "false" in asked else found or _DEFAULT_RANK * ("true" in asked)
 
 
 def precision_of(dtype: torch.dtype | str | None, lowered: str) -> str:

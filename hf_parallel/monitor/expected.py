@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig
 from hf_parallel.monitor.figures import RankRow, significant
-from hf_parallel.planner.candidates import Goal, context_of, to_job, to_layout
+from hf_parallel.planner.candidates import Goal
+from hf_parallel.planner.choices import predicted
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.memory import GIB, fullest
-from hf_parallel.planner.predict import Prediction, predict_step
+from hf_parallel.planner.predict import Prediction
 from hf_parallel.planner.shape import ModelShape
 
 #: How far step time or memory may be from the plan before a line says so.
@@ -42,10 +43,7 @@ def expect(shape: ModelShape, config: ParallelConfig, cluster: Cluster, batch: B
     """
     pieces = micro_batch_count(batch.rows, config) if config.pp_size > 1 else 1
     goal = Goal(shape, cluster, batch.seq, None, batch.precision, batch.optimizer, batch.lora, batch.rows, batch.calls)
-    size = batch.rows // pieces
-    job = to_job(goal, config, size, pieces * batch.calls)
-    job = dataclasses.replace(job, calls=batch.calls if config.pp_size > 1 else 1)
-    return predict_step(shape, cluster, to_layout(config, context_of(config, goal, size)), job)
+    return predicted(goal, config, batch.rows // pieces).prediction
 
 
 def terms(kinds: Mapping[str, float]) -> dict[str, float]:

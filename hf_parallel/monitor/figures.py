@@ -150,8 +150,8 @@ def mfu(tokens_per_second_per_device: float, flops_per_token: float, peak: float
     return tokens_per_second_per_device * flops_per_token / peak
 
 
-def significant(value: float, digits: int = 4) -> float:
-    """Rounded to so many digits; whole numbers stay."""
+def significant(value: float) -> float:
+    """Rounded to four digits; whole numbers stay."""
     if value == 0 or not math.isfinite(value) or value == int(value):
         return value
-    return round(value, digits - 1 - math.floor(math.log10(abs(value))))
+    return round(value, 3 - math.floor(math.log10(abs(value))))

@@ -1,7 +1,7 @@
 """What a block keeps for its backward on one rank, in bytes per token; what a pipeline holds at its fullest moment.
 
-The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4), or of Transformers' modules
-(docs/activation_memory.md). Where `measure.py` counted a block by running it, that number stands in for their sum.
+The terms are those of Korthikanti et al. (2022, arXiv:2205.05198, section 4) under flash attention, or those of
+Transformers' modules (docs/activation_memory.md). Where a dry run counted a block, its number stands for their sum.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_INPUT, BACKWARD_
 from hf_parallel.planner.attention import EAGER, FLASH, has_mask
 from hf_parallel.planner.layout import Job, Layout
 from hf_parallel.planner.pipeline import adapted
-from hf_parallel.planner.shape import Block, ModelShape
+from hf_parallel.planner.shape import Block
 from hf_parallel.planner.states import ADAPTER_WIDTH, adapter_width
 
 #: Bytes per score of an eager backward, and what `_beside_flash` adds.
@@ -29,82 +29,40 @@ _OF_ATTENTION = ("output of attention", "log-sum-exp of the scores")
 class Term:
     """Bytes per token that a block keeps for its backward.
 
-    `cut`: by which axes: "sp" (tp if sequence parallel), "tp", "none".
-    `core`: part of the attention core, which Korthikanti's selective recomputation drops. `product`: a matrix product.
+    `cut`: by which axes: "sp" (tp if sequence parallel), "tp", "none". `product`: a matrix product.
     """
 
     name: str
     bytes: float
     cut: str = "tp"
-    core: bool = False
     product: bool = False
     squared: float = 0.0  # bytes per token and key
 
 
-def activation_terms(
-    block: Block, hidden: int, kernels: str = "fused", width: int = 2, dropout: bool = False, stream: int | None = None
-) -> list[Term]:
-    """What a block keeps of each token, in the order of its forward.
-
-    Args:
-        width: bytes of what matrix products read and write.
-        stream: bytes of the residual stream, which norms read; default: the same.
-        kernels: "paper": attention scores in memory, as in arXiv:2205.05198; "fused": flash attention, norms and
-            gated activations that keep their inputs only; "transformers": modules as Transformers writes them, see
-            docs/activation_memory.md.
-    """
-    c, e = width, stream or width
-    norm = {"paper": e, "fused": e, "transformers": 4 + e + 4 / hidden}[kernels]
+def terms_of(block: Block, hidden: int, job: Job) -> list[Term]:
+    """What a block keeps of each token under a job's kernels and precision, in the order of its forward."""
+    c, fused = job.width, job.habits.fused
+    norm = job.stored * hidden if fused else (4 + job.stored + 4 / hidden) * hidden
     heads = sum(part.heads for part in block.attentions)
     query = sum(part.heads * part.qk_width for part in block.attentions)
-    keys = sum(part.kv_heads * (part.qk_width + part.v_width) for part in block.attentions)
+    keys = sum(part.key_numbers for part in block.attentions)
     output = sum(part.heads * part.v_width for part in block.attentions)
-    mask = 1.0 if dropout else 0.0
-    terms = [Term("input of the attention's norm", norm * hidden, "sp")]
-    terms += [
+    inner = c * block.inner
+    terms = [
+        Term("input of the attention's norm", norm, "sp"),
         Term("input of q, k, v", c * hidden, "sp"),
         Term("q", c * query, product=True),
         Term("k and v", c * keys, product=True),
-        Term("attention scores", 0, core=True, squared=heads * (c + (1 + c) * mask) if kernels == "paper" else 0),
-        Term("log-sum-exp of the scores", 0 if kernels == "paper" else 4 * heads),
+        Term("log-sum-exp of the scores", 4 * heads),
         Term("output of attention", c * output),
-        Term("dropout after attention", mask * hidden, "sp"),
-        Term("input of the MLP's norm", norm * hidden, "sp"),
+        Term("input of the MLP's norm", norm, "sp"),
         Term("input of the MLP", c * hidden, "sp"),
+        Term("MLP, first half", (2 if block.gated else 1) * inner, product=True),
+        Term("activation of the gate", 0 if fused or not block.gated else inner),
+        Term("input of the MLP's second half", inner),
+        Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp"),
     ]
-    inner = c * block.inner
-    terms += [Term("MLP, first half", (2 if block.gated else 1) * inner, product=True)]
-    if kernels == "transformers" and block.gated:
-        terms += [Term("activation of the gate", inner)]
-    terms += [Term("input of the MLP's second half", inner), Term("dropout after the MLP", mask * hidden, "sp")]
-    if block.top_k:
-        terms += [Term("tokens sent to experts and back", 2 * c * block.top_k * hidden, "sp")]
-    return terms
-
-
-def kept_of_terms(terms: list[Term], layout: Layout, length: int, recompute: str = "none") -> float:
-    """Bytes per token that a rank keeps of one block.
-
-    `selective` drops the attention core where scores are in memory (arXiv:2205.05198, section 5); where they are not
-    (flash attention) it keeps the block's input, attention's output and every second matrix product (as torchtitan).
-    """
-    has_scores = any(term.squared for term in terms)
-    if recompute == "full":
-        return _cut(terms[0], layout, length) + _given(terms, layout, length)
-    if recompute == "selective" and has_scores:
-        return sum(_cut(term, layout, length) for term in terms if not term.core)
-    if recompute == "selective":
-        kept = [term for term in terms if term.name in _OF_ATTENTION]
-        products = [term for term in terms if term.product]
-        outputs = sum(_cut(term, layout, length) for term in products) + 2 * _cut(terms[0], layout, length)
-        return _cut(terms[0], layout, length) + sum(_cut(term, layout, length) for term in kept) + outputs / 2
-    return sum(_cut(term, layout, length) for term in terms)
-
-
-def _given(terms: list[Term], layout: Layout, length: int) -> float:
-    """What a recomputed layer is given of its attention over cp ranks."""
-    kept = (term for term in terms if layout.cp > 1 and term.name in _OF_ATTENTION)
-    return sum(_cut(term, layout, length) for term in kept)
+    return terms if job.attention == FLASH else [*terms, *_beside_flash(block, job)]
 
 
 def is_cut(term: Term, layout: Layout) -> bool:
@@ -112,30 +70,14 @@ def is_cut(term: Term, layout: Layout) -> bool:
     return term.cut == "tp" or (term.cut == "sp" and layout.sequence_parallel)
 
 
-def _cut(term: Term, layout: Layout, length: int) -> float:
-    return (term.bytes + term.squared * length) / (layout.tp if is_cut(term, layout) else 1)
-
-
-# ---- of a job -------------------------------------------------------------------------------------------------------
-
-
-def kernels_of(job: Job) -> str:
-    """Which terms hold: to the papers attention that is not flash attention has its scores in memory."""
-    own = job.habits.kernels
-    return own if job.attention == FLASH or own == "transformers" else "paper"
-
-
-def terms_of(block: Block, shape: ModelShape, job: Job) -> list[Term]:
-    """What a block keeps of each token under a job's kernels and precision."""
-    kernels = kernels_of(job)
-    dropout = shape.dropout and kernels == "paper"
-    terms = activation_terms(block, shape.hidden, kernels, job.width, dropout, job.stored)
-    return terms if kernels == "paper" or job.attention == FLASH else [*terms, *_beside_flash(block, job)]
+def _kept(terms: Iterable[Term], layout: Layout, job: Job) -> float:
+    """Bytes per token of all terms on one rank."""
+    return sum((term.bytes + term.squared * job.seq) / (layout.tp if is_cut(term, layout) else 1) for term in terms)
 
 
 def kept_beside_flash(block: Block, layout: Layout, job: Job) -> float:
     """Bytes per token that a job's kernel keeps of a block, and flash attention does not."""
-    return sum(_cut(term, layout, job.seq) for term in _beside_flash(block, job)) if job.attention != FLASH else 0.0
+    return _kept(_beside_flash(block, job), layout, job) if job.attention != FLASH else 0.0
 
 
 def _beside_flash(block: Block, job: Job) -> list[Term]:
@@ -147,11 +89,11 @@ def _beside_flash(block: Block, job: Job) -> list[Term]:
     if not eager:
         return [*terms, Term("mask of queries by keys", 0, "none", squared=c * len(masked))]
     heads = sum(part.heads for part in masked)
-    scores = Term("scores after the softmax", 0, core=True, squared=heads * (4 + c * (c < 4)))
+    scores = Term("scores after the softmax", 0, squared=heads * (4 + c * (c < 4)))
     return [*terms, scores, Term("no log-sum-exp", -4 * heads)]
 
 
-def score_gradients(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+def score_gradients(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Bytes per token, beyond what the layer keeps, while an eager layer's scores have gradients.
 
     They are in 32 bits and in those of the products (measured); the layer's MLP is done by then.
@@ -159,62 +101,71 @@ def score_gradients(block: Block, shape: ModelShape, layout: Layout, job: Job) -
     squared = _SCORE_GRADIENT * sum(part.heads for part in block.attentions) * job.seq / layout.tp
     if job.each_recomputed == "selective":  # what is kept of the layer stays until its backward ends
         return squared
-    terms = terms_of(block, shape, job)
+    terms = terms_of(block, hidden, job)
     names = [term.name for term in terms]
     mlp = terms[names.index("input of the MLP's norm") :]
-    done = sum(_cut(term, layout, job.seq) for term in mlp if term.name not in _OF_EAGER)
-    return squared - done
+    return squared - _kept((term for term in mlp if term.name not in _OF_EAGER), layout, job)
 
 
 @functools.lru_cache(maxsize=4096)
-def kept_bytes(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+def kept_bytes(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Bytes per token that a rank keeps of one block, on average: as counted from the model, else by formula."""
     if job.recompute.startswith("every:"):
         checkpointed, plain = (
-            kept_bytes(block, shape, layout, replace(job, recompute=way)) for way in ("full", "none")
+            kept_bytes(block, hidden, layout, replace(job, recompute=way)) for way in ("full", "none")
         )
         return job.recomputed_share * checkpointed + (1 - job.recomputed_share) * plain
-    if job.recompute == "selective" and job.habits.keeps_products and kernels_of(job) != "paper":
-        return _all_products(block, shape, layout, job)
+    if job.recompute == "selective" and job.habits.keeps_products:
+        return _all_products(block, hidden, layout, job)
     if job.recompute == "full":
-        parts = layout.tp if layout.sequence_parallel or layout.partition_activations else 1
-        return job.stored * shape.hidden / parts + _given(terms_of(block, shape, job), layout, job.seq)
-    if job.attention != FLASH and kernels_of(job) == "transformers":
-        return kept_beside_flash(block, layout, job) + kept_bytes(block, shape, layout, replace(job, attention=FLASH))
-    formula = _by_formula(block, shape, layout, job)
-    counted = dict(block.kept).get(counted_as(job.precision, job.lora)) if kernels_of(job) == "transformers" else None
-    return formula if counted is None else formula * counted / _by_formula(block, shape, Layout(), job)
+        parts = layout.tp if layout.partition_activations else layout.stream_parts
+        given = [term for term in terms_of(block, hidden, job) if layout.cp > 1 and term.name in _OF_ATTENTION]
+        return job.stored * hidden / parts + _kept(given, layout, job)
+    if job.attention != FLASH:
+        return kept_beside_flash(block, layout, job) + kept_bytes(block, hidden, layout, replace(job, attention=FLASH))
+    formula = _by_formula(block, hidden, layout, job)
+    counted = None if job.habits.fused else dict(block.kept).get(counted_as(job.precision, job.lora))
+    return formula if counted is None else formula * counted / _by_formula(block, hidden, Layout(), job)
 
 
-def _all_products(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
+def _all_products(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """The block's input, what attention gives, and outputs of products: of row-parallel ones after their sum.
 
     And queries, keys and values that ranks have sent each other to share heads.
     """
     attention = () if job.attention == EAGER else _OF_ATTENTION
-    terms = [t for t in terms_of(block, shape, job) if t.product or t.name in attention]
-    stream = shape.hidden / (layout.tp if layout.sequence_parallel else 1)
-    heads = sum(a.heads * a.qk_width + a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
+    terms = [t for t in terms_of(block, hidden, job) if t.product or t.name in attention]
+    stream = hidden / layout.stream_parts
+    heads = sum(part.heads * part.qk_width + part.key_numbers for part in block.attentions)
     sent = job.width * heads / layout.tp if layout.heads_over > 1 else 0.0
-    return (job.stored + 2 * job.width) * stream + sent + sum(_cut(term, layout, job.seq) for term in terms)
+    return (job.stored + 2 * job.width) * stream + sent + _kept(terms, layout, job)
 
 
-def _by_formula(block: Block, shape: ModelShape, layout: Layout, job: Job) -> float:
-    total = kept_of_terms(terms_of(block, shape, job), layout, job.seq, job.recompute)
+def _by_formula(block: Block, hidden: int, layout: Layout, job: Job) -> float:
+    terms = terms_of(block, hidden, job)
+    half = job.recompute == "selective"
+    total = _every_second_product(terms, layout, job) if half else _kept(terms, layout, job)
     total += _copies_of_shared_heads(block, layout, job)
     lowered_once = layout.tp > 1 and (layout.sequence_parallel or job.habits.lowers_inputs)
     if job.autocast and not lowered_once:  # each product lowers its input for itself
-        readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == shape.hidden)
-        total += max(0, readers - 2) * job.width * shape.hidden
+        readers = sum(m.count for m in block.matrices if m.split == "column" and m.inputs == hidden)
+        total += max(0, readers - 2) * job.width * hidden
     if job.lora and job.stored < adapter_width(job):
-        total += _inputs_of_adapters(block, shape.hidden, layout, job)
+        total += _inputs_of_adapters(block, hidden, layout, job)
     return total
+
+
+def _every_second_product(terms: list[Term], layout: Layout, job: Job) -> float:
+    """Selective checkpointing as torchtitan has it: besides these the block's input and what attention gives."""
+    stream = _kept(terms[:1], layout, job)
+    attention = _kept((term for term in terms if term.name in _OF_ATTENTION), layout, job)
+    products = _kept((term for term in terms if term.product), layout, job) + 2 * stream
+    return stream + attention + products / 2
 
 
 def _inputs_of_adapters(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     """Each adapter keeps its input in fp32, gathered; what it stands beside is frozen and keeps none."""
-    parts = layout.tp if layout.sequence_parallel else 1
-    of_base = 2 * hidden / parts + block.inner / layout.tp
+    of_base = 2 * hidden / layout.stream_parts + block.inner / layout.tp
     cut = [m.inputs * m.count / (layout.tp if m.split == "row" else 1) for m in adapted(block)]
     return ADAPTER_WIDTH * sum(cut) - job.width * of_base
 
@@ -232,10 +183,9 @@ def counted_as(precision: str, lora: int | bool) -> str:
 
 def output_numbers(block: Block, hidden: int, layout: Layout) -> float:
     """Numbers per token of all outputs of a block's products and of its two norms, on one rank."""
-    parts = layout.tp if layout.sequence_parallel else 1
     column = sum(m.outputs * m.count * m.share for m in block.matrices if m.split != "row")
     rows = sum(1 for m in block.matrices if m.split == "row")
-    return column / layout.tp + (rows + 2) * hidden / parts
+    return column / layout.tp + (rows + 2) * hidden / layout.stream_parts
 
 
 def lowered_parameters(block: Block, layout: Layout) -> float:

@@ -1,10 +1,12 @@
-"""Warnings in the words of practice, and why a layout that people expect is not the best one."""
+"""Why a layout was chosen as it is, and why not one that people expect; warnings in the words of practice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
+from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.candidates import WAYS, Goal, configured, heads_divide, sizes_of
 from hf_parallel.planner.choices import Choice, TooLarge, predicted, variants
@@ -118,7 +120,7 @@ def suggested(best: Choice, other: Choice | None) -> Iterator[str]:
     yield f"with {said}: predicted {gain:.1f}x faster, changes the numbers{where}; docs/zero.md says by how much"
 
 
-def nothing_fits(goal: Goal, needed: float, others: list[tuple[str, Choice | None]]) -> str:
+def nothing_fits(goal: Goal, needed: float, others: Iterable[tuple[str, Choice | None]]) -> str:
     """What to do when no layout fits.
 
     Args:
@@ -161,6 +163,76 @@ def notes_about(goal: Goal, positions: int | None) -> Iterator[str]:
         )
     if positions and goal.seq > positions:
         yield f"--seq {goal.seq}: the model was made for {positions} positions"
+
+
+# ---- why this one: of each setting, what the one beside it would need or take --------------------------------------
+
+
+def reasons(goal: Goal, choice: Choice) -> Iterator[str]:
+    """A line for what is trained, what is sharded, what is computed again, and what computes attention."""
+    if goal.lora:
+        yield f"adapters of rank {goal.lora}: the frozen weights have neither gradients nor optimizer states"
+    yield from _sharding(goal, choice)
+    yield _recomputing(goal, choice)
+    yield from _chunks(goal, choice)
+    yield from attending(goal, choice)
+
+
+def attending(goal: Goal, choice: Choice) -> Iterator[str]:
+    """The kernel, and what others would need and take: the same layers, so by the goal alone."""
+    config = choice.config
+    if config.cp_size > 1 or not any(block.attentions for block in goal.shape.blocks):
+        return
+    others = [name for name in (TORCH_FLASH, "sdpa", "eager") if name != goal.attention.name]
+    lines = [f"{name} {_other(goal, choice, attention=name)}" for name in others]
+    auto = f"auto is {goal.attention.auto}" if goal.attention.asked == AUTO else goal.attention.asked
+    yield f"attention={auto}: {goal.attention.why}; {', '.join(lines)}"
+
+
+def _sharding(goal: Goal, choice: Choice) -> Iterator[str]:
+    """Against whole copies on each data rank, which only reduce gradients."""
+    config = choice.config
+    if config.dp_shard_size == 1:
+        if config.data_parallel_size > 1:
+            yield f"dp_replicate={config.dp_replicate_size}: whole weights fit, and nothing is gathered"
+        return
+    ranks = config.dp_replicate_size * config.dp_shard_size
+    whole = _other(goal, choice, dp_replicate_size=ranks, dp_shard_size=1, zero_stage=3, hierarchical_shard=None)
+    less = "" if config.zero_stage == 3 else f", zero_stage=3 {_other(goal, choice, zero_stage=3)}"
+    yield f"dp_shard={config.dp_shard_size},zero_stage={config.zero_stage}: whole weights on each rank {whole}{less}"
+
+
+def _recomputing(goal: Goal, choice: Choice) -> str:
+    """Against the ways that compute less again; of the cheapest one, against what it saves."""
+    way = choice.config.activation_checkpointing
+    asked = f"activation_checkpointing={way}"
+    if way == "none":
+        needed = f"{choice.needed_gib:.1f} of {goal.cluster.gpu.memory_gib:.0f} GiB"
+        return f"{asked}: all activations fit ({needed}); full {_other(goal, choice, activation_checkpointing='full')}"
+    ways = ("none", "selective")[: 1 if way == "selective" else 2]
+    lines = [f"{other} {_other(goal, choice, activation_checkpointing=other)}" for other in ways]
+    return f"{asked}: {', '.join(lines)}"
+
+
+def _chunks(goal: Goal, choice: Choice) -> Iterator[str]:
+    """Where it rests on a loss in chunks, which loops and scripts that compute the loss themselves do not have."""
+    if not _beside(goal, choice, lean_loss="false").prediction.fits:
+        said = _other(goal, choice, lean_loss="false")
+        yield f"lean_loss={choice.config.lean_loss}: a Trainer's step with the model's own loss; whole logits {said}"
+
+
+def _beside(goal: Goal, choice: Choice, **settings: Any) -> Choice:
+    """The same layout with other settings."""
+    return predicted(goal, configured(choice.config, **settings), choice.prediction.job.micro_batch)
+
+
+def _other(goal: Goal, choice: Choice, **settings: Any) -> str:
+    """What the same layout with other settings would need and take, in words."""
+    other = _beside(goal, choice, **settings)
+    there, ratio = goal.cluster.gpu.memory_gib, other.seconds_per_row / choice.seconds_per_row
+    if not other.prediction.fits:
+        return f"would need {other.needed_gib:.1f} of {there:.0f} GiB"
+    return f"would need {other.needed_gib:.1f} GiB and take {ratio:.2f} x the time"
 
 
 # ---- layouts that one would expect ----------------------------------------------------------------------------------
@@ -208,10 +280,6 @@ def explain_absence(goal: Goal, config: ParallelConfig, best: Choice | None) -> 
         return f"a global batch of {goal.global_batch} leaves too few micro-batches"
     fitting = [choice for choice in found if isinstance(choice, Choice)]
     if fitting:
-        chosen = min(fitting, key=lambda choice: choice.seconds_per_row)
-    else:
-        least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
-        measured = predicted(goal, least.config, least.size, measure=True)
-        assert isinstance(measured, Choice)  # what is too large has been cut into micro-batches
-        chosen = measured
-    return why_not(chosen, best)
+        return why_not(min(fitting, key=lambda choice: choice.seconds_per_row), best)
+    least = min((choice for choice in found if isinstance(choice, TooLarge)), key=lambda choice: choice.gib)
+    return why_not(predicted(goal, least.config, least.size), best)

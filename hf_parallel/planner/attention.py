@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
 from hf_parallel.config import ParallelConfig
+from hf_parallel.planner.shape import Attention, ModelShape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hf_parallel.axes.attention.read import AttentionFacts
     from hf_parallel.planner.hardware import Gpu
-    from hf_parallel.planner.shape import Attention
 
 FLASH, SDPA, MASKED, EAGER = "flash", "sdpa", "masked", "eager"
 _DTYPES = {"bf16": "bfloat16", "fp8": "bfloat16"}  # of the weights; else fp32
@@ -86,10 +86,10 @@ def planned(
 
     from hf_parallel.axes.attention.choose import chosen, why_not_torch_flash
 
-    known = None if isinstance(model, Mapping) else _read(model)
-    facts = None if known is None else _elsewhere(known, gpu, precision, own)
-    if known is None or facts is None or not facts.head_size:
+    known = None if isinstance(model, (Mapping, ModelShape)) else _read(model)
+    if known is None or not known.head_size:
         return Planned(documents=documents)
+    facts = _elsewhere(known, gpu, precision, own)
     kernel = chosen(ParallelConfig(), facts)
     assert kernel is not None
     counted = EAGER if known.own == EAGER else SDPA

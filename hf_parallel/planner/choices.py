@@ -5,12 +5,14 @@ Activation checkpointing costs a third of the compute, offloading waits for PCIe
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.config import ParallelConfig
+from hf_parallel.planner.attention import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job, Layout
@@ -67,12 +69,16 @@ class Found:
 
     goal: Goal
     choices: list[Choice]
-    best: Choice | None = None  # the first of all
     why_not: list[tuple[str, str]] = field(default_factory=list)
     looked_at: int = 0
     advice: str = ""  # if nothing fits
     notes: list[str] = field(default_factory=list)  # of the plan as a whole
     suggestions: list[str] = field(default_factory=list)  # what would be faster, and change the numbers
+
+    @property
+    def best(self) -> Choice | None:
+        """The first, if any fits."""
+        return self.choices[0] if self.choices else None
 
     def to_dict(self) -> dict[str, object]:
         """JSON-ready."""
@@ -128,40 +134,49 @@ def variants(
 def _growing(goal: Goal, config: ParallelConfig, sizes: list[int], limit: float) -> Iterator[Choice | TooLarge]:
     """Each of `sizes` until one is too large; then the last alone."""
     for at, size in enumerate(sizes):
-        choice = predicted(goal, config, size, limit)
+        choice = attempt(goal, config, size, limit)
         if choice is not None:
             yield choice
         if isinstance(choice, TooLarge):
-            last = predicted(goal, config, sizes[-1], limit) if at < len(sizes) - 1 else None
+            last = attempt(goal, config, sizes[-1], limit) if at < len(sizes) - 1 else None
             if last is not None:
                 yield last
             return
 
 
-def predicted(
-    goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf, measure: bool = False
-) -> Choice | TooLarge | None:
-    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit`.
-
-    Args:
-        limit: seconds per row.
-        measure: predict the time of what does not fit, too.
-    """
-    share = goal.share(config)
-    assert share is not None
-    rows = size if config.pp_size == 1 else goal.rows or share  # a pipeline gets all of a step in one call
-    if config.pp_size > 1:
-        config = configured(config, pipeline_microbatches=rows // size)
-    layout, job = to_layout(config, context_of(config, goal, size)), to_job(goal, config, size, share // size)
+def attempt(goal: Goal, config: ParallelConfig, size: int, limit: float = math.inf) -> Choice | TooLarge | None:
+    """One layout with micro-batches of `size` rows; None if it cannot be as fast as `limit` seconds per row."""
+    config, layout, job = _asked(goal, config, size)
     stages = make_stages(goal.shape, layout, job)
-    if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * share * layout.dp:
+    rows = job.micro_batch * job.micro_batches * layout.dp
+    if limit < math.inf and _least_seconds(goal.cluster, stages, layout, job) > limit * rows:
         return None
     ranks = memory_of_ranks(stages, layout, job)
     peak = fullest(ranks)
-    fitting = fits(peak, goal.cluster) and _offloaded(goal, layout, job) <= goal.cluster.gpu.host.memory_gib
-    if not measure and not fitting:
+    if not fits(peak, goal.cluster) or _offloaded(goal, layout, job) > goal.cluster.gpu.host.memory_gib:
         return TooLarge(config, size, peak.needed / GIB)
-    return Choice(config, predict_step(goal.shape, goal.cluster, layout, job, ranks), rows, share // rows)
+    return _choice(config, predict_step(goal.shape, goal.cluster, layout, job, ranks))
+
+
+def predicted(goal: Goal, config: ParallelConfig, size: int) -> Choice:
+    """One layout with micro-batches of `size` rows, whether it fits or not."""
+    config, layout, job = _asked(goal, config, size)
+    return _choice(config, predict_step(goal.shape, goal.cluster, layout, job))
+
+
+def _asked(goal: Goal, config: ParallelConfig, size: int) -> tuple[ParallelConfig, Layout, Job]:
+    share = goal.share(config)
+    assert share is not None
+    if config.pp_size > 1:  # a pipeline gets all of a step in one call
+        config = configured(config, pipeline_microbatches=(goal.rows or share) // size)
+    return config, to_layout(config, context_of(config, goal, size)), to_job(goal, config, size, share // size)
+
+
+def _choice(config: ParallelConfig, prediction: Prediction) -> Choice:
+    job = prediction.job
+    if config.pp_size == 1:
+        return Choice(config, prediction, job.micro_batch, job.micro_batches)
+    return Choice(config, prediction, job.micro_batch * job.micro_batches_per_call, job.calls)
 
 
 def _offloaded(goal: Goal, layout: Layout, job: Job) -> float:
@@ -178,3 +193,47 @@ def _least_seconds(cluster: Cluster, stages: tuple[Stage, ...], layout: Layout, 
     ]
     filling = (sum(ranks) - max(ranks)) / layout.virtual_stages if layout.schedule == "1f1b" else 0.0
     return job.micro_batches * max(ranks) + filling
+
+
+# ---- padding --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Padding:
+    """`share` of the tokens that is padding; `ratio` of the step time without it, which `fits` or not."""
+
+    share: float
+    ratio: float = 1.0
+    fits: bool = True
+
+
+def share_of(lengths: Sequence[int], size: int) -> tuple[float, float, float]:
+    """Of batches of `size` rows: the share of padding, the mean length of rows, and that of rows with padding."""
+    parts = [lengths[start : start + size] for start in range(0, len(lengths), size)]
+    mean = sum(lengths) / len(lengths)
+    padded = sum(max(part) * len(part) for part in parts) / len(lengths)
+    return 1 - mean / padded, mean, padded
+
+
+def padding_of(goal: Goal, config: ParallelConfig, lengths: Sequence[int], size: int) -> Padding:
+    """What the planner says of joining each batch.
+
+    A flash kernel takes row by row what is joined; others are given a mask of all tokens by all tokens.
+
+    Args:
+        size: rows of a batch of one data rank.
+    """
+    share, mean, padded = share_of(lengths, size)
+    alone = dataclasses.replace(goal.attention, documents=True)
+    before = _step(goal, config, size, padded, alone)
+    if goal.attention.kind(config) == FLASH:
+        after = _step(goal, config, size, mean, alone)
+    else:
+        after = _step(goal, config, 1, size * mean, alone)
+    return Padding(share, after.step_time_s / before.step_time_s, after.prediction.fits)
+
+
+def _step(goal: Goal, config: ParallelConfig, rows: int, tokens: float, attention: Planned) -> Choice:
+    seq = max(1, round(tokens))
+    batch = dataclasses.replace(goal, rows=rows, seq=seq, global_batch=None, attention=attention)
+    return predicted(batch, config, rows)

@@ -10,21 +10,12 @@ import subprocess
 import time
 
 from hf_parallel.config import SpecError
-from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, find_gpu, find_link
+from hf_parallel.planner.hardware import Cluster, Efficiency, Gpu, Link, catalogue, find_gpu, find_link
 from hf_parallel.spec import refuse
 
+_SIZE = 384  # of the matrices whose product measures a processor
 #: Links of processes on one machine without accelerators: copies through memory.
 _SHARED_MEMORY = Link("shared memory", 2e9, 50e-6, "order of magnitude of gloo over loopback")
-_NVLINK_LATENCY = 5e-6
-#: GB/s of one NVLink and direction, by generation: V100, A100, H100 and GA102 data sheets.
-_PER_NVLINK = {
-    "nvlink2": 25,
-    "nvlink3": 25,
-    "nvlink3-a800": 25,
-    "nvlink4": 25,
-    "nvlink5": 50,
-    "nvlink3-bridge": 14.0625,
-}
 
 
 def detect(gpus: int | None = None, per_node: int | None = None, network: str | None = None) -> Cluster:
@@ -114,12 +105,12 @@ def _joined(counts: list[list[int]]) -> bool:
 
 def _nvlink(usual: Link, gpu: Gpu, links: int) -> Link:
     """A switch shows all of a GPU's links to each of the others: more than it has do not count."""
-    name = usual.name if usual.name in _PER_NVLINK else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
-    each = _PER_NVLINK[name] * 1e9
-    most = round(usual.bandwidth / each) if usual.name in _PER_NVLINK else links
-    if links >= most and usual.name in _PER_NVLINK:
+    name = usual.name if "nvlink" in usual.name else "nvlink3-bridge" if gpu.name.startswith("rtx") else "nvlink3"
+    each = catalogue()["links"][name]["each_gb_s"] * 1e9
+    if name == usual.name and links >= round(usual.bandwidth / each):
         return usual
-    return Link(f"{links} x {name}", links * each, _NVLINK_LATENCY, f"nvidia-smi topo -m: {links} links per GPU")
+    source = f"nvidia-smi topo -m: {links} links per GPU"
+    return Link(f"{links} x {name}", links * each, find_link(name).latency, source)
 
 
 def _pcie(usual: Link) -> Link:
@@ -186,17 +177,17 @@ def _processors(count: int, per_node: int) -> Cluster:
     return Cluster(gpu, count, per_node, _SHARED_MEMORY, find_link("ethernet-25g"))
 
 
-def _measured_flops(size: int = 384) -> float:
+def _measured_flops() -> float:
     """FLOP/s of one thread in a matrix product, as ranks without accelerators compute."""
     import torch
 
-    threads, a = torch.get_num_threads(), torch.ones(size, size)
+    threads, a = torch.get_num_threads(), torch.ones(_SIZE, _SIZE)
     torch.set_num_threads(1)
     try:
         a @ a
         began = time.perf_counter()
         for _ in range(5):
             a @ a
-        return 5 * 2 * size**3 / (time.perf_counter() - began)
+        return 5 * 2 * _SIZE**3 / (time.perf_counter() - began)
     finally:
         torch.set_num_threads(threads)

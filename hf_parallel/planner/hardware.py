@@ -16,9 +16,9 @@ import difflib
 import functools
 import importlib.resources
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypedDict
+from typing import Any, NoReturn, TypeAlias
 
 import yaml
 
@@ -109,37 +109,21 @@ class Cluster:
         return -(-self.gpus // self.per_node)
 
 
-class Catalogue(TypedDict):
-    """`catalogue.yaml`: entries by name."""
-
-    gpus: dict[str, dict]
-    links: dict[str, dict]
-    hosts: dict[str, dict]
-
-
 @functools.cache
-def _catalogue() -> Catalogue:
+def catalogue() -> dict[str, dict[str, Any]]:
+    """Entries of `catalogue.yaml` by name: its gpus, links and hosts."""
     text = (importlib.resources.files(__package__) / "catalogue.yaml").read_text(encoding="utf-8")
     return yaml.safe_load(text)
-
-
-def gpu_names() -> list[str]:
-    """The catalogue's own names."""
-    return list(_catalogue()["gpus"])
-
-
-def link_names() -> list[str]:
-    """The catalogue's names of links."""
-    return list(_catalogue()["links"])
 
 
 def _plain(name: str) -> str:
     return re.sub(r"nvidia|amd|tesla|[^a-z0-9]", "", name.lower())
 
 
-def _nearest(name: str, known: dict[str, str]) -> str:
+def _refuse_unknown(key: str, name: str, known: dict[str, str]) -> NoReturn:
     close = difflib.get_close_matches(_plain(name), list(known), n=3, cutoff=0.4)
-    return ", ".join(dict.fromkeys(known[key] for key in close)) or ", ".join(dict.fromkeys(known.values()))
+    nearest = ", ".join(dict.fromkeys(known[key] for key in close or known))
+    refuse(f"{key}={name}", "not in the catalogue", do=f"nearest: {nearest}")
 
 
 @functools.cache
@@ -149,17 +133,17 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         SpecError: no such GPU; the message names the nearest ones.
     """
-    entries = _catalogue()["gpus"]
+    entries = catalogue()["gpus"]
     known = {_plain(alias): own for own, entry in entries.items() for alias in (own, *entry.get("names", ()))}
     own = known.get(_plain(name)) or known.get(re.sub(r"hbm\w*$", "", _plain(name)))
     if own is None:
-        refuse(f"gpu={name}", "not in the catalogue", do=f"nearest: {_nearest(name, known)}")
-    return gpu_from_entry(own, entries[own])
+        _refuse_unknown("gpu", name, known)
+    entry = entries[own]
+    return _gpu_from_entry(own, entry, find_gpu(entry["like"]) if "like" in entry else None)
 
 
-def gpu_from_entry(name: str, entry: Mapping, like: Gpu | None = None) -> Gpu:
+def _gpu_from_entry(name: str, entry: Mapping, like: Gpu | None) -> Gpu:
     """A GPU from an entry in the form of the catalogue; what the entry lacks comes from `like`."""
-    like = like or (find_gpu(entry["like"]) if "like" in entry else None)
     known = vars(like) if like else {}
     plain = ("memory_gib", "units", "scale_up", "scale_out")
     given: dict = {key: entry[key] for key in plain if key in entry}
@@ -170,7 +154,7 @@ def gpu_from_entry(name: str, entry: Mapping, like: Gpu | None = None) -> Gpu:
     if "capability" in entry:
         given["capability"] = tuple(entry["capability"])
     if "host" in entry or like is None:
-        given["host"] = host_from_entry(entry["host"])
+        given["host"] = _host_from_entry(entry["host"])
     given["efficiency"] = dataclasses.replace(known.get("efficiency", Efficiency()), **entry.get("efficiency", {}))
     about = {"source": entry.get("source", ""), "note": entry.get("note", ""), "like": ""}
     if like:
@@ -178,9 +162,9 @@ def gpu_from_entry(name: str, entry: Mapping, like: Gpu | None = None) -> Gpu:
     return Gpu(**{**known, **given, **about, "name": name})
 
 
-def host_from_entry(entry: str | Mapping) -> Host:
+def _host_from_entry(entry: str | Mapping) -> Host:
     """A host from its name in the catalogue, or an entry of the same form."""
-    values = _catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
+    values = catalogue()["hosts"][entry] | {"name": entry} if isinstance(entry, str) else {"name": "own", **entry}
     own = {key.removesuffix("_gb_s"): value * 1e9 for key, value in values.items() if key.endswith("_gb_s")}
     return Host(**own, **{key: value for key, value in values.items() if not key.endswith("_gb_s")})
 
@@ -193,11 +177,12 @@ def find_link(name: str | Link) -> Link:
     """
     if isinstance(name, Link):
         return name
-    known = {_plain(own): own for own in link_names()}
+    links = catalogue()["links"]
+    known = {_plain(own): own for own in links}
     own = known.get(_plain(name))
     if own is None:
-        refuse(f"network={name}", "not in the catalogue", do=f"nearest: {_nearest(name, known)}")
-    return _link_from_entry(own, _catalogue()["links"][own])
+        _refuse_unknown("network", name, known)
+    return _link_from_entry(own, links[own])
 
 
 def _link_from_entry(name: str, entry: Mapping) -> Link:
@@ -223,21 +208,46 @@ def make_cluster(gpu: str | Gpu | Cluster, gpus: int, per_node: int = 8, network
 
 # ---- a cluster of your own ------------------------------------------------------------------------------------------
 
-_KEYS = ("gpu", "gpus", "gpus_per_node", "inside", "network")
-_LINK_KEYS = ("name", "gb_s", "latency_us", "source")
-_HOST_KEYS = ("name", "pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib", "source")
-_GPU_KEYS = (
-    "like",
-    "name",
-    "tflops",
-    "memory_gib",
-    "bandwidth",
-    "units",
-    "scale_up",
-    "scale_out",
-    "host",
-    "capability",
-)
+#: What a value of a file's key may be: a test of it, and what passes, in words.
+_Kind: TypeAlias = tuple[Callable[[object], bool], str]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _is_two_counts(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(isinstance(n, int) and n >= 0 for n in value)
+
+
+def _is_peaks(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(k, str) and _is_number(peak) for k, peak in value.items())
+
+
+_NUMBER: _Kind = (_is_number, "a number above 0")
+_PART: _Kind = (lambda value: _is_number(value) or (value == 0 and value is not False), "a number, 0 or more")
+_COUNT: _Kind = (lambda value: _is_number(value) and isinstance(value, int), "a whole number above 0")
+_TEXT: _Kind = (lambda value: isinstance(value, str), "a text")
+_ENTRY: _Kind = (lambda value: isinstance(value, (str, dict)), "a name of the catalogue, or a mapping in its form")
+_FILE = {"gpu": _ENTRY, "gpus": _COUNT, "gpus_per_node": _COUNT, "inside": _ENTRY, "network": _ENTRY}
+_LINK = {"name": _TEXT, "gb_s": _NUMBER, "latency_us": _PART, "source": _TEXT}
+_HOST = {"name": _TEXT, **dict.fromkeys(("pcie_gb_s", "bandwidth_gb_s", "nvme_gb_s", "memory_gib"), _NUMBER)}
+_HOST |= {"source": _TEXT}
+_EFFICIENCY = {field.name: _PART for field in dataclasses.fields(Efficiency)}
+_GPU: dict[str, _Kind] = {
+    "like": _TEXT,
+    "name": _TEXT,
+    "tflops": (_is_peaks, "a mapping of precisions to numbers above 0; {bf16: 989} works"),
+    "memory_gib": _NUMBER,
+    "bandwidth": _NUMBER,
+    "units": _COUNT,
+    "scale_up": _TEXT,
+    "scale_out": _TEXT,
+    "host": _ENTRY,
+    "capability": (_is_two_counts, "two whole numbers; [9, 0] works"),
+    "efficiency": (lambda value: isinstance(value, dict), "a mapping"),
+    "source": _TEXT,
+}
 
 
 def read_cluster(path: str, gpus: int | None = None) -> Cluster:
@@ -256,9 +266,9 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
         refuse(path, str(error).splitlines()[0], cause=error)
     if not isinstance(values, dict) or "gpu" not in values:
         refuse(path, "needs the key gpu", "a line such as `gpu: h100-80gb`")
-    _check_keys(path, values, _KEYS)
+    _check_keys(path, values, _FILE)
     gpus = gpus or values.get("gpus")
-    if not isinstance(gpus, int) or gpus < 1:
+    if gpus is None or gpus < 1:
         refuse(path, "how many GPUs? A line `gpus: 8`, or --gpus 8, works")
     gpu = _own_gpu(path, values["gpu"])
     inside = _own_link(f"{path}: inside", values.get("inside", gpu.scale_up))
@@ -266,97 +276,36 @@ def read_cluster(path: str, gpus: int | None = None) -> Cluster:
     return Cluster(gpu, gpus, values.get("gpus_per_node", 8), inside, between)
 
 
-#: Of a key: is a value of its kind, and what that is.
-_Kinds: TypeAlias = Mapping[str, tuple[Callable[[object], bool], str]]
-
-
-def _check_keys(
-    where: str,
-    values: object,
-    known: Iterable[str],
-    kinds: Mapping[str, tuple[Callable[[object], bool], str]] | None = None,
-) -> None:
-    """That it is a mapping of known keys to values of their kinds."""
-    if not isinstance(values, dict):
-        refuse(where, f"{values!r} is no mapping", do=f"its keys are {', '.join(known)}")
+def _check_keys(where: str, values: Mapping, known: Mapping[str, _Kind]) -> None:
+    """That it has known keys only, with values of their kinds."""
     for key, value in values.items():
         if key not in known:
             refuse(where, f"{key} is no key", do=f"{', '.join(known)} are")
-        good, kind = (_KINDS if kinds is None else kinds).get(key, (_is_number, "a number above 0"))
+        good, kind = known[key]
         if not good(value):
             refuse(f"{where}: {key}={value}", f"is not {kind}")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-
-
-def _is_count(value: object) -> bool:
-    return _is_number(value) and isinstance(value, int)
-
-
-def _is_part(value: object) -> bool:
-    """Some efficiencies are costs, and may be nothing."""
-    return value == 0 and not isinstance(value, bool) or _is_number(value)
-
-
-def _is_capability(value: object) -> bool:
-    numbers = value if isinstance(value, list) else []
-    return len(numbers) == 2 and all(isinstance(number, int) and number >= 0 for number in numbers)
-
-
-def _is_entry(value: object) -> bool:
-    return isinstance(value, (str, dict))
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_peaks(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_text(key) and _is_number(peak) for key, peak in value.items())
-
-
-_ENTRY = (_is_entry, "a name of the catalogue, or a mapping in its form")
-_PART = (_is_part, "a number, 0 or more")
-#: What values of a file's keys are, where they are no numbers.
-_KINDS: _Kinds = {
-    **dict.fromkeys(("gpu", "inside", "network", "host"), _ENTRY),
-    **dict.fromkeys(("like", "name", "scale_up", "scale_out", "source"), (_is_text, "a text")),
-    **dict.fromkeys(("gpus", "gpus_per_node", "units"), (_is_count, "a whole number above 0")),
-    "latency_us": _PART,
-    "capability": (_is_capability, "two whole numbers; [9, 0] works"),
-    "tflops": (_is_peaks, "a mapping of precisions to numbers above 0; {bf16: 989} works"),
-    "efficiency": (lambda value: isinstance(value, dict), "a mapping"),
-}
 
 
 def _own_gpu(path: str, entry: str | Mapping) -> Gpu:
     """A GPU of the catalogue, or one like it; precisions whose peak the entry does not name keep theirs."""
     if isinstance(entry, str):
         return find_gpu(entry)
-    names = [field.name for field in dataclasses.fields(Efficiency)]
-    _check_keys(f"{path}: gpu", entry, (*_GPU_KEYS, "efficiency", "source"))
-    _check_keys(f"{path}: efficiency", entry.get("efficiency", {}), names, dict.fromkeys(names, _PART))
-    _check_host(path, entry.get("host", {}))
+    _check_keys(f"{path}: gpu", entry, _GPU)
+    _check_keys(f"{path}: efficiency", entry.get("efficiency", {}), _EFFICIENCY)
+    host, hosts = entry.get("host", {}), catalogue()["hosts"]
+    if isinstance(host, str) and host not in hosts:
+        refuse(f"{path}: host={host}", "not in the catalogue", do=f"{', '.join(hosts)} are")
+    _check_keys(f"{path}: host", {} if isinstance(host, str) else host, _HOST)
     base = find_gpu(entry.get("like", "a100-80gb"))
-    gpu = gpu_from_entry(entry.get("name", base.name), entry, base)
+    gpu = _gpu_from_entry(entry.get("name", base.name), entry, base)
     about = {"source": entry.get("source", base.source), "like": base.like, "note": base.note}
     return dataclasses.replace(gpu, peaks={**base.peaks, **gpu.peaks}, **about)
-
-
-def _check_host(path: str, entry: object) -> None:
-    hosts = _catalogue()["hosts"]
-    if isinstance(entry, str) and entry not in hosts:
-        refuse(f"{path}: host={entry}", "not in the catalogue", do=f"{', '.join(hosts)} are")
-    if not isinstance(entry, str):
-        _check_keys(f"{path}: host", entry, _HOST_KEYS)
 
 
 def _own_link(path: str, entry: str | Mapping) -> Link:
     if isinstance(entry, str):
         return find_link(entry)
-    _check_keys(path, entry, _LINK_KEYS)
+    _check_keys(path, entry, _LINK)
     missing = [key for key in ("name", "gb_s", "latency_us") if key not in entry]
     if missing:
         refuse(path, "a link is a name, or has name, gb_s and latency_us", do=f"{', '.join(missing)} is missing")

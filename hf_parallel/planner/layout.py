@@ -28,26 +28,21 @@ class Habits:
 
     # states
     master_weights: bool = True  # 16-bit training keeps fp32 weights and moments beside the 16-bit weights
-    gradient_bytes: float = 6.0  # per parameter, bf16 before ZeRO-3: the fp32 sum and the 16-bit gradient
-    gradient_buffers: bool = True  # gradients are allocated for the whole run, not by each backward
-    fsdp2: bool = False  # weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule
+    #: Weights are sharded at every ZeRO stage above 0, gathered for a step or a schedule; gradients are allocated by
+    #: each backward, not for the whole run.
+    fsdp2: bool = False
     gathered_layers: float = 2.0  # alive at a time under ZeRO-3
     balanced: bool = False  # stages are cut by cost also where an even cut is possible
     # activations
-    kernels: str = "fused"  # which activations a block keeps: see activations.activation_terms
+    fused: bool = True  # norms and gated activations keep their inputs alone, not as Transformers writes them
     logit_bytes: float = 8.0  # per logit at the fullest moment: 16-bit, fp32, and what of the gradient is alive
-    split_logit_bytes: float = 8.0  # the same where tp splits the vocabulary
     keeps_products: bool = False  # selective checkpointing keeps outputs of all products, not of every second one
     kept_logit_bytes: float = 0.0  # of these, from the forward to the backward
     loss_chunk: int = 0  # tokens whose split logits are in fp32 at a time, beside the logits and their gradient
-    receive_buffers: bool = False  # a pipeline allocates one per micro-batch of a call
     # beside the tensors
-    fragmentation: float = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
-    context_gib: float = 1.0  # CUDA, kernels
     communicator_gib: float = 1.5  # per axis
     bucket_gib: float = 1.5  # in which ZeRO-1 and 2 reduce and gather
     # communication
-    data_axis: str = "dp"  # what the data axis is called
     recomputed_outputs: int = 2  # of a checkpointed layer's two reductions, how many are repeated
     lowers_inputs: bool = False  # under autocast they travel as products read them
     regathers: bool = False  # sequence parallelism gathers the inputs again for the weights' gradients
@@ -63,11 +58,10 @@ HABITS = {
     "hf_parallel": Habits(
         master_weights=False,
         fp32_sums=True,
-        gradient_buffers=False,
         fsdp2=True,
         gathered_layers=1.0,
         balanced=True,
-        kernels="transformers",
+        fused=False,
         keeps_products=True,
         logit_bytes=12.0,
         kept_logit_bytes=4.0,
@@ -75,7 +69,6 @@ HABITS = {
         lowers_inputs=True,
         communicator_gib=0.5,
         bucket_gib=0.0,
-        data_axis="dp_shard",
         recomputed_outputs=1,
         regathers=True,
         counts_ends=True,
@@ -122,6 +115,16 @@ class Layout:
         return self.dp // self.dp_replicate * self.cp
 
     @property
+    def has_several_data_ranks(self) -> bool:
+        """Do ranks see different tokens, so that FSDP2 has something to gather?"""
+        return self.dp * self.cp > 1
+
+    @property
+    def stream_parts(self) -> int:
+        """Over how many tp ranks the residual stream is cut."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
     def heads_over(self) -> int:
         """Over how many of the cp ranks the heads are in attention; rings have the others."""
         kind, _, inner = self.context.partition(":")
@@ -131,10 +134,6 @@ class Layout:
     def expert_split(self) -> int:
         """Over how many ranks experts are split: whole ones over ep, else each of them inside over tp."""
         return self.ep if self.ep > 1 else self.tp
-
-    def __str__(self) -> str:
-        sizes = [f"{name}={getattr(self, name)}" for name in ("tp", "cp", "pp", "dp", "ep") if getattr(self, name) > 1]
-        return " ".join([*sizes, f"zero={self.zero_stage}"])
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class Job:
     lora: int = 0  # rank of the adapters, 0: all weights are trained
     optimizer: str = "adamw"
     offload: str = "none"
-    attention: str = "flash"  # a kind of `attention.py`; to engine "standard" all but flash holds scores
+    attention: str = "flash"  # a kind of `attention.py`
     eight_bit: str = "auto"  # precision in which the blocks' linears multiply: fp8, int8; auto: as all else
     engine: str = "standard"
     calls: int = 1  # of a pipeline's schedule per step, each with its share of the micro-batches
@@ -171,6 +170,10 @@ class Job:
     def habits(self) -> Habits:
         """The habits of the engine."""
         return HABITS[self.engine]
+
+    def tokens(self, layout: Layout) -> float:
+        """Of a micro-batch, on one rank."""
+        return self.micro_batch * self.seq / layout.cp
 
     @property
     def micro_batches_per_call(self) -> int:
@@ -195,23 +198,18 @@ class Job:
     @property
     def products(self) -> str:
         """The precision of matrix products in the blocks."""
-        if self.eight_bit != "auto":
-            return self.eight_bit
-        return self._products
-
-    @property
-    def _products(self) -> str:
-        return "bf16" if self.precision == "mixed" else self.precision
+        plain = "bf16" if self.precision == "mixed" else self.precision
+        return plain if self.eight_bit == "auto" else self.eight_bit
 
     @property
     def products_beside(self) -> str:
         """The precision of attention and head, which fp8 leaves in 16 bits."""
-        return "bf16" if self._products == "fp8" else self._products
+        return "bf16" if self.precision in ("mixed", "fp8") else self.precision
 
 
 def computed_job(layout: Layout, job: Job) -> Job:
     """The job as its layers see it: fp32 weights that FSDP2 gathers in 16 bits are 16-bit weights to them."""
-    gathered = job.habits.fsdp2 and layout.dp * layout.cp > 1
+    gathered = job.habits.fsdp2 and layout.has_several_data_ranks
     return dataclasses.replace(job, precision="bf16", lowered=True) if job.autocast and gathered else job
 
 
@@ -225,8 +223,6 @@ def make_layout(given: Mapping | Layout | None, gpus: int | None) -> Layout:
         return _checked(given, gpus)
     values = {key: value for key, value in (given or {}).items() if value is not None}
     names = {field.name for field in dataclasses.fields(Layout)}
-    aliases = {"sp": "sequence_parallel", "vpp": "virtual_stages", "zero": "zero_stage"}
-    values = {aliases.get(key, key): value for key, value in values.items()}
     for key in values.keys() - names:
         close = difflib.get_close_matches(key, sorted(names), n=1)
         refuse("layout", f"{key} is no key", do=f"{f'did you mean {close[0]}?' if close else sorted(names)}")
@@ -272,10 +268,10 @@ def known_precision(name: str | None) -> str:
     text = (name or "bf16").lower()
     if text.removeprefix("bf16-") == "mixed":
         return "mixed"
-    found = {text.find(spelled): name for name in WIDTHS for spelled in (name, name.replace("p", "loat"))}
-    found.pop(-1, None)
-    if found:
-        return found[min(found)]  # the first one named: "fp16/bf16" keeps gradients as fp16 does
+    named = {text.find(spelled): name for name in WIDTHS for spelled in (name, name.replace("p", "loat"))}
+    named.pop(-1, None)
+    if named:
+        return named[min(named)]  # the first one: "fp16/bf16" keeps gradients as fp16 does
     refuse(f"precision={name}", f"not one of {', '.join(WIDTHS)}")
 
 

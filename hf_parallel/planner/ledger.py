@@ -121,9 +121,10 @@ class _Sends:
         self.job = job = computed_job(layout, job)
         self.layout, self.habits, self.links = layout, job.habits, groups(layout, cluster)
         self.widened = summed_width(job) / job.stored  # a gradient's bytes beside its weight's
-        self.tokens = job.micro_batch * job.seq / layout.cp
+        self.tokens = job.tokens(layout)
         self.stream, self.product = (self.tokens * hidden * width for width in (job.stored, job.width))
         self.entering = self.product if job.habits.lowers_inputs else self.stream
+        self.data_axis = "dp_shard" if job.habits.fsdp2 else "dp"
         self.reduce = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
 
     def tp(
@@ -157,7 +158,7 @@ class _Sends:
         if self.job.lora and self.habits.counts_ends:
             summed = sum(m.count * (m.outputs if m.split == "row" else m.inputs) for m in adapted(block))
             shared = [a for a in block.attentions if a.kv_heads < self.layout.tp]
-            summed += sum(a.kv_heads * (a.qk_width + a.v_width) for a in shared)
+            summed += sum(a.key_numbers for a in shared)
             payload = ADAPTER_WIDTH * self.job.lora * summed
             yield self.tp("all_reduce", payload, 1, "gradients of adapters", BACKWARD, PRODUCTS)
 
@@ -204,7 +205,7 @@ class _Sends:
         """
         ring, heads = self.links["cp"], self.links["heads"]
         rows = self.job.micro_batch * self.job.seq * self.job.width / self.layout.tp
-        keys = sum(a.kv_heads * (a.qk_width + a.v_width) for a in block.attentions)
+        keys = sum(a.key_numbers for a in block.attentions)
         outputs = rows / self.layout.cp * sum(a.heads * a.v_width for a in block.attentions)
         inputs = rows / self.layout.cp * (sum(a.heads * a.qk_width for a in block.attentions) + keys)
         yield Transfer("cp", "all_to_all", inputs + outputs, 1, heads, "queries, keys, values, outputs")
@@ -262,7 +263,7 @@ class _Sends:
         self, size: float, count: float, group: str, what: str, when: str, behind: str = EXPOSED
     ) -> Iterator[Transfer]:
         """In two hops where shards are hierarchical, of which ZeRO-3's backward makes the one inside."""
-        axis, inside = self.habits.data_axis, self.layout.hierarchical_shard
+        axis, inside = self.data_axis, self.layout.hierarchical_shard
         if inside == 1 or group != "zero":
             yield Transfer(axis, "all_gather", size, count, self.links[group], what, when, behind)
             return
@@ -272,7 +273,7 @@ class _Sends:
 
     def scatter(self, size: float, count: float, group: str, when: str, behind: str) -> Iterator[Transfer]:
         """Quantised gradients are exchanged and then summed, in two hops where shards are hierarchical."""
-        axis, inside = self.habits.data_axis, self.layout.hierarchical_shard
+        axis, inside = self.data_axis, self.layout.hierarchical_shard
         if self.layout.quantize_gradients == "none":
             yield Transfer(axis, "reduce_scatter", size, count, self.links[group], "gradients", when, behind)
             return
@@ -296,7 +297,7 @@ class _Sends:
 
     def once(self, weights: float, gradients: float, group: str) -> Iterator[Transfer]:
         """Of one step: an all-reduce, or a reduce-scatter and a gather, and what replicas reduce."""
-        axis, fsdp2, stage = self.habits.data_axis, self.habits.fsdp2, self.layout.zero_stage
+        axis, fsdp2, stage = self.data_axis, self.habits.fsdp2, self.layout.zero_stage
         rounds, link = self.reductions, self.links[group]
         if stage == 0:
             axis = "dp_replicate" if fsdp2 else axis
@@ -314,7 +315,7 @@ class _Sends:
     @property
     def reductions(self) -> int:
         """How often a step reduces what micro-batches have added up: in every run of a schedule, or once."""
-        held = self.habits.fsdp2 and self.layout.dp * self.layout.cp > 1 and not self.layout.reduces_each_run
+        held = self.habits.fsdp2 and self.layout.has_several_data_ranks and not self.layout.reduces_each_run
         return 1 if held else self.job.calls
 
     # ---- pipeline ------------------------------------------------------------------------------------------------
@@ -336,7 +337,7 @@ class _Sends:
     @property
     def boundary(self) -> float:
         """Bytes of what one stage sends the next for one micro-batch."""
-        return self.stream / (self.layout.tp if self.layout.sequence_parallel else 1)
+        return self.stream / self.layout.stream_parts
 
 
 def sending_seconds(hidden: int, layout: Layout, job: Job, cluster: Cluster) -> float:

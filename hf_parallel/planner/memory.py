@@ -29,7 +29,6 @@ from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.pipeline import (
     Stage,
     live_forwards,
-    remote_neighbours,
     schedule_order,
     simulated_batches,
     stages_by_rank,
@@ -47,6 +46,8 @@ from hf_parallel.planner.states import (
 from hf_parallel.planner.transfer import expert_shards
 
 GIB = 2**30
+_CONTEXT_GIB = 1.0  # CUDA, kernels
+_FRAGMENTATION = 0.35  # of activations, temporaries and gathered weights: held by the allocator beyond need
 
 
 # ---- a rank ---------------------------------------------------------------------------------------------------------
@@ -101,11 +102,11 @@ def rank_memory(stages: list[Stage], layout: Layout, job: Job, rank: int) -> Ran
     axes = sum(size > 1 for size in (layout.tp, layout.pp, layout.dp, layout.cp, layout.ep))
     buckets = habits.bucket_gib if layout.zero_stage in (1, 2) and layout.dp > 1 else 0.0
     outside = {
-        "context": habits.context_gib * GIB,
+        "context": _CONTEXT_GIB * GIB,
         "communication buffers": (axes * habits.communicator_gib + buckets) * GIB,
     }
     passing = kinds["activations"] + kinds["temporaries"] + kinds["gathered"]
-    return RankMemory(rank, kinds | outside, habits.fragmentation * passing)
+    return RankMemory(rank, kinds | outside, _FRAGMENTATION * passing)
 
 
 class _Rank:
@@ -116,15 +117,15 @@ class _Rank:
         job = self.job
         self.stages, self.layout, self.rank, self.habits = stages, layout, rank, job.habits
         self.shape, self.width = stages[0].shape, job.stored
-        self.tokens = job.micro_batch * job.seq / layout.cp
-        self.parts = layout.tp if layout.sequence_parallel else 1  # of the residual stream
+        self.tokens = job.tokens(layout)
+        self.parts = layout.stream_parts
         self.stream = self.tokens * self.shape.hidden * self.width / self.parts
         self.ends = sum(stage.ends(layout.tp) for stage in stages)
         self.numbers = sum(stage.dense(layout.tp) for stage in stages)  # of parameters before ZeRO
         self.experts = sum(stage.experts(layout.expert_split) for stage in stages)
         self.adapters = sum(stage.adapters(layout.tp, job.lora) for stage in stages)
         self.adapter_width = adapter_width(job)  # gathered
-        several = layout.dp * layout.cp > 1
+        several = layout.has_several_data_ranks
         self.gathers = several if self.habits.fsdp2 else layout.zero_stage == 3 and layout.shards > 1
         # Replicas alone compute with what they store, if on the GPU and in its own dtype.
         self.in_place = self.habits.fsdp2 and several and layout.zero_stage == 0 and layout.cp == 1
@@ -144,7 +145,9 @@ class _Rank:
             zero_states(self.adapters, self.layout.shards, stage, adapter),
         )
         found = {kind: sum(states[kind] for states in each) for kind in each[0]}
-        return {**found, "gradients": found["gradients"] + self._fed_back()}
+        if self.layout.gradient_error_feedback:  # what quantised gradients have lost, for all numbers of a step
+            found["gradients"] += 4.0 * (self.numbers + self.experts)
+        return found
 
     def _gradients(self, stage: Stage) -> float:
         """Whole gradients of a stage."""
@@ -156,7 +159,7 @@ class _Rank:
     def _accumulates(self) -> bool:
         """Do gradients stay whole between micro-batches?"""
         several = self.layout.pp > 1 or (self.job.micro_batches > 1 and not self.layout.reduces_each)
-        return not self.habits.gradient_buffers and several
+        return self.habits.fsdp2 and several
 
     @property
     def _holds(self) -> bool:
@@ -177,7 +180,7 @@ class _Rank:
         alone = [self._alone(block) for stage in self.stages for block, _ in stage.counts]
         layer = max((one.dense(self.layout.tp) + one.experts(self.layout.expert_split) for one in alone), default=0.0)
         adapters = self.adapter_width * self.adapters / max(1, sum(stage.layers for stage in self.stages))
-        reduced = self.width * max(layer, self.ends) if self.habits.gradient_buffers else 0.0
+        reduced = self.width * max(layer, self.ends) if not self.habits.fsdp2 else 0.0
         ends = self.ends - self._freed_embedding(self.stages[0])
         gathered = self.width * (ends + self.habits.gathered_layers * layer)
         return gathered + adapters + reduced + self._kept_nearby()
@@ -194,10 +197,6 @@ class _Rank:
         width = CODE_BYTES.get(self.layout.quantize_weights, self.width)
         return width * (self.numbers + self.experts - self.ends) / self.layout.hierarchical_shard
 
-    def _fed_back(self) -> float:
-        """What quantised gradients have lost, for all numbers of a step."""
-        return 4.0 * (self.numbers + self.experts) if self.layout.gradient_error_feedback else 0.0
-
     def _alone(self, block: Block) -> Stage:
         return Stage(self.shape, ((block, 1),), False, False)
 
@@ -206,7 +205,7 @@ class _Rank:
     def in_schedule(self) -> dict[str, float]:
         """At the beginning of a backward pass, or the end of its first half; with what is gathered."""
         states, moment = self._states(), self._fullest_moment()
-        if not self.habits.gradient_buffers:  # a pipeline reduces in each call, and adds to what it put aside
+        if self.habits.fsdp2:  # a pipeline reduces in each call, and adds to what it put aside
             wide = self.summed / self.kept.stored if self.layout.reduces_each and not self.job.lora else 1.0
             more = self.job.calls > 1 or (self.layout.reduces_each and self.job.micro_batches > 1)
             states["gradients"] = wide * states["gradients"] if more else 0.0
@@ -215,11 +214,11 @@ class _Rank:
         whole = "gathered" if self.gathers else "gradients"
         kinds = {**states, "gathered": self._gathered() + self._lowered()}
         kinds[whole] += moment.gradients
-        return {**kinds, "activations": moment.held + self._received(), "temporaries": moment.passing}
+        return {**kinds, "activations": moment.held, "temporaries": moment.passing}
 
     def end_of_backward(self) -> dict[str, float]:
         """All gradients, the last ones still whole under FSDP2: the embedding's, or of a tied one all of the ends'."""
-        if self.habits.gradient_buffers:
+        if not self.habits.fsdp2:
             return {}  # they are there at any moment
         embedding = sum(map(self._freed_embedding, self.stages)) if self.layout.pp == 1 else 0.0
         ends = (self.ends - embedding) * (self.layout.pp > 1 or self.shape.tied)
@@ -229,8 +228,7 @@ class _Rank:
         if self.in_place and self.layout.pp == 1:  # what is reduced is what stays
             whole = 0.0 if self.job.lora else (ends + embedding) * self.width
         whole = whole * self.gathers + self._lowered()
-        activations = self._received() + self.stream
-        return {**self._states(), "gathered": whole, "activations": activations, "temporaries": 0.0}
+        return {**self._states(), "gathered": whole, "activations": self.stream, "temporaries": 0.0}
 
     def _fullest_moment(self) -> Moment:
         each = {stage.index: self._stage_bytes(stage) for stage in self.stages}
@@ -253,8 +251,7 @@ class _Rank:
         kept_logits = logits * (self.job.width if self._chunks else self.habits.kept_logit_bytes)
         if self._lean:  # no logits, but the gradients that the loss has computed on its way
             kept_logits = self._gradients_of_loss() * stage.is_last
-        # What was sent on is kept; what arrives, too, where no buffer waits for it.
-        sent = self.stream if self.layout.pp > 1 and not (self.habits.receive_buffers and stage.is_last) else 0.0
+        sent = self.stream if self.layout.pp > 1 else 0.0  # what arrives, or is sent on, is kept
         kept = self.tokens * self._kept(stage, self.job.recompute) + sent + kept_logits + self._mask
         return StageBytes(
             kept,
@@ -268,7 +265,7 @@ class _Rank:
     def _kept(self, stage: Stage, recompute: str) -> float:
         """Bytes per token of a stage's blocks."""
         job = dataclasses.replace(self.job, recompute=recompute)
-        return sum(count * kept_bytes(block, self.shape, self.layout, job) for block, count in stage.counts)
+        return sum(count * kept_bytes(block, self.shape.hidden, self.layout, job) for block, count in stage.counts)
 
     def _between_halves(self, stage: Stage) -> float:
         """Gradients of all outputs of products, and of norms; and what checkpointing computed for the first half.
@@ -293,20 +290,13 @@ class _Rank:
         )
         return self.job.width * (layers + head)
 
-    def _received(self) -> float:
-        """A pipeline's buffers: one per micro-batch and neighbour that sends."""
-        if self.layout.pp == 1 or not self.habits.receive_buffers:
-            return 0.0
-        return remote_neighbours(self.stages) * self.job.micro_batches_per_call * self.stream
-
     def _loss(self, stage: Stage) -> float:
         """Logits, their probabilities and gradients, and the last norm."""
         if not stage.is_last:
             return 0.0
-        split, hidden = self.layout.tp > 1, self.shape.hidden
-        each = self.habits.split_logit_bytes if split else self.habits.logit_bytes
-        norm = (4 + 2 * self.width) * hidden / self.parts if self.habits.kernels == "transformers" else 0.0
-        beside = self.tokens * (norm + self.width * hidden * split)
+        each, hidden = self.habits.logit_bytes, self.shape.hidden
+        norm = (4 + 2 * self.width) * hidden / self.parts if not self.habits.fused else 0.0
+        beside = self.tokens * (norm + self.width * hidden * (self.layout.tp > 1))
         if self._lean:
             return self._gradients_of_loss() + self._chunk() + beside
         if self._chunks:
@@ -357,7 +347,7 @@ class _Rank:
         block = stage.counts[-1][0]
         one = self._alone(block)
         again = self._kept(one, "none") - self._kept(one, self.job.each_recomputed)
-        return self.tokens * (again + score_gradients(block, self.shape, self.layout, self.job))
+        return self.tokens * (again + score_gradients(block, self.shape.hidden, self.layout, self.job))
 
     @property
     def _mask(self) -> float:

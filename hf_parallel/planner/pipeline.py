@@ -69,7 +69,7 @@ def shared_projections(block: Block, tp: int) -> float:
     """Parameters of key and value projections whose heads are fewer than tp ranks."""
     shared = [part for part in block.attentions if part.kv_heads < tp]
     inputs = max((matrix.inputs for matrix in block.matrices if matrix.split == "column"), default=0)
-    return inputs * sum(part.kv_heads * (part.qk_width + part.v_width) for part in shared)
+    return inputs * sum(part.key_numbers for part in shared)
 
 
 def adapted(block: Block) -> list[Matrix]:

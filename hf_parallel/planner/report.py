@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 import yaml
 
 from hf_parallel.planner.activations import is_cut, kept_bytes, terms_of
+from hf_parallel.planner.advice import attending
 from hf_parallel.planner.choices import Choice, Found
 from hf_parallel.planner.memory import fullest
 from hf_parallel.planner.pipeline import make_stages, stages_by_rank
 from hf_parallel.planner.predict import Prediction
-from hf_parallel.planner.reasons import attending
 from hf_parallel.planner.shape import distinct
 from hf_parallel.planner.states import adapter_bytes, state_bytes
 from hf_parallel.planner.transfer import ring_factor
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from hf_parallel.dryrun.run import DryRun
 
 
-def show(found: Found, dollars: float | None = None, console: Console | None = None) -> None:
+def show(found: Found, dollars: float | None = None) -> None:
     """Print the ranked table and what is to be said about it.
 
     Args:
         dollars: per GPU and hour, for a column with the cost of 1e9 tokens.
     """
-    console = console or wide_console()
+    console = wide_console()
     for line in (_heading(found), *(f"  {note}" for note in found.notes)):
         console.print(line, markup=False)
     console.print(table(found, dollars))
@@ -149,11 +149,11 @@ def spec_file(found: Found, choice: Choice) -> str:
     return "\n".join(lines) + "\n" + yaml.safe_dump(values or {"dp_shard_size": -1}, sort_keys=False)
 
 
-def show_verified(choice: Choice, runs: list[DryRun], console: Console | None = None) -> None:
+def show_verified(choice: Choice, runs: list[DryRun]) -> None:
     """Analytic memory beside that of dry runs, in GiB, and the bytes that each axis sends."""
     from rich.table import Table
 
-    console = console or wide_console()
+    console = wide_console()
     shown = Table(title="Dry run of " + choice.config.to_spec(), header_style="bold", title_justify="left")
     for heading in ("rank", "planned GiB", "dry run GiB", "of which", "sent per step", "s"):
         shown.add_column(heading, justify="left" if heading in ("of which", "sent per step") else "right")
@@ -238,14 +238,14 @@ _DIVIDED = ("nothing", "the optimizer", "optimizer and gradients", "optimizer, g
 
 def _activations(p: Prediction) -> Iterable[str]:
     layout, job, block, hidden = p.layout, p.job, p.shape.blocks[0], p.shape.hidden
-    tokens = job.micro_batch * job.seq / layout.cp
+    tokens = job.tokens(layout)
     yield _title(f"Activations of a layer, {tokens:.0f} tokens, recompute={job.recompute}")
-    for term in terms_of(block, p.shape, job):
+    for term in terms_of(block, hidden, job):
         size = (term.bytes + term.squared * job.seq) / hidden
         if size:
             cut = f"/ tp={layout.tp}" if is_cut(term, layout) else "whole on each tp rank"
             yield f"  {term.name:<32}{size:7.2f} bytes x s b h   {cut}"
-    kept = kept_bytes(block, p.shape, layout, job)
+    kept = kept_bytes(block, hidden, layout, job)
     yield f"kept: {kept / hidden:.2f} bytes x s b h = {tokens * kept / 2**20:.0f} MiB [method: arXiv:2205.05198]"
 
 

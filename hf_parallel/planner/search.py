@@ -27,7 +27,7 @@ from hf_parallel.planner.advice import (
     why_not_expected,
     why_not_usual,
 )
-from hf_parallel.planner.attention import SDPA, Planned, planned
+from hf_parallel.planner.attention import SDPA, planned
 from hf_parallel.planner.candidates import (
     WAYS,
     Goal,
@@ -37,7 +37,7 @@ from hf_parallel.planner.candidates import (
     rounded,
     sizes_of,
 )
-from hf_parallel.planner.choices import Choice, Found, predicted, variants
+from hf_parallel.planner.choices import Choice, Found, attempt, variants
 from hf_parallel.planner.hardware import Cluster, make_cluster
 from hf_parallel.planner.layout import Job, Layout, known_precision
 from hf_parallel.planner.shape import ModelShape, shape_of
@@ -98,52 +98,44 @@ def search(
     """
     if memory_gib is not None:
         cluster = dataclasses.replace(cluster, gpu=dataclasses.replace(cluster.gpu, memory_gib=memory_gib))
-    precision, rank = known_precision(precision), 16 if lora is True else int(lora)
-    kernel = (
-        Planned()
-        if isinstance(model, ModelShape)
-        else planned(model, cluster.gpu, precision, seq, attention, documents)
-    )
+    precision = known_precision(precision)
+    kernel = planned(model, cluster.gpu, precision, seq, attention, documents)
     eight_bit, precision = ("fp8", "bf16") if precision == "fp8" else ("auto", precision)
-    shape = measured_shape(model, precision, adapt, kernel.counted)
-    batch = seq, global_batch, precision, optimizer, rank, rows, accumulation
-    goal = Goal(shape, cluster, *batch, kernel, eight_bit, quantized, whole_logits)
+    goal = Goal(
+        shape=measured_shape(model, precision, adapt, kernel.counted),
+        cluster=cluster,
+        seq=seq,
+        global_batch=global_batch,
+        precision=precision,
+        optimizer=optimizer,
+        lora=16 if lora is True else int(lora),
+        rows=rows,
+        accumulation=accumulation,
+        attention=kernel,
+        eight_bit=eight_bit,
+        quantized=quantized,
+        whole_logits=whole_logits,
+    )
     looking = _Search(goal, accept)
     ranked = looking.run()
-    best = ranked[0] if ranked else None
     if not looking.looked_at:
         refuse(
             f"global_batch={global_batch}",
             f"no layout of {cluster.gpus} GPUs can share it out",
             f"global_batch={4 * cluster.gpus}",
         )
-    shown = list(itertools.islice(filter(looking.accepts, ranked), max(1, top)))
+    chosen = list(itertools.islice((choice for choice in ranked if looking.accept(choice.config)), max(1, top)))
+    best = chosen[0] if chosen else None
     yours = [] if expected is None else [why_not_expected(goal, expected, best)]
     return Found(
         goal,
-        [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in shown],
-        best,
+        [dataclasses.replace(choice, warnings=tuple(warnings_about(choice, goal))) for choice in chosen],
         why_not=[*yours, *why_not_usual(goal, best)],
         looked_at=looking.looked_at,
-        advice="" if best else nothing_fits(goal, looking.leanest, list(_what_would_fit(goal, accept))),
+        advice="" if best else nothing_fits(goal, looking.leanest, looking.what_would_fit()),
         notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
-        suggestions=[] if best is None or quantized else list(suggested(best, _rounding(goal, ranked, accept))),
+        suggestions=[] if best is None or quantized else list(suggested(best, looking.rounding(ranked))),
     )
-
-
-def _rounding(goal: Goal, ranked: list[Choice], accept: Callable[[ParallelConfig], bool] | None) -> Choice | None:
-    """The fastest of the same layouts with transfers that round, if that is worth a line."""
-    enough, allowed = _pace(ranked[0]) / WORTH_ROUNDING, dataclasses.replace(goal, quantized=True)
-    found = []
-    for choice in ranked:
-        if _waiting(choice) < 1 - enough / _pace(choice):
-            continue  # it would be too slow if nothing were sent
-        for config in compressed(allowed, choice.config):
-            other = predicted(goal, config, choice.prediction.job.micro_batch)
-            if rounded(config) and isinstance(other, Choice) and _pace(other) < enough:
-                found.append(other)
-    taken = (choice for choice in sorted(found, key=_rank) if accept is None or accept(choice.config))
-    return next(taken, None)
 
 
 def _waiting(choice: Choice) -> float:
@@ -152,49 +144,20 @@ def _waiting(choice: Choice) -> float:
     return sum(seconds for kind, seconds in times if any(word in kind for word in _WAITS)) / choice.step_time_s
 
 
-def _what_would_fit(
-    goal: Goal, accept: Callable[[ParallelConfig], bool] | None
-) -> Iterator[tuple[str, Choice | None]]:
-    """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
-
-    def best(**changes: Any) -> Choice | None:
-        return next(iter(_Search(dataclasses.replace(goal, **changes), accept).run()), None)
-
-    if not goal.lora:
-        yield "adapters only (--lora)", best(lora=16)
-    if goal.optimizer == "adamw" and not goal.lora:
-        yield "--optimizer adamw_8bit", best(optimizer="adamw_8bit")
-    for factor in _MORE_GPUS:
-        gpus = factor * goal.cluster.gpus
-        rows = None if goal.global_batch is None else math.lcm(goal.global_batch, gpus)
-        found = best(cluster=dataclasses.replace(goal.cluster, gpus=gpus), global_batch=rows)
-        if found or factor == _MORE_GPUS[-1]:
-            yield f"{gpus} GPUs", found
-            return
-
-
-def _pace(choice: Choice) -> float:
-    return choice.seconds_per_row
-
-
 def _rank(choice: Choice) -> float:
     """Seconds per row, more for each axis beyond data: what is as fast within that is better without it."""
     config = choice.config
     beyond = sum(size > 1 for size in (config.tp_size, config.cp_size, config.pp_size, config.ep_size))
-    return _pace(choice) * _AXIS**beyond
+    return choice.seconds_per_row * _AXIS**beyond
 
 
 class _Search:
-    """A sweep over the layouts, and what it saw."""
+    """A sweep over the layouts, and what it saw. `accept`: does the engine take a layout for this model?"""
 
     def __init__(self, goal: Goal, accept: Callable[[ParallelConfig], bool] | None) -> None:
-        self.goal, self.accept = goal, accept
+        self.goal, self.accept = goal, accept or (lambda config: True)
         self.looked_at, self.leanest = 0, math.inf
         self.ways = [way for way in WAYS if way["offload"] == "none" or not goal.lora]  # adapters: nothing to offload
-
-    def accepts(self, choice: Choice) -> bool:
-        """Whether the engine takes the layout for this model."""
-        return self.accept is None or self.accept(choice.config)
 
     def run(self) -> list[Choice]:
         """The best of each sizes, by `_rank`; other schedules tried for the leading ones."""
@@ -202,16 +165,17 @@ class _Search:
         limit = math.inf
         for config in layouts(self.goal):
             for choice in self._tried(config, limit):
-                if _pace(choice) * _WORTH < limit and not self.accepts(choice):
+                pace = choice.seconds_per_row * _WORTH
+                if pace < limit and not self.accept(choice.config):
                     break  # one that the model forbids must not set the pace
                 _keep(best, choice)
-                limit = min(limit, _pace(choice) * _WORTH)
+                limit = min(limit, pace)
         for choice in sorted(best.values(), key=_rank)[:_RESCHEDULED]:
             size = choice.prediction.job.micro_batch
             for config in other_schedules(self.goal, choice.config, choice.rows // size):
-                other = predicted(self.goal, config, size)
+                other = attempt(self.goal, config, size)
                 self.looked_at += 1
-                if isinstance(other, Choice) and self.accepts(other):
+                if isinstance(other, Choice) and self.accept(other.config):
                     _keep(best, other)
         return sorted(best.values(), key=_rank)
 
@@ -224,11 +188,43 @@ class _Search:
             else:
                 self.leanest = min(self.leanest, choice.gib)
 
+    def rounding(self, ranked: list[Choice]) -> Choice | None:
+        """The fastest of the same layouts with transfers that round, if that is worth a line."""
+        enough, allowed = ranked[0].seconds_per_row / WORTH_ROUNDING, dataclasses.replace(self.goal, quantized=True)
+        found = []
+        for choice in ranked:
+            if _waiting(choice) < 1 - enough / choice.seconds_per_row:
+                continue  # it would be too slow if nothing were sent
+            for config in compressed(allowed, choice.config):
+                other = attempt(self.goal, config, choice.prediction.job.micro_batch)
+                if rounded(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
+                    found.append(other)
+        return next((choice for choice in sorted(found, key=_rank) if self.accept(choice.config)), None)
+
+    def what_would_fit(self) -> Iterator[tuple[str, Choice | None]]:
+        """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
+        goal = self.goal
+
+        def best(**changes: Any) -> Choice | None:
+            return next(iter(_Search(dataclasses.replace(goal, **changes), self.accept).run()), None)
+
+        if not goal.lora:
+            yield "adapters only (--lora)", best(lora=16)
+        if goal.optimizer == "adamw" and not goal.lora:
+            yield "--optimizer adamw_8bit", best(optimizer="adamw_8bit")
+        for factor in _MORE_GPUS:
+            gpus = factor * goal.cluster.gpus
+            rows = None if goal.global_batch is None else math.lcm(goal.global_batch, gpus)
+            found = best(cluster=dataclasses.replace(goal.cluster, gpus=gpus), global_batch=rows)
+            if found or factor == _MORE_GPUS[-1]:
+                yield f"{gpus} GPUs", found
+                return
+
 
 def _keep(best: dict[tuple, Choice], choice: Choice) -> None:
     """Take it if it is the fastest of its sizes."""
     key = sizes_of(choice.config)
-    if key not in best or _pace(choice) < _pace(best[key]):
+    if key not in best or choice.seconds_per_row < best[key].seconds_per_row:
         best[key] = choice
 
 

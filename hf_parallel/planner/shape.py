@@ -57,6 +57,11 @@ class Attention:
     window: int | None = None
     causal: bool = True
 
+    @property
+    def key_numbers(self) -> int:
+        """Numbers of a token's keys and values."""
+        return self.kv_heads * (self.qk_width + self.v_width)
+
     def flops(self, length: int, full: bool = False) -> float:
         """Scores and their product with the values, forward, per token; `full`: as if nothing was masked."""
         return 2.0 * self.heads * (self.qk_width + self.v_width) * (length if full else self.keys(length))
@@ -107,7 +112,6 @@ class ModelShape:
     embedding_parameters: int
     head_parameters: int  # 0 if tied or if there is none
     other_parameters: int = 0  # final norm, positions
-    dropout: bool = False
     head_outputs: int = 0  # columns of the logits; 0: none
 
     @property
@@ -197,8 +201,7 @@ def _build(known: Mapping, gated: bool, tied: bool) -> ModelShape:
 def _built(name: str, vocab: int, layers: int, tied: bool, layer: tuple) -> ModelShape:
     block, hidden = dense_block(*layer), layer[0]
     head = 0 if tied else vocab * hidden
-    blocks, dropout = (block,) * layers, not block.gated
-    return ModelShape(name, hidden, vocab, blocks, tied, vocab * hidden, head, hidden, dropout, head_outputs=vocab)
+    return ModelShape(name, hidden, vocab, (block,) * layers, tied, vocab * hidden, head, hidden, head_outputs=vocab)
 
 
 def usual_heads(hidden: int) -> int:

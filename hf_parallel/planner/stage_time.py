@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from hf_parallel.planner.attention import EAGER, FLASH, all_keys
+from hf_parallel.planner.attention import EAGER, all_keys
 from hf_parallel.planner.hardware import Cluster, Gpu
 from hf_parallel.planner.layout import Job, Layout, computed_job
 from hf_parallel.planner.ledger import block_transfers, end_transfers
@@ -26,10 +26,8 @@ from hf_parallel.planner.transfer import ATTENTION, BACKWARD, COMPUTE, EXPOSED, 
 _TILE = 128
 _CLOCK = 1.5e9  # Hz, within a fifth for every GPU of the catalogue
 _KERNELS_FORWARD, _KERNELS_BACKWARD = 16, 30  # per block, without a compiler
-_WAITS = {
-    "tp": 0.5,
-    "ep": 1.0,
-}  # ranks that are not in step: once per all-reduce, or per gather and scatter; all-to-all
+#: Ranks that are not in step: once per all-reduce of tp, or per gather and scatter; per all-to-all of ep.
+_WAITS = {"tp": 0.5, "ep": 1.0}
 
 
 def gemm_seconds(gpu: Gpu, precision: str, m: float, n: float, k: float) -> float:
@@ -51,8 +49,8 @@ def memory_seconds(gpu: Gpu, size: float) -> float:
 class Times:
     """Seconds of a forward and a backward by kind, of one micro-batch."""
 
-    forward: dict[str, float]
-    backward: dict[str, float]
+    forward: dict[str, float] = field(default_factory=dict)
+    backward: dict[str, float] = field(default_factory=dict)
 
     @property
     def totals(self) -> tuple[float, float]:
@@ -66,6 +64,14 @@ class Times:
         """`count` of them."""
         return Times(*({k: v * count for k, v in side.items()} for side in (self.forward, self.backward)))
 
+    def with_waits(self, transfers: list[Transfer], gpu: Gpu) -> Times:
+        """With what each pass waits for its collectives."""
+        waits = (
+            exposed((t for t in transfers if t.when == when), computed, gpu)
+            for when, computed in ((FORWARD, self.forward), (BACKWARD, self.backward))
+        )
+        return self + Times(*waits)
+
 
 def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
     """Sums by kind."""
@@ -75,7 +81,7 @@ def plus(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 @functools.lru_cache(maxsize=4096)
 def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One block on one rank, with its communication over tp, cp and ep, and under ZeRO-3 of its weights."""
-    gpu, tokens = cluster.gpu, job.micro_batch * job.seq / layout.cp
+    gpu, tokens = cluster.gpu, job.tokens(layout)
     element_wise = memory_seconds(gpu, tokens * _elementwise(block, hidden, layout, job) * gpu.efficiency.passes)
     forward, backward = (
         {
@@ -87,12 +93,8 @@ def block_times(block: Block, hidden: int, layout: Layout, job: Job, cluster: Cl
     )
     _launch(gpu, forward, _KERNELS_FORWARD)
     _launch(gpu, backward, _KERNELS_BACKWARD)
-    backward = plus(backward, _recomputed(forward, job))
-    transfers = block_transfers(block, hidden, layout, job, cluster)
-    return Times(
-        plus(forward, exposed((t for t in transfers if t.when == FORWARD), forward, gpu)),
-        plus(backward, exposed((t for t in transfers if t.when == BACKWARD), backward, gpu)),
-    )
+    computed = Times(forward, plus(backward, _recomputed(forward, job)))
+    return computed.with_waits(block_transfers(block, hidden, layout, job, cluster), gpu)
 
 
 def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
@@ -105,14 +107,11 @@ def _launch(gpu: Gpu, times: dict[str, float], kernels: int) -> None:
 def _recomputed(forward: dict[str, float], job: Job) -> dict[str, float]:
     if job.each_recomputed == "full":
         return {"recomputation": sum(forward.values()) * job.recomputed_share}
-    if job.recompute == "selective" and job.habits.keeps_products:
-        again = forward["attention"] if job.attention == EAGER else 0.0
-        return {"recomputation": forward["element-wise"] + again}
-    if job.recompute == "selective" and job.attention == FLASH:
-        return {"recomputation": forward["matrix products"] / 2 * 0.8 + forward["element-wise"]}
-    if job.recompute == "selective":
-        return {"recomputation": forward["attention"]}
-    return {}
+    if job.recompute != "selective":
+        return {}
+    if job.habits.keeps_products:
+        return {"recomputation": forward["element-wise"] + (forward[ATTENTION] if job.attention == EAGER else 0.0)}
+    return {"recomputation": forward[PRODUCTS] / 2 * 0.8 + forward["element-wise"]}
 
 
 def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, backward: bool) -> float:
@@ -135,16 +134,14 @@ def _matrix(gpu: Gpu, job: Job, layout: Layout, matrix: Matrix, tokens: float, b
 def _attention(gpu: Gpu, job: Job, layout: Layout, attention: Attention, tokens: float, backward: bool) -> float:
     """Products, and an exponential per score, of which a unit makes 16 per clock; a backward computes scores again."""
     e, heads = gpu.efficiency, layout.tp
-    own = job.habits.kernels == "transformers"  # the published runs do not say which kernel they had
-    every = own and all_keys(attention, job.seq, job.attention)
-    keys = job.seq if every else attention.keys(job.seq)
+    every = all_keys(attention, job.seq, job.attention)
+    scores = attention.heads * (job.seq if every else attention.keys(job.seq)) * tokens / heads
     flops = attention.flops(job.seq, full=every) * tokens / heads
-    exponentials = attention.heads * keys * tokens / heads / (16 * gpu.units * _CLOCK)
     rate = gpu.peak(job.products_beside) * e.attention
-    seconds = exponentials + (2.5 * flops / (rate * e.attention_backward) if backward else flops / rate)
-    if not own or job.attention != EAGER:
-        return seconds
-    return seconds + memory_seconds(gpu, attention.heads * keys * tokens / heads * _score_bytes(job.width, backward))
+    seconds = scores / (16 * gpu.units * _CLOCK)
+    seconds += 2.5 * flops / (rate * e.attention_backward) if backward else flops / rate
+    moved = scores * _score_bytes(job.width, backward) if job.attention == EAGER else 0.0
+    return seconds + memory_seconds(gpu, moved)
 
 
 def _score_bytes(width: int, backward: bool) -> int:
@@ -160,8 +157,7 @@ def _elementwise(block: Block, hidden: int, layout: Layout, job: Job) -> float:
     heads = sum(a.heads * a.qk_width + a.kv_heads * a.qk_width for a in block.attentions)
     inner = c * block.inner * (3 if block.gated else 2)
     routed = 4 * c * block.top_k * hidden
-    parts = layout.tp if layout.sequence_parallel else 1
-    return stream / parts + (2 * c * heads + inner) / layout.tp + routed / parts
+    return stream / layout.stream_parts + (2 * c * heads + inner) / layout.tp + routed / layout.stream_parts
 
 
 def exposed(transfers: Iterable[Transfer], compute: dict[str, float], gpu: Gpu) -> dict[str, float]:
@@ -197,28 +193,19 @@ def kind_of(transfer: Transfer) -> str:
 def stage_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
     """One micro-batch on one stage."""
     job = computed_job(layout, job)
-    total = _end_times(stage, layout, job, cluster)
+    head = _head_times(stage.shape, layout, job, cluster.gpu) if stage.is_last else Times()
+    total = head.with_waits(end_transfers(stage, layout, job, cluster), cluster.gpu)
     for block, count in stage.counts:
         total += block_times(block, stage.shape.hidden, layout, job, cluster).times(count)
-    total += Times({}, {"accumulating gradients": _accumulating(stage, layout, job, cluster)})
+    total += Times(backward={"accumulating gradients": _accumulating(stage, layout, job, cluster)})
     return total + _lowering(stage, layout, job, cluster) if job.autocast else total
 
 
-def _end_times(stage: Stage, layout: Layout, job: Job, cluster: Cluster) -> Times:
-    """Head and loss on the last stage, and what a stage sends beside its blocks."""
-    gpu = cluster.gpu
-    head = _head_times(stage.shape, layout, job, gpu) if stage.is_last else Times({}, {})
-    transfers = end_transfers(stage, layout, job, cluster)
-    return Times(
-        plus(head.forward, exposed((t for t in transfers if t.when == FORWARD), head.forward, gpu)),
-        plus(head.backward, exposed((t for t in transfers if t.when == BACKWARD), head.backward, gpu)),
-    )
-
-
 def _head_times(shape: ModelShape, layout: Layout, job: Job, gpu: Gpu) -> Times:
+    """Head and loss."""
     if not shape.head_outputs:
-        return Times({}, {})
-    tokens, columns = job.micro_batch * job.seq / layout.cp, shape.head_outputs / layout.tp
+        return Times()
+    tokens, columns = job.tokens(layout), shape.head_outputs / layout.tp
     product = gemm_seconds(gpu, job.products_beside, tokens, columns, shape.hidden)
     loss = memory_seconds(gpu, tokens * columns * 10)  # read 16 bit, write and read fp32, write 16 bit
     return Times({"head": product + loss}, {"head": 2 * product + loss})

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job
+from hf_parallel.spec import refuse
 
 #: Bytes per number of quantised transfers: the code, and a scale of 2 bytes for each 64.
 CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
+_SUM_AND_GRADIENT = 6  # bytes: in bf16 before ZeRO-3 the fp32 sum and the 16-bit gradient
 ADAPTER_WIDTH = 4  # bytes: peft keeps adapters in fp32 beside a 16-bit base
 _READ_AND_WRITTEN = 7  # states on the host: weight, gradient, two moments read; weight and two moments written
 #: Of two 8-bit moments, with a scale in fp32 for each block of 256 (Dettmers et al., 2022, arXiv:2110.02861).
-EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
+_EIGHT_BIT_MOMENTS = 2 * (1 + 4 / 256)
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | 
 
 def moment_bytes(optimizer: str, width: float) -> float:
     """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
-    known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
+    known = {"adamw": 2 * width, "adamw_8bit": _EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
+    if optimizer not in known:
+        refuse(f"optimizer={optimizer}", f"not one of {', '.join(known)}", "adamw")
     return known[optimizer]
 
 
@@ -68,13 +72,13 @@ def state_bytes(job: Job, zero_stage: int) -> StateBytes:
     if width == 4 or not habits.master_weights:
         state = StateBytes(width, width, moment_bytes(job.optimizer, width))
     else:
-        gradients = 2 if job.precision == "fp16" else 4 if zero_stage == 3 else habits.gradient_bytes
+        gradients = 2 if job.precision == "fp16" else 4 if zero_stage == 3 else _SUM_AND_GRADIENT
         state = StateBytes(0 if zero_stage == 3 else 2, gradients, 4 + moment_bytes(job.optimizer, 4))
     if job.offload == "none":
         return state
     if habits.fsdp2 and parameters_rest(job.offload):
         return StateBytes(0, 0, 0)
-    return StateBytes(width, 0 if habits.gradient_buffers else state.gradients, 0)
+    return StateBytes(width, state.gradients if habits.fsdp2 else 0, 0)
 
 
 def adapter_width(job: Job) -> int:
@@ -107,11 +111,6 @@ def host_bytes(parameters: float, job: Job) -> float:
     return parameters * (job.stored + 3 * state_width(job)) if job.offload == "cpu" else 0.0
 
 
-def pcie_bytes(parameters: float, job: Job) -> tuple[float, float]:
-    """Per step: gradients down, updated weights up."""
-    return parameters * job.stored, parameters * job.stored
-
-
 def nvme_bytes(parameters: float, job: Job) -> float:
     """Per step: master weights and moments, read and written; weights that are gathered from files."""
     gathered = 2 * job.stored if job.offload == "nvme_all" else 0  # of the parameters; once in each direction
@@ -126,7 +125,7 @@ def offload_seconds(parameters: float, job: Job, cluster: Cluster, backward: flo
         backward: seconds of the last backward, behind which gradients go down as they are made.
     """
     host, ranks = cluster.gpu.host, min(cluster.per_node, cluster.gpus)
-    down, up = (size / host.pcie for size in pcie_bytes(parameters, job))
+    down = up = parameters * job.stored / host.pcie  # gradients, updated weights
     adam = ranks * parameters * _READ_AND_WRITTEN * state_width(job) / host.bandwidth
     disk = ranks * nvme_bytes(parameters, job) / host.nvme
     return {

@@ -36,7 +36,7 @@ def step_time(stages: tuple[Stage, ...], layout: Layout, job: Job, cluster: Clus
     )
     by_rank = stages_by_rank(stages, layout)
     slowest = max(by_rank, key=lambda mine: sum(sum(totals[stage.index]) for stage in mine))
-    busy = sum((each[stage.index] for stage in slowest), Times({}, {}))
+    busy = sum((each[stage.index] for stage in slowest), Times())
     kinds = {kind: s * job.micro_batches for kind, s in plus(busy.forward, busy.backward).items()}
     kinds["bubble"] = duration - sum(kinds.values())
     backward = max(backward for _, backward in totals)
@@ -70,9 +70,8 @@ def _reductions(
 
 
 def _exposed(transfers: list[Transfer], hidden: float) -> dict[str, float]:
-    kinds = {"gradients' reduction": 0.0, "gathering updated weights": 0.0}
     overlapped = sum(t.seconds for t in transfers if t.behind == LAST_BACKWARD)
-    kinds["gradients' reduction"] = max(0.0, overlapped - hidden)
+    kinds = {"gradients' reduction": max(0.0, overlapped - hidden), "gathering updated weights": 0.0}
     for t in transfers:
         if t.behind not in (LAST_BACKWARD, SCHEDULE):
             kinds["gathering updated weights" if t.kind == "all_gather" else "gradients' reduction"] += t.seconds

@@ -101,9 +101,7 @@ def _choice(recipe: Recipe, shape: ModelShape) -> Choice:
         recipe.accumulation,
     )
     parts = (recipe.layout.pipeline_microbatches or recipe.rows) if recipe.layout.pp_size > 1 else 1
-    choice = predicted(goal, _with_logits(recipe), recipe.rows // parts, measure=True)
-    assert isinstance(choice, Choice)
-    return choice
+    return predicted(goal, _with_logits(recipe), recipe.rows // parts)
 
 
 def _with_logits(recipe: Recipe) -> ParallelConfig:

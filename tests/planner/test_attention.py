@@ -9,12 +9,12 @@ from hf_parallel.axes.attention.axis import TORCH_FLASH
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.run import dry_run
 from hf_parallel.planner import make_cluster, shape_of
+from hf_parallel.planner.advice import attending
 from hf_parallel.planner.attention import EAGER, FLASH, MASKED, SDPA, Planned, planned
 from hf_parallel.planner.candidates import Goal
 from hf_parallel.planner.choices import predicted
 from hf_parallel.planner.hardware import find_gpu
 from hf_parallel.planner.memory import GIB, fullest
-from hf_parallel.planner.reasons import attending
 from hf_parallel.planner.search import count_activations, search
 from tests import models
 from tests.distributed import run_alone
@@ -91,7 +91,7 @@ def both(model, spec, seq, precision):
     ran = dry_run(config, layout, rows=4, seq=seq, precision=precision)
     shape = count_activations(shape_of(config), config, precision)
     goal = Goal(shape, make_cluster("a100-80gb", 4), seq, None, precision, rows=4)
-    choice = predicted(goal, layout, 4, measure=True)
+    choice = predicted(goal, layout, 4)
     return fullest(list(choice.prediction.breakdown.ranks)).tensors / GIB, ran.peak_bytes / GIB
 
 
@@ -116,7 +116,7 @@ def test_the_plan_says_which_and_what_others_cost():
     (line,) = attending(found.goal, found.best)
     assert line.startswith("attention=auto is torch_flash: packs and padded rows document by document; sdpa would ")
     flash, masked, eager = (
-        predicted(found.goal, dataclasses.replace(found.best.config, attention=name), 1, measure=True)
+        predicted(found.goal, dataclasses.replace(found.best.config, attention=name), 1)
         for name in ("torch_flash", "sdpa", "eager")
     )
     assert flash.needed_gib < masked.needed_gib < eager.needed_gib
@@ -128,8 +128,7 @@ def test_eight_bits_are_planned_under_any_precision():
     for precision in ("bf16", "mixed", "fp32"):
         goal = Goal(shape_of(models.LLAMA_8B), make_cluster(H100, 8), 4096, None, precision, rows=1)
         plain, eight = (
-            predicted(goal, ParallelConfig.parse(f"dp_shard=8{more}"), 1, measure=True).prediction
-            for more in ("", ",precision=fp8")
+            predicted(goal, ParallelConfig.parse(f"dp_shard=8{more}"), 1).prediction for more in ("", ",precision=fp8")
         )
         ratio = eight.breakdown.time["matrix products"] / plain.breakdown.time["matrix products"]
         assert ratio < 0.6, precision

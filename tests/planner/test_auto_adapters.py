@@ -6,7 +6,7 @@ import pytest
 
 from hf_parallel.hooks import auto
 from hf_parallel.planner import make_cluster
-from hf_parallel.planner.reasons import reasons
+from hf_parallel.planner.advice import reasons
 from hf_parallel.planner.search import search
 from tests import models
 from tests.distributed import run, run_alone

@@ -4,7 +4,7 @@ import pytest
 
 from hf_parallel.axes.pipeline.orders import order
 from hf_parallel.planner import Layout, make_cluster, predict, shape_of
-from hf_parallel.planner.activations import activation_terms, kept_of_terms
+from hf_parallel.planner.activations import kept_bytes
 from hf_parallel.planner.layout import Job, make_job
 from hf_parallel.planner.ledger import busiest
 from hf_parallel.planner.memory import GIB
@@ -15,7 +15,6 @@ from hf_parallel.planner.states import (
     host_bytes,
     nvme_bytes,
     offload_seconds,
-    pcie_bytes,
     zero_states,
 )
 from hf_parallel.planner.transfer import groups, ring_factor
@@ -200,8 +199,9 @@ def test_experts_exchange_tokens_twice_each_way(ranks):
 def test_zero_offload_moves_four_bytes_per_parameter_and_step():
     """Ren et al., 2021, section 3: 16-bit gradients down, 16-bit weights up, the least that any split of the work has;
     16 of 18 bytes of the states are on the host."""
-    job = Job(1024, 1, 1, offload="cpu")
-    assert sum(pcie_bytes(1e9, job)) == 4e9
+    job, cluster = Job(1024, 1, 1, offload="cpu"), make_cluster("h100-80gb", 1)
+    down = offload_seconds(1e9, job, cluster, backward=0.0)["gradients to the host"] * cluster.gpu.host.pcie
+    assert (down, job.stored) == (2e9, 2)
     assert host_bytes(1e9, job) == 14e9  # 16-bit gradient, fp32 weight and two moments
     assert nvme_bytes(1e9, job) == 0
 
@@ -233,9 +233,15 @@ def test_all_ranks_of_a_node_share_its_memory():
 # ---- activations (arXiv:2205.05198) ---------------------------------------------------------------------------------
 
 
-def per_sbh(layout, recompute="none", heads=96, hidden=12288, seq=2048):
+def per_sbh(layout, scores=True, heads=96, hidden=12288, seq=2048):
+    """The planner's terms, and what flash attention without dropout spares: scores and two masks, for its sums.
+
+    The paper's selective recomputation keeps all but the scores.
+    """
     block = dense_block(hidden, heads, heads, 4 * hidden, gated=False)
-    return kept_of_terms(activation_terms(block, hidden, "paper", dropout=True), layout, seq, recompute) / hidden
+    masks = 2 / (layout.tp if layout.sequence_parallel else 1)
+    unfused = (5 * heads * seq * scores - 4 * heads) / hidden / layout.tp
+    return kept_bytes(block, hidden, layout, Job(seq, 1, 1)) / hidden + masks + unfused
 
 
 def test_activations_of_a_layer_by_table_2():
@@ -243,8 +249,9 @@ def test_activations_of_a_layer_by_table_2():
     assert per_sbh(Layout()) == pytest.approx(34 + scores)
     assert per_sbh(Layout(tp=8)) == pytest.approx(10 + 24 / 8 + scores / 8)
     assert per_sbh(Layout(tp=8, sequence_parallel=True)) == pytest.approx((34 + scores) / 8)
-    assert per_sbh(Layout(tp=8, sequence_parallel=True), "selective") == pytest.approx(34 / 8)
-    assert per_sbh(Layout(), "full") == pytest.approx(2)
+    assert per_sbh(Layout(tp=8, sequence_parallel=True), scores=False) == pytest.approx(34 / 8)
+    block = dense_block(12288, 96, 96, 4 * 12288, gated=False)
+    assert kept_bytes(block, 12288, Layout(), Job(2048, 1, 1, "full")) / 12288 == pytest.approx(2)
 
 
 @pytest.mark.parametrize(
@@ -256,11 +263,11 @@ def test_activations_of_a_layer_by_table_2():
 )
 def test_activations_of_a_rank_by_table_5(numbers, layout, micro_batch, selective, nothing):
     """Under the interleaved schedule the first rank holds L (1 + (p - 1) / (p v)) layers' worth."""
-    for sequence_parallel, recompute, expected in ((True, "selective", selective), (False, "none", nothing)):
-        sizes = Layout(**layout, sequence_parallel=sequence_parallel)
-        job = Job(2048, micro_batch, 64, recompute, attention="unfused")
-        layers = live_forwards(sizes, job)[0] * numbers["layers"] / (sizes.pp * sizes.virtual_stages)
-        kept = per_sbh(sizes, recompute, numbers["heads"], numbers["hidden"]) * numbers["hidden"]
+    for is_selective, expected in ((True, selective), (False, nothing)):
+        sizes = Layout(**layout, sequence_parallel=is_selective)
+        layers = live_forwards(sizes, Job(2048, micro_batch, 64))[0] * numbers["layers"]
+        layers /= sizes.pp * sizes.virtual_stages
+        kept = per_sbh(sizes, not is_selective, numbers["heads"], numbers["hidden"]) * numbers["hidden"]
         assert layers * kept * 2048 * micro_batch / GIB == pytest.approx(expected, rel=1e-3)
 
 

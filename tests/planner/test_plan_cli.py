@@ -135,6 +135,7 @@ def refused(capsys, *argv, code=2):
         ([*WHERE, "--picture", "memory.gif"], ["memory.gif", ".svg"]),
         ([*WHERE, "--top", "0"], ["--top 0"]),
         ([*WHERE, "--precision", "int3"], ["precision=int3"]),
+        ([*WHERE, "--optimizer", "adamax"], ["optimizer=adamax", "adamw_8bit"]),
     ],
 )
 def test_refusals(folder, capsys, argv, words):

@@ -6,7 +6,7 @@ import pytest
 
 from hf_parallel.config import SpecError
 from hf_parallel.planner import find_gpu, predict
-from hf_parallel.planner.hardware import find_link, gpu_names, link_names
+from hf_parallel.planner.hardware import catalogue, find_link
 from tests.models import LLAMA_8B, LLAMA_8B_CONFIG
 
 CALL = {"model": LLAMA_8B, "gpu": "h100-80gb", "gpus": 64, "seq": 4096, "micro_batch": 1, "global_batch": 512}
@@ -42,12 +42,12 @@ def test_an_unknown_gpu_or_link_is_answered_with_the_nearest():
 
 def test_the_catalogue_is_whole():
     """Every entry resolves: source, links, efficiencies, at least bf16 and fp32."""
-    for name in gpu_names():
+    for name in catalogue()["gpus"]:
         gpu = find_gpu(name)
         assert gpu.source, name
         assert {"bf16", "fp32"} <= set(gpu.peaks), name
         assert find_link(gpu.scale_up).bandwidth > find_link(gpu.scale_out).bandwidth, name
-    assert all(find_link(name).source for name in link_names())
+    assert all(find_link(name).source for name in catalogue()["links"])
 
 
 def test_what_is_missing_or_none_gets_its_default():

@@ -83,7 +83,10 @@ def said(out: str) -> list[str]:
     detection.detect = lambda *args: make_cluster("l40s-48gb", 2)
     auto._arguments = arguments_of(out)
     auto.accepted = lambda config: lambda layout: layout.data_parallel_size == 2
-    return [auto._best(models.llama(), reader=reader)[1][0] for reader in ("OwnTrainer computes the loss", None)]
+    return [
+        auto._best(auto.Shown(models.llama(), reader=reader))[1][0]
+        for reader in ("OwnTrainer computes the loss", None)
+    ]
 
 
 def test_the_report_says_so(tmp_path):

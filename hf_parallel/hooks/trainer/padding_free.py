@@ -93,7 +93,7 @@ def _choice(
     trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]
 ) -> tuple[bool, str | None]:
     """Whether, and the line that says why."""
-    from hf_parallel.planner.padding import padding_of, share_of
+    from hf_parallel.planner.choices import padding_of, share_of
 
     size, lengths = trainer.args.per_device_train_batch_size, _sampled(trainer)
     if size == 1 or len(lengths) < 2 * size or getattr(trainer.data_collator, "return_position_ids", False):
