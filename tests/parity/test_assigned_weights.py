@@ -116,3 +116,44 @@ def test_what_would_be_lost_is_refused(spec, initial):
         assert "model.norm.weight = nn.Parameter(x): a tensor of (63,) for one of (64,)" in shape
         assert "an optimizer of the x in lm_head.weight = nn.Parameter(x): the model has taken its values" in taken
         assert "SGD: it was made after a forward pass with gradients" in copies
+
+
+def after_a_forward(folder, spec=None):
+    """What is written into parameters after a forward with gradients and no backward is what the next one reads."""
+    model, rows, losses = start(spec, folder), batch(), []
+    own = dict(model.named_parameters())  # as an optimizer has them
+    optimizer = torch.optim.SGD(own.values(), lr=0.1)
+    chosen = [p for name, p in own.items() if name.endswith(("norm.weight", "o_proj.weight", "embed_tokens.weight"))]
+    writes = (
+        lambda p: p.data.mul_(0.5),
+        lambda p: p.data.copy_(p.data * 3),
+        lambda p: p.data.zero_() if p.ndim == 1 else None,
+        lambda p: setattr(p, "data", p.data + 0.25),
+    )
+    for write in writes:
+        losses.append(model(**rows).loss.item())
+        for p in chosen:
+            write(p)
+    model(**rows).loss.backward()
+    losses.append(model(**rows).loss.item())  # a number to look at, between backward and step
+    optimizer.step()
+    optimizer.zero_grad()
+    twice = [model(**rows).loss, model(**rows).loss]  # two passes, one backward
+    (twice[0] + 2 * twice[1]).backward()
+    optimizer.step()
+    return [*losses, *(loss.item() for loss in twice)], hf_parallel.full_state_dict(model)
+
+
+STAGES = ("dp_shard=2", "dp_shard=2,zero_stage=1", "dp_shard=2,zero_stage=2", "dp_replicate=2,zero_stage=0")
+
+
+@pytest.mark.parametrize("name", ["phi3", "qwen3"])
+@pytest.mark.parametrize("spec", layouts("library", *STAGES, "pp=2,dp_shard=2", "tp=2,dp_shard=2,zero_stage=1"))
+def test_writes_between_forwards(spec, name, initial):
+    """Gathered weights are not kept beyond a forward whose backward has not come when the next one begins."""
+    losses, weights = run_alone(after_a_forward, initial[name])
+    ranks = run(after_a_forward, axes(spec)["world"], initial[name], spec, init=False)
+    for seen, _ in ranks:
+        for step, (ours, theirs) in enumerate(zip(seen, losses, strict=True)):
+            none(close(f"loss {step}", ours, theirs, NEAR))
+    none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more

@@ -217,6 +217,7 @@ class Serving(Session):
 def served(engine: PipelineEngine, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
+    free(engine)  # of a call whose backward has not come: weights may have changed since
     session = Serving(engine, batch)
     result = session.drive(script) if engine.last else session.serve()
     rebuilt, tensors = share(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)
