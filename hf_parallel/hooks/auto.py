@@ -186,9 +186,7 @@ def choose(
     source = _source
     assert source is not None
     try:
-        spec, lines = objects.from_one(
-            lambda: _best(config, dtype, lowered, adapters, kernel, reader), errors=(SpecError,)
-        )
+        spec, lines = objects.from_one(lambda: _best(config, dtype, lowered, adapters, kernel, reader))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:
