@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.arguments import by_name
 from hf_parallel.axes.data.late_parameters import have_gathered
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import save_pretrained
@@ -82,7 +83,7 @@ def _call_hooks_of_forward(model: nn.Module) -> None:
 
 
 def _save_pretrained(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    if kwargs.get("state_dict") is None:
+    if by_name(type(model).save_pretrained, (model, *args), kwargs).get("state_dict") is None:
         assert_all_ranks("save_pretrained")
     save_pretrained(model, mesh, *args, **kwargs)
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.assigning import take_exchanged
 from hf_parallel.axes.axis import Building, Packing
 from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
 from hf_parallel.axes.data.identical import make_identical
@@ -144,6 +145,7 @@ def _attach(model: PreTrainedModel, state: ParallelState) -> None:
     """Put the state on the model, with methods that know it."""
     watch()
     step_on_local_parts()
+    take_exchanged()
     model._hf_parallel = state
     model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))

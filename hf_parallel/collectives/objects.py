@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+import contextlib
+import pickle
+import traceback
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 
@@ -17,24 +20,51 @@ def gather(own: T, group: dist.ProcessGroup | None = None) -> list[T]:
     return found
 
 
-def from_one(
-    make: Callable[[], T],
-    group: dist.ProcessGroup | None = None,
-    source: int = 0,
-    errors: tuple[type[Exception], ...] = (),
-) -> T:
+class Failed(NamedTuple):
+    """What a rank sends in the place of an object that it could not make."""
+
+    error: Exception
+    where: str
+
+    @classmethod
+    def of(cls, error: Exception) -> Failed:
+        """The error itself if others can read it, with the way to it."""
+        where = "".join(traceback.format_exception(error))
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # made of what only this rank has
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return cls(error.with_traceback(None), f"on rank {dist.get_rank()}:\n{where}")
+
+    def stop(self) -> NoReturn:
+        """Fail as that rank has."""
+        raise self.error from RuntimeError(self.where)
+
+
+def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, source: int = 0) -> T:
     """Return on all ranks of a group what `make` returns on its rank `source`, the only one that calls it. Collective.
 
-    Args:
-        errors: kinds that are raised on all ranks if `make` raises them.
+    What it raises all of them raise: nobody waits for a rank that has failed.
     """
-    told: list = [None]
-    if dist.get_rank(group) == source:
-        try:
-            told = [make()]
-        except errors as error:
-            told = [error]
-    dist.broadcast_object_list(told, group=group, group_src=source)
-    if isinstance(told[0], errors):
-        raise told[0]
-    return told[0]
+    if dist.get_rank(group) != source:
+        told: list = [None]
+        dist.broadcast_object_list(told, group=group, group_src=source)
+        if isinstance(told[0], Failed):
+            told[0].stop()
+        return told[0]
+    with telling(group, source):
+        made = make()
+        pickle.dumps(made)
+    dist.broadcast_object_list([made], group=group, group_src=source)
+    return made
+
+
+@contextlib.contextmanager
+def telling(group: dist.ProcessGroup | None, source: int) -> Iterator[None]:
+    """On the rank whose objects the others wait for: what fails in here is told in the place of one."""
+    try:
+        yield
+    except Exception as error:
+        with contextlib.suppress(RuntimeError):  # where a collective has failed, this one may as well
+            dist.broadcast_object_list([Failed.of(error)], group=group, group_src=source)
+        raise

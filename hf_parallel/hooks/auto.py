@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from hf_parallel.arguments import by_name
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.hooks import logits_read
 from hf_parallel.hooks.patching import Patch, Undo, apply, apply_when_imported, around, undo
@@ -130,7 +131,7 @@ def _at_trainer(
     _arguments = args or _arguments
     if model is None:
         refuse(f"{_source} asks for auto", "Trainer(model_init=…) shows its model too late", "tp=2")
-    reader = logits_read.by_trainer(type(self), kwargs, _arguments)
+    reader = logits_read.by_trainer(type(self), by_name(original, (self, model, args, *rest), kwargs), _arguments)
     choose(Shown(getattr(model, "config", model), _dtype_of(model), adapters=_rank_of(model), reader=reader))
     from transformers import Trainer
 
@@ -185,7 +186,7 @@ def choose(shown: Shown) -> None:
     source = _source
     assert source is not None
     try:
-        spec, lines = objects.from_one(lambda: _best(shown), errors=(SpecError,))
+        spec, lines = objects.from_one(lambda: _best(shown))
     except SpecError as error:
         refuse("parallel=auto", str(error))
     finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 
 def by_trainer(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
-    """Who reads them in training with a Trainer of this class, made with these keywords; None: nobody is known to."""
+    """Who reads them in training with a Trainer of this class, given these arguments; None: nobody is known to."""
     from hf_parallel.hooks.trainer.losses import why_read_by
 
     if _keeps_none(kind):

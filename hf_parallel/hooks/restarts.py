@@ -68,7 +68,7 @@ def _claimed(folder: str) -> tuple[folders.Lock | None, Run]:
         return run
 
     try:
-        run = objects.from_one(claim, errors=(folders.CheckpointError, OSError)) if several else claim()
+        run = objects.from_one(claim) if several else claim()
     except OSError as error:
         raise folders.CheckpointError(str(error)) from error
     return held[0] if held else None, run

@@ -15,10 +15,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_parallel.axes.data.late_parameters import places
 from hf_parallel.axes.data.units import parameter_groups
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -34,6 +36,11 @@ class Held(NamedTuple):
     group: FSDPParamGroup
     held: FSDPParam
     offload: str
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Is it the one that FSDP2 has of these numbers, stored or gathered?"""
+        names = ("sharded_param", "_unsharded_param", "_sharded_post_forward_param")
+        return any(getattr(self.held, name, None) is parameter for name in names)
 
 
 def assign(parameter: DTensor, value: DTensor, found: Held | None) -> None:
@@ -57,7 +64,7 @@ def _exchange(parameter: DTensor, value: DTensor) -> None:
     parameter._spec, parameter._local_tensor = copy.copy(value._spec), value._local_tensor
 
 
-def held_by(parameter: DTensor, models: Iterable[nn.Module]) -> Held | None:
+def held_by(parameter: torch.Tensor, models: Iterable[nn.Module]) -> Held | None:
     """Who gathers a parameter of one of these models; of a gradient, nobody."""
     found = _recalled(parameter)
     if found is not None or not isinstance(parameter, nn.Parameter):
@@ -69,7 +76,36 @@ def held_by(parameter: DTensor, models: Iterable[nn.Module]) -> Held | None:
     return _recalled(parameter)
 
 
-def _recalled(parameter: DTensor) -> Held | None:
+def held_at(module: nn.Module, name: str, models: Iterable[nn.Module]) -> Held | None:
+    """Who gathers what a module has under a name, whatever is there now."""
+    for model in models:
+        state: Any = getattr(model, "_hf_parallel", None)
+        for group in parameter_groups(state.root) if state is not None else ():
+            for held in group.fsdp_params:
+                if (id(module), name) in places(held._module_info):
+                    return Held(group, held, state.config.offload)
+    return None
+
+
+def gathered(model: nn.Module) -> Iterator[nn.Parameter]:
+    """What FSDP2 registers in the place of parameters between a forward and a backward pass."""
+    state = getattr(model, "_hf_parallel", None)
+    for group in parameter_groups(state.root) if state is not None else ():
+        yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))
+
+
+def refuse_exchanged(root: nn.Module) -> None:
+    """Before a gather, which would undo it: parameters that were put into a table of a module itself."""
+    for group in parameter_groups(root):
+        for held in group.fsdp_params if group._reset_sharded_params else ():
+            info = held._module_info
+            own = held.sharded_param if held.sharded_state.name == "SHARDED" else held._unsharded_param
+            if info.module._parameters.get(info.param_name) is not own:
+                why = "it was put there past the module, and the next gather would undo it"
+                refuse(f"another parameter for {held._param_fqn}", why, do="module.weight.data = x, or copy_ into it")
+
+
+def _recalled(parameter: torch.Tensor) -> Held | None:
     group, held, offload = _known.get(parameter, (None, None, ""))
     group, held = group and group(), held and held()
     return Held(group, held, offload) if held is not None and held.sharded_param is parameter else None

@@ -27,7 +27,7 @@ def add_late_parameters(root: nn.Module) -> None:
     """Shard what lies in the units below `root` and is in no group yet; whole and equal on all data ranks."""
     for unit in sharded_modules(root):
         groups = groups_of(unit)
-        known = {place for group in groups for held in group.fsdp_params for place in _places(held._module_info)}
+        known = {place for group in groups for held in group.fsdp_params for place in places(held._module_info)}
         modules = tuple(_own_modules(cast(nn.Module, unit)))
         named = [(module, name, p) for module in modules for name, p in module._parameters.items() if p is not None]
         new = {id(p): p for module, name, p in named if (id(module), name) not in known and not _shared_out(p)}
@@ -54,7 +54,7 @@ def have_gathered(unit: FSDPModule) -> bool:
     return any(held.all_gather_outputs for group in groups_of(unit) for held in group.fsdp_params)
 
 
-def _places(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
+def places(info: ParamModuleInfo) -> Iterator[tuple[int, str]]:
     """Where a parameter is registered; loading puts other objects there, so the parameter itself tells nothing."""
     yield id(info.module), info.param_name
     yield from zip(map(id, info.shared_modules), info.shared_param_names, strict=True)

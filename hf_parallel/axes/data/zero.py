@@ -23,12 +23,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from hf_parallel.axes.data.assigned import refuse_exchanged
 from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.data.ends import Settings, shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
-from hf_parallel.axes.data.units import groups_of, packed_weights, sharded_modules, state_of
+from hf_parallel.axes.data.units import groups_of, packed_weights, parameter_groups, sharded_modules, state_of
 from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
@@ -76,6 +77,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     follow_autocast(root, mesh.device)
     round_after_backward(root)
     if root is model:  # a pipeline frees its stages itself
+        model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
 
@@ -145,6 +147,17 @@ def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: S
     for module in found:
         fully_shard(module, reshard_after_forward=again, shard_placement_fn=place, **own)
     return set()
+
+
+def _gather_anew(model: nn.Module, args: tuple) -> None:
+    """Weights that a forward pass without its backward has left gathered may have changed since.
+
+    Always, and not where they have: writing through `p.data` leaves no trace, and all ranks gather together.
+    """
+    if any(group._post_forward_indices for group in parameter_groups(model)):
+        for module in sharded_modules(model):
+            module.reshard()
+    refuse_exchanged(model)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> None:

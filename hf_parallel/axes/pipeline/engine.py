@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.arguments import by_name
 from hf_parallel.axes.axis import Batch, Building
 from hf_parallel.axes.pipeline import unscheduled
 from hf_parallel.axes.pipeline.axis import PipelinePart
@@ -150,7 +151,7 @@ class PipelineEngine:
         @functools.wraps(self._backbone_forward)
         def backbone_forward(*args: object, **kwargs: object) -> ModelOutput:
             args = args[1:] if args and args[0] is backbone else args
-            return self._cut_backbone(by_positions(_named(self._backbone_signature, args, kwargs)))
+            return self._cut_backbone(by_positions(by_name(self._backbone_signature, args, kwargs)))
 
         self.model.forward, backbone.forward = model_forward, backbone_forward
 
@@ -172,7 +173,7 @@ class PipelineEngine:
 
     def run(self, *args: object, **kwargs: object) -> ModelOutput:
         """`model(**batch)` on every rank of the pipeline; returns the same values on all of them."""
-        batch = _named(self._signature, args, kwargs)
+        batch = by_name(self._signature, args, kwargs)
         if self.balance is None:  # nobody asks
             batch = without_count(by_positions(batch))
         refuse_partial_outputs(self.model.config, batch, self.balance is not None)
@@ -364,11 +365,6 @@ class PipelineEngine:
                 dist.all_reduce(stored(gradient), group=self.tied_group)
             parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         fresh.clear()
-
-
-def _named(signature: inspect.Signature, args: tuple, kwargs: Batch) -> Batch:
-    """All arguments by name."""
-    return {**dict(zip(signature.parameters, args, strict=False)), **kwargs}
 
 
 def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hf_parallel.axes.pipeline.batches import fresh_gradients
 from hf_parallel.axes.pipeline.outputs import detached_node
 from hf_parallel.axes.pipeline.schedules import build_schedule
 from hf_parallel.axes.pipeline.stages import StageView
+from hf_parallel.axes.pipeline.unscheduled import free
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
@@ -34,6 +35,7 @@ def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run
         run: one micro-batch on one stage, from what arrived there: what leaves it, on the last stage the loss.
     """
     schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
+    free(engine)
     engine.before_run(engine.model.training, tokens.shape)
     held = engine.held_run()
     for stage in engine.schedules[count][1]:

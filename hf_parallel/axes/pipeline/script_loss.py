@@ -13,7 +13,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from hf_parallel.axes.pipeline.scheduled import scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
 from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, describe, free
+from hf_parallel.collectives import objects
 
 if TYPE_CHECKING:
     from typing import NoReturn
@@ -254,15 +255,14 @@ def _main_calls(
     main = plan.calls[plan.main]
     if not main.has_tensors:
         return [main] * len(parts)
-    told: list[list] = [[]]
-    if engine.last:
-        for i, part in enumerate(parts):
-            answers = _answers(engine, plan, part, [outputs[i] for outputs in beside], None)
-            answers[plan.main] = functools.partial(_leave_with_call, part)
-            with quietly():
-                told[0].append(Prepared(engine, answers).run(functools.partial(loss_of, dict(part))))
-    dist.broadcast_object_list(told, group=engine.control, group_src=engine.last_rank)
-    return told[0]
+
+    def made(i: int, part: Batch) -> Call:
+        answers = _answers(engine, plan, part, [outputs[i] for outputs in beside], None)
+        answers[plan.main] = functools.partial(_leave_with_call, part)
+        with quietly():
+            return cast(Call, Prepared(engine, answers).run(functools.partial(loss_of, dict(part))))
+
+    return objects.from_one(lambda: [made(*part) for part in enumerate(parts)], engine.control, engine.last_rank)
 
 
 def _leave_with_call(part: Batch, engine: PipelineEngine, kwargs: Batch) -> NoReturn:

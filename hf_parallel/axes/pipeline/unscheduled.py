@@ -25,6 +25,7 @@ from hf_parallel.autocast import autocast_dtype
 from hf_parallel.axes.axis import Batch
 from hf_parallel.axes.pipeline.batches import counted_tokens, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
+from hf_parallel.collectives import objects
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -143,17 +144,20 @@ class Serving(Session):
 
     def drive(self, script: Callable[[], T]) -> T:
         """On the last stage: run the script, then let the others go."""
-        result = self.run(script)
+        with objects.telling(self.engine.control, self.engine.last_rank):
+            result = self.run(script)
         self._tell(None)
         return result
 
     def serve(self) -> object:
         """On the other stages: run layers until the script has ended."""
-        told: list[Call | None] = [None]
+        told: list[Call | objects.Failed | None] = [None]
         while True:
             dist.broadcast_object_list(told, group=self.engine.control, group_src=self.engine.last_rank)
             if told[0] is None:
                 return None
+            if isinstance(told[0], objects.Failed):
+                told[0].stop()
             self.forward(told[0], self.batch)
 
     def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
@@ -217,6 +221,7 @@ class Serving(Session):
 def served(engine: PipelineEngine, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
+    free(engine)  # of a call whose backward has not come: weights may have changed since
     session = Serving(engine, batch)
     result = session.drive(script) if engine.last else session.serve()
     rebuilt, tensors = share(result, engine.group, engine.control, engine.last_rank, engine.mesh.device)

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers.utils import ModelOutput
 
+from hf_parallel.arguments import by_name
 from hf_parallel.axes.compile import check_compiled, compile_layers
 from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.mixed_precision import compute_in
@@ -142,14 +143,15 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
     state.counts_tokens = True
 
     def enter(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        passed_on = kwargs.get("num_items_in_batch") is not None
+        given = by_name(module.forward, args, kwargs) if args else kwargs
+        passed_on = given.get("num_items_in_batch") is not None
         forward = means.enter(_share(module, passed_on), passed_on)
         if passed_on:
             forward.counted = state.reads_item_count
-        elif forward.share is not None and state.sums_over_tokens and kwargs.get("labels") is not None:
+        elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
             means.note(forward)
             if state.pipeline is None or state.pipeline.items is None:  # else the whole batch is counted already
-                items = count_targets(kwargs)
+                items = count_targets(given)
                 dist.all_reduce(items, group=state.mesh.data_group)
                 items = items * ((forward.share or 1.0) / state.mesh.data_size)
                 return args, {**kwargs, "num_items_in_batch": items}

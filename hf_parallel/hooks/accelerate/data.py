@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from hf_parallel.arguments import by_name
 from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate import orders
@@ -38,11 +39,12 @@ def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: objec
     check_loop()
     mesh = runtime.mesh()
     orders.group_for_all(dataloader, mesh.data_size)
-    if kwargs.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
+    given = by_name(original, (dataloader, *args), kwargs)
+    if given.get("even_batches") is False and not _drops_last(dataloader) and mesh.data_size > 1:
         refuse(f"even_batches=False with {mesh.data_size} data ranks", "they would run out apart", "True")
     prepared = orders.as_in_one_process(original, dataloader, *args, **kwargs)
     # A loader that draws its order advances the numbers of the next one, and even one in order draws a seed.
-    return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(kwargs))
+    return _by_data_rank(prepared, mesh.config.world_size > mesh.data_size or not orders.is_seeded(given))
 
 
 def _by_data_rank(prepared: DataLoaderShard, shared: bool) -> object:

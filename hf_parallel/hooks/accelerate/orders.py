@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_parallel.arguments import by_name
+
 if TYPE_CHECKING:
     from accelerate.data_loader import DataLoaderShard
     from torch.utils.data import DataLoader
@@ -22,7 +24,7 @@ _GROUPED = "_hf_parallel_grouped"
 def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> DataLoaderShard:
     """`prepare` the loader and leave the drawing of its order to its sampler."""
     sampler = _innermost(dataloader)
-    if is_seeded(kwargs) or getattr(sampler, "generator", 0) is not None:
+    if is_seeded(by_name(prepare, (dataloader, *args), kwargs)) or getattr(sampler, "generator", 0) is not None:
         return prepare(dataloader, *args, **kwargs)
     sampler.generator = torch.Generator()  # so that no number is drawn for one
     try:
@@ -35,9 +37,9 @@ def as_in_one_process(prepare: Callable, dataloader: DataLoader, *args: object, 
     return prepared
 
 
-def is_seeded(kwargs: dict[str, object]) -> bool:
+def is_seeded(given: dict[str, object]) -> bool:
     """Does accelerate order rows by a seed and the epoch, as for Trainer? Then loaders draw nothing for it."""
-    return bool(kwargs.get("use_seedable_sampler", False))
+    return bool(given.get("use_seedable_sampler", False))
 
 
 def group_for_all(dataloader: DataLoader, data_ranks: int) -> None:

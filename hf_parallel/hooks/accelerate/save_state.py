@@ -168,7 +168,7 @@ def load_state_without_layout(
 
 def _folder_to_load(accelerator: Accelerator, asked: str | None) -> str:
     """The same on all ranks. Collective."""
-    return objects.from_one(lambda: _asked_or_newest(accelerator, asked), errors=(ValueError,))
+    return objects.from_one(lambda: _asked_or_newest(accelerator, asked))
 
 
 def _asked_or_newest(accelerator: Accelerator, asked: str | None) -> str:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters import lora
+from hf_parallel.arguments import by_name
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict
 from hf_parallel.checkpoint.slices import local_part, read
@@ -57,7 +58,8 @@ def inject_adapter(
     if state is None and runtime.current() is None:
         original(self, model, adapter_name, *args, **kwargs)
         return
-    peft_settings.check(self, model, config, bool(kwargs.get("low_cpu_mem_usage", False)))
+    given = by_name(original, (self, model, adapter_name, *args), kwargs)
+    peft_settings.check(self, model, config, bool(given.get("low_cpu_mem_usage", False)))
     if state is None:
         make_parallel(model)
         state = runtime.parallel_state(model)

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters.four_bit import FourBit
+from hf_parallel.arguments import by_name
 from hf_parallel.axes.data.late_parameters import remove_late_parameters
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.axes.tensor.experts import SplitExperts
@@ -95,14 +96,12 @@ def _gathered(module: nn.Module, name: str) -> contextlib.AbstractContextManager
 
 
 @patch("peft.tuners.tuners_utils:BaseTuner.{merge,unmerge}_adapter", "changes gathered weights")
-def merge(original: Callable, self: BaseTuner, *args: object, safe_merge: bool = False, **kwargs: object) -> None:
+def merge(original: Callable, self: BaseTuner, *args: object, **kwargs: object) -> None:
     """`merge_adapter` and `unmerge_adapter`: the stored parts are changed, not gathered weights."""
     state = runtime.parallel_state(self.model)
     if state is not None:
-        _check(self.model, True, safe_merge or bool(args[1:]))
+        _check(self.model, True, bool(by_name(original, (self, *args), kwargs).get("safe_merge")))
         _reshard(state)
-    elif safe_merge:
-        kwargs["safe_merge"] = True
     original(self, *args, **kwargs)
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
+from hf_parallel.arguments import by_name
 from hf_parallel.axes.experts.load import load_of
 from hf_parallel.axes.loss import CHUNK, LOSS, why_not_in
 from hf_parallel.axes.pipeline.script_loss import Plan, find_plan, run_plan, takes
@@ -83,9 +84,18 @@ def why_read_by(kind: type, own_function: bool, smooths: bool) -> str | None:
     return "label_smoothing_factor reads them" if smooths else None
 
 
-def _asks_for_outputs(args: tuple, kwargs: dict) -> bool:
-    """Of `compute_loss(model, inputs, return_outputs, …)`."""
-    return bool(args[0] if args else kwargs.get("return_outputs"))
+def _given(trainer: Trainer, model: PreTrainedModel, inputs: dict, args: tuple, kwargs: dict) -> dict:
+    """To `compute_loss(model, inputs, return_outputs, num_items_in_batch)`."""
+    from transformers import Trainer
+
+    return by_name(Trainer.compute_loss, (trainer, model, inputs, *args), kwargs)
+
+
+def _with_items(args: tuple, kwargs: dict, items: object) -> tuple[tuple, dict]:
+    """The same with another `num_items_in_batch`, where it is: a script's own may have another name for it."""
+    if len(args) > 1:
+        return (args[0], items, *args[2:]), kwargs
+    return args, {**kwargs, "num_items_in_batch": items}
 
 
 def how_computed(trainer: Trainer) -> str:
@@ -122,7 +132,7 @@ def compute_loss(
     engine = state.pipeline if state is not None and is_own(self) else None
     call = functools.partial(_call, self, state, own, model, args=args, kwargs=kwargs)
     # Taken now: scripts take out of a batch what they have read.
-    items = kwargs.get("num_items_in_batch")
+    items = _given(self, model, inputs, args, kwargs).get("num_items_in_batch")
     targets = trl.targets_of_mean(self, inputs) if items is None else None
     record = record_of(self)
     record.step.weighted = True
@@ -231,7 +241,8 @@ def _call(
 ) -> Computed:
     """Call the script's `compute_loss`."""
     record, former = record_of(self), self.args.average_tokens_across_devices
-    step, items = record.step, kwargs.get("num_items_in_batch")
+    given = _given(self, model, inputs, args, kwargs)
+    step, items = record.step, given.get("num_items_in_batch")
     scope = means.Scope(step.share, items is not None and bool(record.weighs))
     step.logged = []
     # Our share of tokens holds the factor for processes already, except for scripts that multiply by it themselves.
@@ -240,9 +251,10 @@ def _call(
     if items is not None and former:
         items = items * (scope.share or 1.0) * (runtime.mesh().data_size if whole else 1)
     if items is not None:
-        kwargs = {**kwargs, "num_items_in_batch": means.Count.within(scope, items) if is_own(self) else items}
+        count = means.Count.within(scope, items) if is_own(self) else items
+        args, kwargs = _with_items(args, kwargs, count)
     try:
-        unread = unread_logits(why_read(self, state) is None and not _asks_for_outputs(args, kwargs))
+        unread = unread_logits(why_read(self, state) is None and not given.get("return_outputs"))
         with means.computing(scope), unread, trl.metrics_by_rows(self):
             result = own(model, inputs, *args, **kwargs)
     finally:

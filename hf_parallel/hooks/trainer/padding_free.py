@@ -74,7 +74,7 @@ def choose(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
     current = runtime.current()
     if current is None or not current.source.endswith("(auto)") or trainer.train_dataset is None:
         return
-    pays, line = objects.from_one(lambda: _choice(trainer, current.config, cannot), errors=(ValueError,))
+    pays, line = objects.from_one(lambda: _choice(trainer, current.config, cannot))
     if line is not None:
         report.say(line)
     if pays:

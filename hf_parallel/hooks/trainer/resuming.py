@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
+from hf_parallel.arguments import by_name
 from hf_parallel.checkpoint.names import of_stages
 from hf_parallel.collectives import objects
 from hf_parallel.hooks import entries, hangs, report, restarts, runtime
@@ -45,7 +46,7 @@ def train(
     """From the newest whole checkpoint that rank 0 sees, on every rank; after a restart by the launcher unasked."""
     if getattr(self.args, "enable_jit_checkpoint", False):
         refuse("enable_jit_checkpoint=True", "ranks would stop at different steps", do="drop it, SIGTERM saves")
-    _check_trial(args[0] if args else kwargs.get("trial"))
+    _check_trial(by_name(original, (self, resume_from_checkpoint, *args), kwargs).get("trial"))
     with entries.trains(self), restarts.own_folder(self) as run:
         chosen = _chosen(self, resume_from_checkpoint, run)
         if chosen is not None and run.restarted:

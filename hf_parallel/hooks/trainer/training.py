@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hf_parallel.arguments import by_name
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
@@ -43,10 +43,10 @@ def init(
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
-    trl.check(self, args, kwargs.get("eval_dataset"), model)
+    given = by_name(original, (self, model, args, *rest), kwargs)
+    trl.check(self, args, given.get("eval_dataset"), model)
     if model is not None:
-        bound = inspect.signature(original).bind_partial(self, model, args, *rest, **kwargs)
-        _make_ready(model, bound.arguments.get("optimizers"))
+        _make_ready(model, given.get("optimizers"))
     with replacing(args, save_only_model=True):  # Trainer refuses sharded models that checkpoint, our save does not
         original(self, model, args, *rest, **kwargs)
     self.is_distributed_loading_by_transformers = True

@@ -72,7 +72,7 @@ class ServedReference(nn.Module):
         def answer() -> str:
             return ask(self.address, "log_probs", self.timeout, told)["log_probs"]
 
-        return answer() if self.group is None else objects.from_one(answer, self.group, errors=(RuntimeError,))
+        return answer() if self.group is None else objects.from_one(answer, self.group)
 
     def check(self, policy: PreTrainedModel) -> None:
         """Refuse a model of another kind than the policy's."""

@@ -1,0 +1,141 @@
+"""New values in the place of a weight that ranks hold parts of: `p.data = x`, `module.weight = nn.Parameter(x)`.
+
+Each rank stores its part of x. Of torch alone it is lost in silence: FSDP2 puts the parameter that it knows back into
+its module at the next gather. So a parallel model keeps its parameter, which an optimizer may know, and takes values.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hf_parallel.axes.data.assigned import Held, assign, gathered, held_at, held_by
+from hf_parallel.axes.offload import folder, parameters_rest
+from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.mesh import placed_as, stored
+from hf_parallel.spec import refuse
+from hf_parallel.whole import order_of, parallel_models
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+_installed: list[RemovableHandle] = []
+#: Parameters whose values were taken, and the lines that gave them.
+_taken: Any = WeakIdKeyDictionary()
+_checked: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+@torch.no_grad()
+def store(parameter: DTensor, value: torch.Tensor, what: str = "p.data = x") -> None:
+    """Let each rank store its part of `value`, which lies as the parameter does, lies elsewhere, or is whole.
+
+    Args:
+        what: the script's line, for a refusal.
+    """
+    found = held_by(parameter, parallel_models())
+    own = _contiguous(_as_stored(parameter, value, what))
+    _check(found, parameter, own, what)
+    assign(parameter, own, found)
+
+
+def _as_stored(parameter: DTensor, value: torch.Tensor, what: str) -> DTensor:
+    """What this rank stores of a value."""
+    if value.shape != parameter.shape:
+        why = f"a tensor of {tuple(value.shape)} for one of {tuple(parameter.shape)}, of which ranks hold parts"
+        refuse(what, why, do="give it one of the same shape, or let one process change the model")
+    if not isinstance(value, DTensor):
+        own = stored(parameter)
+        part = read(value, local_part(parameter, order_of(parameter)))
+        return placed_as(parameter, part.to(own.device, copy=True))  # a view would keep the whole
+    if value.device_mesh != parameter.device_mesh:
+        why = "it lies on another mesh"
+        refuse(what, why, do="give it what was made of the same parameter, or a whole tensor")
+    if value.placements == parameter.placements:
+        return value
+    return value.redistribute(placements=parameter.placements)
+
+
+def _check(found: Held | None, parameter: DTensor, value: DTensor, what: str) -> None:
+    """Before anything is changed."""
+    if found is None:
+        return
+    advice = "p.data.copy_(x)"
+    if folder(found.offload) and parameters_rest(found.offload):
+        refuse(what, f"with offload={found.offload} parameters lie in a file", advice)
+    if type(parameter._local_tensor) is not torch.Tensor:
+        refuse(what, f"of a {type(parameter._local_tensor).__name__}, whose memory is its own", advice)
+    if found.group._reset_sharded_params and parameter._local_tensor.dtype != value.dtype:
+        why = f"from {parameter._local_tensor.dtype} to {value.dtype} after a forward pass of a sharded model"
+        refuse(what, why, do="give the model another dtype before it runs")
+
+
+def _contiguous(value: DTensor) -> DTensor:
+    local: Any = value._local_tensor
+    local = local.wait() if isinstance(local, AsyncCollectiveTensor) else local
+    if local is value._local_tensor and local.is_contiguous():
+        return value
+    return placed_as(value, local.contiguous())
+
+
+def take_exchanged() -> None:
+    """From here on parallel models take the values of parameters set in them. A second call changes nothing."""
+    if not _installed:
+        _installed.append(register_module_parameter_registration_hook(_set))  # type: ignore[arg-type]
+        _installed.append(register_optimizer_step_pre_hook(_check_optimizer))
+
+
+def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None:
+    """`module.name = new`: what the module has afterwards, if not `new`."""
+    former = module._parameters.get(name)
+    if former is None or former is new or former.is_meta or new.is_meta:
+        return None
+    models = [model for model in parallel_models() if any(inner is module for inner in model.modules())]
+    found = held_at(module, name, models) if models else None
+    if found is not None and found.knows(new):
+        return None
+    gathers = found is not None and found.group._reset_sharded_params  # before, loading has put its own there
+    parameter = found.held.sharded_param if found is not None and gathers else former
+    if not models or not isinstance(parameter, DTensor):
+        return None
+    what = f"{_named(module, name, models)} = nn.Parameter(x)"
+    _refuse_tying(new, models, what)
+    if found is not None:
+        found.group.reshard()  # where rows have an order of their own, it is found by the parameter in the module
+    store(parameter, new.detach(), what)
+    _taken[new] = what
+    parameter.requires_grad_(new.requires_grad)
+    return cast(nn.Parameter, parameter)
+
+
+def _named(module: nn.Module, name: str, models: list[nn.Module]) -> str:
+    return next(f"{path}.{name}".lstrip(".") for path, inner in models[0].named_modules() if inner is module)
+
+
+def _refuse_tying(new: nn.Parameter, models: list[nn.Module], what: str) -> None:
+    if held_by(new, models) or any(new is parameter for model in models for parameter in model.parameters()):
+        why = "it is another weight of the model: ranks hold parts, which cannot be tied afterwards"
+        refuse(what, why, do="set tie_word_embeddings of the config before the model is loaded, or give it a copy")
+
+
+def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """At its first step: one that was given what a model does not train would do nothing."""
+    if optimizer in _checked:
+        return
+    _checked.add(optimizer)
+    given = {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+    for parameter in given.values() if _taken else ():
+        if parameter in _taken:
+            why = "the model has taken its values, and trains the parameter it has"
+            refuse(f"an optimizer of the x in {_taken[parameter]}", why, do="give it model.parameters()")
+    if any(id(parameter) in given for model in parallel_models() for parameter in gathered(model)):
+        why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
+        refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
