@@ -13,6 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from hf_parallel import launched
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.spec import refuse
 
@@ -45,7 +46,7 @@ def check(args: argparse.Namespace) -> int:
 
     try:
         wanted = _wanted(args)
-        count = int(os.environ["WORLD_SIZE"]) if ranks.settle_environment() else _here(args)
+        count = int(os.environ["WORLD_SIZE"]) if launched.settle() else _here(args)
         wanted.layout(count)
     except SpecError as error:
         if os.environ.get("RANK", "0") == "0":
