@@ -97,6 +97,11 @@ def layout_of(recipe: Mapping[str, object], where: str) -> Mapping[str, object]:
     return layout if isinstance(layout, dict) else _split_pairs(str(layout))
 
 
+def first_line(error: BaseException) -> str:
+    """Of what another library says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 # ---- files -------------------------------------------------------------------------------------------------------
 
 
@@ -136,10 +141,8 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
         return hf_hub_download(repo, file, revision=revision)
     except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
         name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        refuse(
-            name, f"not to be had from the Hub ({reason})", do="`hf-parallel recipe list` names those that are here"
-        )
+        works = "`hf-parallel recipe list` names those that are here"
+        refuse(name, f"not to be had from the Hub ({first_line(error)})", do=works)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -193,7 +196,7 @@ def _split_pairs(text: str) -> dict[str, str]:
             parts[-1] += char
     for part in filter(None, (p.strip() for p in parts)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals and (close := _like_a_recipe(part)):
+        if not equals and (close := like_a_recipe(part)):
             refuse(part, "neither key=value nor a recipe", do=f"did you mean {' or '.join(close)}?")
         if not key or not equals or not value:
             refuse(part, "expected key=value, for example tp=2")
@@ -203,7 +206,7 @@ def _split_pairs(text: str) -> dict[str, str]:
     return pairs
 
 
-def _like_a_recipe(text: str) -> list[str]:
+def like_a_recipe(text: str) -> list[str]:
     """Names of recipes that may have been meant."""
     return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
 

@@ -54,11 +54,6 @@ class Report:
         return {"works": not self.problems, **dataclasses.asdict(self)}
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def render(report: Report) -> str:
     """The report for people."""
     sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items())

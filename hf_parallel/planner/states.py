@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job
+from hf_parallel.spec import refuse
 
 #: Bytes per number of quantised transfers: the code, and a scale of 2 bytes for each 64.
 CODE_BYTES = {"int8": 1 + 2 / 64, "fp8": 1 + 2 / 64, "int4": 0.5 + 2 / 64}
@@ -47,6 +48,8 @@ def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | 
 def moment_bytes(optimizer: str, width: float) -> float:
     """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
     known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
+    if optimizer not in known:
+        refuse(f"optimizer={optimizer}", f"not one of {', '.join(known)}", "adamw")
     return known[optimizer]
 
 

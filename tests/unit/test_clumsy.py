@@ -1,15 +1,22 @@
 """What is mistyped is told in one line that helps, once for all ranks."""
 
 import atexit
+import io
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from hf_parallel import __main__ as runner
+from hf_parallel import cli
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.planner.hardware import make_cluster
+from hf_parallel.planner.search import search
 from tests.distributed import run
+
+LLAMA = Path(__file__).parents[2] / "configs" / "models" / "llama-3.1-8b.json"
 
 
 @pytest.mark.parametrize(
@@ -69,6 +76,70 @@ def test_sizes(spec, world, said):
     with pytest.raises(SpecError) as caught:
         ParallelConfig.parse(spec).resolve(world)
     assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("plan LLAMA --gpus 8 --gpu h100-80gb --optimizer lion", "optimizer=lion: not one of adamw, adamw_8bit"),
+        ("plan LLAMA --gpus 8 --gpu h100-80gb --rows 0", "--rows 0: is more than 0"),
+        ("plan LLAMA --gpus 8 --gpu h100-80gb --memory -1", "--memory -1: is more than 0"),
+        ("plan LLAMA --gpus 8 --gpu h100-80gb --gpus-per-node 0", "--gpus-per-node 0: is more than 0"),
+        ("doctor nowhere --parallel tp=2", "nowhere: no file or folder here, nor to be had from the Hub"),
+        ("check --backend mpi", "--backend mpi: not one of nccl, gloo; --backend gloo works"),
+        ("check --payload 0", "--payload 0: is more than 0 MiB; --payload 64 works"),
+        ("check --json nowhere/check.json", "--json nowhere/check.json: "),
+        ("recipe list --gpus 3 --method lora", "--gpus 3 --method lora: no recipe of this package"),
+        (
+            "recipe show qwen3-0.6b-ful-1x24gb",
+            "qwen3-0.6b-ful-1x24gb: no recipe of that name; did you mean qwen3",
+        ),
+    ],
+)
+def test_mistyped_commands(capsys, command, said):
+    words = command.replace("LLAMA", str(LLAMA)).split()
+    assert cli.main(words) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"hf_parallel: {said}")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_launch_that_is_mistyped_is_told_in_two_lines(capsys):
+    """Not in a page of options."""
+    with pytest.raises(SystemExit):
+        cli.main(["launch", "--num_processes", "two", "--parallel", "tp=2", "train.py"])
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == 2
+    assert "invalid int value: 'two'" in err[1]
+
+
+def test_nodes_that_are_not_full():
+    """What is said of usual layouts leaves out those that such machines cannot have."""
+    cluster = make_cluster("h100-80gb", 12, 8, None)
+    found = search(model=AutoConfig.from_pretrained(LLAMA), cluster=cluster, seq=512, global_batch=12, top=1)
+    assert found.best is not None
+    assert [name.partition(" (")[0] for name, _ in found.why_not] == ["plain data parallelism", "ZeRO-3 over all GPUs"]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_completion_says_what_it_needs(monkeypatch, capsys, missing):
+    if missing:
+        monkeypatch.setitem(sys.modules, "shtab", None)
+    else:
+        pytest.importorskip("shtab")
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--print-completion", "bash"])
+    assert ended.value.code == (2 if missing else 0)
+    assert ("pip install 'hf-parallel[completion]'" in capsys.readouterr().err) == missing
+
+
+def test_letters_that_a_terminal_does_not_have(monkeypatch):
+    """Tables have signs that not every encoding has."""
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", shown)
+    assert cli.main(["doctor", str(LLAMA), "--parallel", "tp=2,dp_shard=1"]) == 0
+    shown.flush()
+    assert b"q_proj ?32" in shown.buffer.getvalue()
 
 
 #: What a script does on its rank -> what ranks 0 and 1 say of it, from the first to the last line; and the exit code.
