@@ -1,7 +1,7 @@
 """`python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…`: activate, then run the script.
 
-Works under any launcher that sets RANK and WORLD_SIZE (torchrun, accelerate launch, srun). Without a spec from
-`--parallel`, HF_PARALLEL or the script's own arguments nothing of Transformers or Accelerate is touched.
+Works under any launcher that sets RANK and WORLD_SIZE (torchrun, accelerate launch), under srun and mpirun. Without a
+spec from `--parallel`, HF_PARALLEL or the script's own arguments nothing of Transformers or Accelerate is touched.
 
 Exit codes: the script's own; 2 for a spec or command line that cannot work (one line, from rank 0); 1 for anything
 else that the script did not catch.
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
-from hf_parallel import ending
+from hf_parallel import ending, launched
 from hf_parallel.config import AUTO, ParallelConfig, choose_spec
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 USAGE = "usage: python -m hf_parallel [--parallel SPEC] (script.py | -m module) args…"
 #: Seconds that a rank with nothing new to say waits, so that the launcher can stop it while another one reports.
 GRACE = 3.0
-_REFUSED = "hf_parallel/refused"
+_REFUSED, _FAILED = "hf_parallel/refused", "hf_parallel/failed"
+_READ_S = 0.5  # that other ranks have to read what rank 0 has noted
 #: What Trainer reads of a checkpoint before the optimizer's state, and what only those of layouts have.
 _READ_FIRST, _OF_A_LAYOUT = "trainer_state.json", "hf_parallel.json"
 _LOST_PEER = (
@@ -101,6 +102,7 @@ def prepare(command: Command) -> None:
     from hf_parallel.hooks.trainer import flag
 
     flag.install_on_import()
+    launched.settle()
     if chosen is not None:
         spec, source = chosen
         if spec != AUTO:
@@ -155,7 +157,8 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt as error:
         if not _one_of_several():
             raise
-        _show(error)
+        if _rank() == 0:
+            _show(error)
         _leave_groups_open()
         ending.leave_interrupted()
     except BaseException as error:
@@ -167,17 +170,38 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _report_and_leave(error: BaseException) -> NoReturn:
-    refusal = _refusal(error)
+    refusal = _raised_from(error, UsageError, *_loaded("hf_parallel.config", "SpecError"))
     if refusal is not None:
-        _report_refusal(" ".join(str(refusal).split()))
+        _report_refusal(_line(refusal), alone=getattr(refusal, "alone", False))
         _leave(2)
+    told = _raised_from(error, *_loaded("hf_parallel.spec", "Told"))
     if _is_lost_peer(error):
         time.sleep(GRACE)  # the rank that really failed is the one to read
         _write(f"hf_parallel: rank {_rank()} lost its peers ({_gist(_innermost(error))})\n")
+    elif told is not None:
+        _report_refusal(_line(told).removeprefix("hf_parallel: "), alone=False)
     else:
-        _write(f"hf_parallel: rank {_rank()} failed\n")
-        _show(error)
+        _report_failure(error)
     _leave(1)
+
+
+def _report_failure(error: BaseException) -> None:
+    """The traceback, once: a rank that failed as rank 0 did says so in a line."""
+    if _rank() != 0 and _rank_0_failed_with(_last_line(error)):
+        _write(f"hf_parallel: rank {_rank()} failed, too: {_last_line(error)}\n")
+        return
+    _write(f"hf_parallel: rank {_rank()} failed\n")
+    _show(error)
+    if _rank() == 0:
+        _note(_FAILED, _last_line(error))
+
+
+def _last_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _show(error: BaseException) -> None:
@@ -185,43 +209,60 @@ def _show(error: BaseException) -> None:
     sys.excepthook(type(error), error, error.__traceback__)
 
 
-def _refusal(error: BaseException) -> BaseException | None:
-    """The error made for people in `error` or among what it was raised from."""
-    config = sys.modules.get("hf_parallel.config")
-    kinds = (UsageError,) if config is None else (UsageError, config.SpecError)
+def _raised_from(error: BaseException, *kinds: type[BaseException]) -> BaseException | None:
+    """The error of these kinds, made for people, in `error` or among what it was raised from."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, kinds):
         cause = cause.__cause__
     return cause
 
 
-def _report_refusal(message: str) -> None:
+def _loaded(module: str, name: str) -> list[type[BaseException]]:
+    """A class of a module of this package, if it has been imported: else nobody can have raised it."""
+    return [getattr(sys.modules[module], name)] if module in sys.modules else []
+
+
+def _report_refusal(message: str, alone: bool) -> None:
     """One line for all ranks, from rank 0; from another rank only when rank 0 has nothing to refuse."""
     if _rank() == 0:
         _write(f"hf_parallel: {message}\n")
-        _mark_refusal()
-    elif not _rank_0_refuses_too():
+        _note(_REFUSED, "1")
+    elif alone or not _rank_0_refuses_too():
         _write(f"hf_parallel: rank {_rank()}: {message}\n")
 
 
-def _mark_refusal() -> None:
+def _note(key: str, text: str) -> None:
+    """Let the other ranks know, which are waiting for it if the same has happened to them."""
     if _has_process_group():
         with contextlib.suppress(RuntimeError):
-            _store().set(_REFUSED, "1")
+            _store().set(key, text)
+            time.sleep(_READ_S)  # the store may end with this process
 
 
 def _rank_0_refuses_too() -> bool:
     """Wait for rank 0 to have written its line: a launcher kills all ranks as soon as the first one is gone."""
     if not _has_process_group():
         time.sleep(GRACE)
-        return True  # before the first collective every rank refuses the same thing
-    end = time.monotonic() + GRACE
-    with contextlib.suppress(RuntimeError):  # the store went down: rank 0, or its launcher, has ended
-        while not _store().check([_REFUSED]):  # `wait` would warn about its time-out
+        # Before the first collective every rank refuses the same thing, but for files that only its machine lacks.
+        return os.environ.get("LOCAL_RANK") != "0"
+    return _noted(_REFUSED, GRACE, gone="1") is not None
+
+
+def _rank_0_failed_with(line: str) -> bool:
+    return _has_process_group() and _noted(_FAILED, _READ_S, gone=None) == line
+
+
+def _noted(key: str, seconds: float, gone: str | None) -> str | None:
+    """What rank 0 has noted, if it does so within these seconds; `gone` if it, or its launcher, has ended."""
+    end = time.monotonic() + seconds
+    try:
+        while not _store().check([key]):  # `wait` would warn about its time-out
             if time.monotonic() > end:
-                return False
+                return None
             time.sleep(0.05)
-    return True
+        return _store().get(key).decode()
+    except RuntimeError:
+        return gone
 
 
 def _is_lost_peer(error: BaseException) -> bool:
@@ -304,11 +345,16 @@ def _store() -> Store:
 
 
 def _rank() -> int:
-    return int(os.environ.get("RANK", 0))
+    return _number("RANK", 0)
 
 
 def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE", 1))
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, otherwise: int) -> int:
+    text = os.environ.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
 
 
 def _write(text: str) -> None:

@@ -103,7 +103,9 @@ class ParallelConfig(
         """
         if isinstance(spec, ParallelConfig):
             return spec
-        text = spec.strip()
+        text = spec.strip(", ")
+        if spec and not text:
+            refuse(f"{spec!r}", "holds no key=value", "tp=2")
         if text == AUTO:
             refuse(
                 "auto is chosen when a script is launched; here a layout is needed",
@@ -221,11 +223,15 @@ def _mesh_axes(cls: type[ParallelConfig]) -> tuple[MeshAxis, ...]:
 
 
 def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
-    given = " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
+    factors = [f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
+    given = " x ".join(factors) + (f" = {used}" if len(factors) > 1 else "") or "one process"
     rest = math.prod(size for axis, size in sizes.items() if size != -1 and axis != "dp_shard")
+    if world_size == 1:
+        start = f"torchrun --nproc-per-node {used}, hf-parallel launch --num_processes {used}"
+        return f"{given} does not fit 1 process; start {used} processes ({start})"
     if world_size % rest == 0:
-        return f"{given} = {used}, but {world_size} processes run; dp_shard={world_size // rest} works"
-    return f"{given} = {used} does not fit {world_size} processes; start {used * max(1, world_size // used)} processes"
+        return f"{given}, but {world_size} processes run; dp_shard={world_size // rest} works"
+    return f"{given} does not fit {world_size} processes; start {used * max(1, world_size // used)} processes"
 
 
 def _check_sizes(config: ParallelConfig) -> None:

@@ -31,12 +31,24 @@ _HUB = re.compile(
 )
 
 
+class Told(Exception):
+    """An error whose message is all that a person needs: one line, the same on all ranks."""
+
+
 class SpecError(ValueError):
     """A specification that is not understood or cannot hold. Its message is one line, written for people."""
 
+    alone = False  # this rank's own: no other one will say it
+
 
 def refuse(
-    what: object, why: object, works: object = None, *, do: str | None = None, cause: Exception | None = None
+    what: object,
+    why: object,
+    works: object = None,
+    *,
+    do: str | None = None,
+    cause: Exception | None = None,
+    alone: bool = False,
 ) -> NoReturn:
     """Stop with the one form that every refusal has: `tp_size=3: does not divide 8 heads; tp_size=2 works`.
 
@@ -46,9 +58,12 @@ def refuse(
         works: what can be written instead.
         do: what to do, where no value works.
         cause: the error of another library that says so.
+        alone: other ranks have nothing to refuse.
     """
     advice = do if works is None else f"{works} works"
-    raise SpecError(f"{what}: {why}" + (f"; {advice}" if advice else "")) from cause
+    error = SpecError(f"{what}: {why}" + (f"; {advice}" if advice else ""))
+    error.alone = alone
+    raise error from cause
 
 
 def refuse_with(refusal: str) -> NoReturn:
@@ -80,6 +95,11 @@ def layout_of(recipe: Mapping[str, object], where: str) -> Mapping[str, object]:
             refuse(f"{where}: {key}", "unknown key of a recipe", do=nearest_key(str(key), list(RECIPE_KEYS)))
     layout = recipe["parallel"]
     return layout if isinstance(layout, dict) else _split_pairs(str(layout))
+
+
+def first_line(error: BaseException) -> str:
+    """Of what another library says."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 # ---- files -------------------------------------------------------------------------------------------------------
@@ -121,10 +141,8 @@ def from_hub(repo: str, file: str, revision: str | None = None) -> str:
         return hf_hub_download(repo, file, revision=revision)
     except (OSError, ValueError) as error:  # huggingface_hub's own errors are among these
         name = f"{repo}:{file}" + (f"@{revision}" if revision else "")
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        refuse(
-            name, f"not to be had from the Hub ({reason})", do="`hf-parallel recipe list` names those that are here"
-        )
+        works = "`hf-parallel recipe list` names those that are here"
+        refuse(name, f"not to be had from the Hub ({first_line(error)})", do=works)
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -146,14 +164,24 @@ def read_yaml(path: str) -> dict:
     """
     if not os.path.isfile(path):
         refuse(path, "no such spec file", do="a spec is key=value,… or the path of a YAML file")
-    with open(path, encoding="utf-8") as file:
-        try:
+    try:
+        with open(path, encoding="utf-8-sig") as file:  # editors of Windows begin a file with a mark
             values = yaml.load(file, Loader=_StrictLoader)
-        except yaml.YAMLError as error:
-            refuse(path, f"not a YAML file ({str(error).splitlines()[0]})", cause=error)
+    except OSError as error:
+        refuse(path, f"cannot be read ({error.strerror})", cause=error)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        refuse(path, f"not a YAML file ({_place(error)})", cause=error)
     if not isinstance(values, dict):
-        refuse(path, f"holds a {type(values).__name__}, not a mapping", "a line such as `tp_size: 2`")
+        held = "nothing" if values is None else f"a {type(values).__name__}, not a mapping"
+        refuse(path, f"holds {held}", "a line such as `tp_size: 2`")
     return values
+
+
+def _place(error: Exception) -> str:
+    """What is wrong with a file, and in which line."""
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {problem}" if mark else problem
 
 
 def _split_pairs(text: str) -> dict[str, str]:
@@ -168,7 +196,7 @@ def _split_pairs(text: str) -> dict[str, str]:
             parts[-1] += char
     for part in filter(None, (p.strip() for p in parts)):
         key, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals and (close := _like_a_recipe(part)):
+        if not equals and (close := like_a_recipe(part)):
             refuse(part, "neither key=value nor a recipe", do=f"did you mean {' or '.join(close)}?")
         if not key or not equals or not value:
             refuse(part, "expected key=value, for example tp=2")
@@ -178,9 +206,17 @@ def _split_pairs(text: str) -> dict[str, str]:
     return pairs
 
 
-def _like_a_recipe(text: str) -> list[str]:
+def like_a_recipe(text: str) -> list[str]:
     """Names of recipes that may have been meant."""
     return difflib.get_close_matches(text, list(shipped()), n=3, cutoff=0.75)
+
+
+#: What a value is not that cannot be read, and one that can.
+_WANTED = {
+    "bool": ("neither true nor false", "true"),
+    "int": ("not a whole number", "2"),
+    "float": ("not a number", "1.5"),
+}
 
 
 def convert(name: str, annotation: object, value: object) -> object:
@@ -207,8 +243,9 @@ def convert(name: str, annotation: object, value: object) -> object:
             items = value if isinstance(value, (list, tuple)) else text.strip("[]").split(",")
             return tuple(int(item) for item in items)
     except (KeyError, ValueError) as error:
-        example = {"bool": "true", "int": "2", "float": "1.5"}.get(kind, "[2,2]")
-        refuse(f"{name}={text}", "not a value of this key", f"{name}={example}", cause=error)
+        why, example = _WANTED.get(kind, ("not a list of whole numbers", "[2,2]"))
+        why = "a comma separates keys" if "=" in text else why
+        refuse(f"{name}={text}", why, f"{name}={example}", cause=error)
     return text
 
 
@@ -219,9 +256,30 @@ def spell(value: object) -> str:
     return f"[{','.join(map(str, value))}]" if isinstance(value, tuple) else str(value)
 
 
+#: Key -> what other programs call it.
+_ELSEWHERE = {
+    "dp_replicate": "ddp data_parallel data_parallel_size",
+    "dp_shard": "dp dp_size fsdp fsdp_size hsdp",
+    "zero_stage": "zero stage",
+    "tp": "mp tensor_parallel tensor_parallel_size tensor_model_parallel_size",
+    "pp": "pipeline pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size",
+    "cp": "context_parallel_size sequence_parallel_size sp_size ulysses ring",
+    "ep": "expert_parallel expert_parallel_size expert_model_parallel_size",
+    "sequence_parallel": "sp",
+    "pipeline_schedule": "schedule",
+    "pipeline_microbatches": "micro_batches microbatches num_microbatches",
+    "activation_checkpointing": "gradient_checkpointing recompute",
+    "attention": "attn attn_implementation",
+    "compile": "torch_compile",
+}
+
+
 def nearest_key(key: str, known: list[str], short: tuple[str, ...] = ()) -> str:
     """What may have been meant by a key that is not known."""
-    close = difflib.get_close_matches(key, [*known, *short], n=1)
+    lower = key.lower().lstrip("-").replace("-", "_")
+    names = [*known, *short]
+    elsewhere = [name for name, others in _ELSEWHERE.items() if lower in others.split() and name in names]
+    close = elsewhere or difflib.get_close_matches(lower, names, n=1)
     return f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
 
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, by torchrun's variables or Slurm's; and ranks that are started here, on one machine.
+"""Ranks that are started here, on one machine.
 
 Several ranks may share one GPU, where there are fewer GPUs than ranks: NCCL takes each of them for a host of its own
 and sends through sockets. That shows whether code is right, never how fast a link is.
@@ -21,36 +21,6 @@ from hf_parallel.spec import refuse
 
 #: Seconds that ranks have to end by themselves once one has failed.
 GRACE_S = 6.0
-_PORTS = 20000  # of Slurm's jobs, each its own, above 10000
-
-
-def settle_environment() -> bool:
-    """Is this a rank that a launcher has started? Slurm's names become torch's.
-
-    Raises:
-        SpecError: Slurm started it, and nobody says where the ranks meet.
-    """
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        return True
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS") or 1)  # not SLURM_NTASKS, which a job's script has too
-    if tasks == 1 or "SLURM_PROCID" not in os.environ:
-        return False
-    os.environ.update(RANK=os.environ["SLURM_PROCID"], WORLD_SIZE=str(tasks))
-    os.environ.setdefault("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    os.environ.setdefault("MASTER_ADDR", _first_host())
-    os.environ.setdefault("MASTER_PORT", str(10000 + int(os.environ.get("SLURM_JOB_ID") or 0) % _PORTS))
-    return True
-
-
-def _first_host() -> str:
-    nodes = os.environ.get("SLURM_STEP_NODELIST") or os.environ.get("SLURM_JOB_NODELIST") or ""
-    try:
-        found = subprocess.run(["scontrol", "show", "hostnames", nodes], capture_output=True, text=True, timeout=30)
-        return found.stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
-        if nodes and not set(nodes) & set("[,"):
-            return nodes
-        refuse("MASTER_ADDR", "not set, and scontrol does not name the first host", "MASTER_ADDR=node1", cause=error)
 
 
 def how_many(asked: int | None, fixed: int | None, devices: int) -> int:

@@ -6,13 +6,14 @@ from hf_parallel.checkpoint.manifest import damages, has_manifest
 from hf_parallel.checkpoint.names import names_in_order
 from hf_parallel.checkpoint.resume import has_optimizer, load_optimizer, save_optimizer, write_refusal
 from hf_parallel.checkpoint.save import full_state_dict, save_pretrained
-from hf_parallel.checkpoint.saving import CheckpointError, Saving, current, going_on, start_writer
+from hf_parallel.checkpoint.saving import CheckpointError, DamagedCheckpoint, Saving, current, going_on, start_writer
 from hf_parallel.checkpoint.stream import parameter_groups, parameters, streamed
 
 __all__ = [
     "LAYOUT",
     "Checkpoint",
     "CheckpointError",
+    "DamagedCheckpoint",
     "Lock",
     "Saving",
     "by_step",

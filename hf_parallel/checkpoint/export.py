@@ -78,6 +78,8 @@ def export(
     if has_manifest(checkpoint) and (found := damages(checkpoint)):
         raise CheckpointError(f"{checkpoint} is damaged: {'; '.join(found)}")
     adapter = os.path.isfile(os.path.join(checkpoint, ADAPTER))
+    if base is not None and not adapter:
+        raise ValueError(f"--base: {checkpoint} has no {ADAPTER}; leave it out")
     if merge_adapter and not adapter:
         raise ValueError(f"--merge-adapter: {checkpoint} has no {ADAPTER}; leave it out")
     os.makedirs(out, exist_ok=True)

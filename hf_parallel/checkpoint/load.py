@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
 
-def load_weights(model: nn.Module, directory: str) -> None:
+def load_weights(model: nn.Module, directory: str) -> set[str]:
     """Copy the weights of `directory` into `model`, which has the same architecture. No communication.
+
+    Returns the names in the folder that this rank has no use for: those of other stages, or of no model at all.
 
     Raises:
         FileNotFoundError: no safetensors in the folder.
@@ -36,14 +38,15 @@ def load_weights(model: nn.Module, directory: str) -> None:
     """
     tied = tied_names(model)
     own = {key: tensor for key, tensor in model.state_dict().items() if torch.is_tensor(tensor)}
-    found = set()
+    found, useless = set(), set[str]()
     with contextlib.ExitStack() as stack:
-        for key, tensor in converted(model, own, in_folder(directory, stack)):
+        for key, tensor in converted(model, own, in_folder(directory, stack), useless):
             copy_part(model, key, own[key], tensor)
             found.add(key)
     missing = [key for key in own if key not in found and key not in tied]
     if missing:
         raise KeyError(f"{directory} has no {missing[0]}")
+    return useless
 
 
 def in_folder(directory: str, stack: contextlib.ExitStack, stem: str = "model") -> dict[str, LazyTensor]:
@@ -70,10 +73,19 @@ def _files(directory: str, stem: str) -> list[str]:
 
 
 def converted(
-    model: nn.Module, own: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor]
+    model: nn.Module,
+    own: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
+    useless: set[str] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors under the model's own names, joined and split as transformers does while loading."""
+    """The tensors under the model's own names, joined and split as transformers does while loading.
+
+    Args:
+        useless: gets the names that the model does not have.
+    """
+    useless = set() if useless is None else useless
     if not hasattr(model, "base_model_prefix"):  # not a transformers model
+        useless.update(set(tensors) - set(own))
         yield from ((key, tensor) for key, tensor in tensors.items() if key in own)
         return
     from transformers import core_model_loading as loading
@@ -88,6 +100,8 @@ def converted(
             converter.add_tensor(name, key, pattern, tensors[key])
         elif name in own or key in own:
             yield name if name in own else key, tensors[key]
+        else:
+            useless.add(key)
     for name, converter in together.items():
         for target, tensor in converter.convert(name, model=model, config=model.config).items():
             yield target, tensor[0] if isinstance(tensor, list) else tensor

@@ -18,10 +18,15 @@ from hf_parallel.checkpoint.writers import writing_ranks
 from hf_parallel.collectives import objects
 from hf_parallel.config import SpecError
 from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.spec import Told
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RuntimeError, Told):
     """A checkpoint could not be written, or is not whole. One text for all ranks."""
+
+
+class DamagedCheckpoint(CheckpointError, SpecError):
+    """One that is asked for is not whole."""
 
 
 def lost_peer(error: RuntimeError, what: str) -> CheckpointError:

@@ -16,7 +16,7 @@ only; `check` (`cli/check.py`) tries machines.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import io
 import json
 import logging
 import os
@@ -47,6 +47,9 @@ _EXCLUSIVE_TYPES = ("FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; 2 for a command line or spec that cannot work."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):  # a terminal of another alphabet shows ? for what it does not have
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     if arguments[:1] == ["launch"]:  # before argparse: accelerate's parser owns everything that follows
         return launch(arguments[1:])
     if arguments[:2] == ["recipe", "run"]:
@@ -126,10 +129,18 @@ def _top_parser() -> argparse.ArgumentParser:
 
 
 def _add_completion(parser: argparse.ArgumentParser) -> None:
-    with contextlib.suppress(ImportError):
+    option, purpose = "--print-completion", "print a completion script for this shell"
+    try:
         import shtab
+    except ImportError:
+        parser.add_argument(option, action=_NeedsShtab, metavar="SHELL", help=purpose)
+    else:
+        shtab.add_argument_to(parser, option, help=purpose)
 
-        shtab.add_argument_to(parser, "--print-completion", help="print a completion script for this shell")
+
+class _NeedsShtab(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        parser.exit(2, "hf_parallel: --print-completion: needs shtab; pip install 'hf-parallel[completion]'\n")
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
@@ -151,6 +162,7 @@ def _launch_parser() -> argparse.ArgumentParser:
 
     parser: argparse.ArgumentParser = launch_command_parser()
     parser.prog = "hf-parallel launch"
+    parser.usage = "hf-parallel launch [options] [--parallel SPEC] (script.py | -m module) [arguments of the script]"
     parser.description = "accelerate's launcher with `-m hf_parallel` filled in; starts N processes without GPUs too."
     parser.formatter_class = argparse.HelpFormatter  # accelerate's hides what it does not find in sys.argv
     ours = parser.add_argument_group("hf_parallel")
@@ -171,6 +183,8 @@ def _accelerate_defaults(args: argparse.Namespace) -> ClusterConfig | None:
 
     if args.config_file is None and not os.path.isfile(config_args.default_config_file):
         return None
+    if args.config_file is not None and not os.path.isfile(args.config_file):
+        refuse(f"--config_file {args.config_file}", "no such file", do="without it the defaults of `accelerate` hold")
     try:
         return config_args.load_config_from_file(args.config_file)
     except Exception as error:  # YAML errors, unknown keys, a missing file: accelerate has no common type for them

@@ -13,6 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from hf_parallel import launched
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.spec import refuse
 
@@ -45,7 +46,7 @@ def check(args: argparse.Namespace) -> int:
 
     try:
         wanted = _wanted(args)
-        count = int(os.environ["WORLD_SIZE"]) if ranks.settle_environment() else _here(args)
+        count = int(os.environ["WORLD_SIZE"]) if launched.settle() else _here(args)
         wanted.layout(count)
     except SpecError as error:
         if os.environ.get("RANK", "0") == "0":
@@ -63,8 +64,15 @@ def _wanted(args: argparse.Namespace) -> Wanted:
     for name in dtypes:
         if name not in DTYPES:
             refuse(f"--dtype {name}", f"not one of {', '.join(DTYPES)}", "--dtype fp32,bf16")
+    if args.backend not in (None, "nccl", "gloo"):
+        refuse(f"--backend {args.backend}", "not one of nccl, gloo", "--backend gloo")
     if args.limit <= 0:
         refuse(f"--limit {args.limit:g}", "is more than 0 seconds", "--limit 60")
+    if args.payload is not None and args.payload <= 0:
+        refuse(f"--payload {args.payload:g}", "is more than 0 MiB", "--payload 64")
+    folder = os.path.dirname(os.path.abspath(args.json or ""))
+    if not os.access(folder, os.W_OK):
+        refuse(f"--json {args.json}", f"{folder} cannot be written to", "--json check.json")
     payload = None if args.payload is None else max(1, int(args.payload * _MIB))
     how = {"parity": not args.no_parity, "limit_s": args.limit, "payload": payload}
     return Wanted(args.parallel, dtypes, **how, backend=args.backend, json=args.json)

@@ -100,6 +100,10 @@ def _plan_model(args: argparse.Namespace) -> int:
 
     model = read_model(args.model)
     cluster = _calibrated(args, model) if args.calibrate else _cluster(args)
+    for option in ("rows", "memory", "dollars", "lora", "gpus_per_node"):
+        number = getattr(args, option)
+        if number is not None and number <= 0 and (number or option != "lora"):
+            refuse(f"--{option.replace('_', '-')} {number:g}", "is more than 0", do="drop it, or give another number")
     found = search(
         model=model,
         cluster=cluster,
@@ -149,23 +153,10 @@ def read_model(source: str) -> PretrainedConfig | dict[str, object]:
                 refuse(source, f"not JSON ({error})", cause=error)
         if isinstance(values, dict) and "model_type" not in values and values.keys() & _SHAPE_KEYS:
             return values
-    import transformers
+    from hf_parallel.model.build import read_config
 
-    try:
-        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        if isinstance(error, OSError) and not os.path.exists(source):
-            refuse(
-                source,
-                "no file or folder here, nor to be had from the Hub (wrong name, no access, or offline)",
-                do=(
-                    "a folder with a config.json works, or a JSON file such as "
-                    '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
-                ),
-                cause=error,
-            )
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        refuse(source, first, cause=error)
+    numbers = '{"layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "ffn_hidden": 14336, "vocab": 128256}'
+    return read_config(source, others=f"numbers such as {numbers}")
 
 
 def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
@@ -176,7 +167,7 @@ def _adapters(args: argparse.Namespace) -> Callable[[nn.Module], None] | None:
 
     if find_spec("peft") is None:
         if args.verify:
-            refuse("--lora --verify", "runs peft's own code", "pip install peft")
+            refuse("--lora --verify", "runs PEFT's own code", do="pip install 'hf-parallel[lora]'")
         return None
     from hf_parallel.hooks.peft.planned_adapters import lora
 

@@ -67,6 +67,9 @@ def _list(args: argparse.Namespace) -> int:
 
     found = [load(name) for name in names()]
     found = [one for one in found if args.gpus in (None, one.hardware.gpus) and args.method in (None, one.method)]
+    if not found:
+        asked = " ".join(f"--{key} {value}" for key in ("gpus", "method") if (value := getattr(args, key)) is not None)
+        refuse(asked, "no recipe of this package", do="`hf-parallel recipe list` names all of them")
     print(markdown(found).rstrip() if args.markdown else plain(found))
     return 0
 

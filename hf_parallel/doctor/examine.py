@@ -12,13 +12,13 @@ from hf_parallel.axes.pipeline.axis import PIPELINE, PipelinePart
 from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.doctor.report import PipelineRank, Report, Split, first_line
+from hf_parallel.doctor.report import PipelineRank, Report, Split
 from hf_parallel.doctor.sizes import slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates, expert_coordinates
 from hf_parallel.model import build
 from hf_parallel.model.anatomy import Anatomy, read
 from hf_parallel.resolve import Plan, draft
-from hf_parallel.spec import refuse
+from hf_parallel.spec import first_line, refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,11 +37,10 @@ def build_on_meta(source: str) -> PreTrainedModel:
     Raises:
         SpecError: there is no such model, or it is made by code of its own.
     """
-    import transformers
-
     try:
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-        return build.build_on_meta(config)
+        return build.build_on_meta(build.read_config(source))
+    except SpecError:
+        raise
     except (OSError, ValueError, KeyError, ImportError) as error:
         refuse(source, first_line(error), cause=error)
 

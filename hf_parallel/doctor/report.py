@@ -54,11 +54,6 @@ class Report:
         return {"works": not self.problems, **dataclasses.asdict(self)}
 
 
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
 def render(report: Report) -> str:
     """The report for people."""
     sizes = " x ".join(f"{axis}={size}" for axis, size in report.axes.items())
@@ -80,7 +75,7 @@ def _row(split: Split) -> tuple[str, ...]:
 def _facts(report: Report) -> Iterator[tuple[str, str]]:
     yield from report.facts.items()
     for place in report.pipeline:
-        stored = f"{place.parameters:,} parameters, {_size(place.bytes)}"
+        stored = f"{place.parameters:,} parameters, {shown_size(place.bytes)}"
         if place.stages:
             yield f"stage {' and '.join(map(str, place.stages))}", ", ".join([*place.layers, *place.others])
             yield "", f"fullest rank: {stored}"
@@ -101,5 +96,6 @@ def _many(count: int, what: str) -> str:
     return f"1 {what}" if count == 1 else f"{count} {what}es"
 
 
-def _size(count: int) -> str:
+def shown_size(count: float) -> str:
+    """Bytes for people."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"

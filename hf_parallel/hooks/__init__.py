@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+from hf_parallel import launched
 from hf_parallel.config import AUTO, ParallelConfig, SpecError
 from hf_parallel.hooks.patching import Patch, Undo, apply, check_torch, newer_libraries, undo
 from hf_parallel.spec import refuse
@@ -34,6 +35,7 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
     from hf_parallel.hooks import auto, report, runtime
 
     current = runtime.current()
+    _settle_rank()
     if spec == AUTO:
         if current is not None and not current.source.endswith("(auto)"):
             refuse(f"{source} asks for auto", f"{current.source} set {current.config.to_spec()}", do="drop one")
@@ -145,6 +147,13 @@ def deactivate() -> None:
     undo(_undo_list)
     PATCHES.clear()
     runtime.stop()
+
+
+def _settle_rank() -> None:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        launched.settle()
 
 
 def _world_size() -> int:

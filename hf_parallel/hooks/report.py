@@ -15,6 +15,7 @@ from hf_parallel import __version__
 from hf_parallel.axes.attention.axis import REGISTERED, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
+from hf_parallel.doctor.report import shown_size
 from hf_parallel.hooks import runtime
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
     from hf_parallel.mesh import ParallelMesh
-
-_GIB = 2**30
 
 
 def say(message: str) -> None:
@@ -152,7 +151,7 @@ def layout_lines(facts: Facts) -> list[str]:
     lines.append(f"  global batch         {facts['global_batch']} rows{tokens}")
     lines.append(f"  attention            {facts['attention']}")
     lines.append(f"  head and loss        {facts['loss']}")
-    lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
+    lines.append(f"  memory per rank      {shown_size(max(memory))} of weights, gradients and optimizer state")
     return lines + [f"  note                 {note}" for note in facts["notes"]]
 
 

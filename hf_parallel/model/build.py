@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
-from hf_parallel.spec import refuse
+from hf_parallel.spec import first_line, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+_WORKS = "a folder with a config.json works, or that file"
+
+
+def read_config(source: str, others: str | None = None) -> PretrainedConfig:
+    """The config of a folder, a config.json or a Hub id.
+
+    Args:
+        others: what else the caller takes.
+
+    Raises:
+        SpecError: there is no such model, or it is made by code of its own.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, OSError) and not os.path.exists(source):
+            why = "no file or folder here, nor to be had from the Hub (wrong name, no access, or offline)"
+            refuse(source, why, do=_WORKS if others is None else f"{_WORKS}, or {others}", cause=error)
+        refuse(source, first_line(error), cause=error)
 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:

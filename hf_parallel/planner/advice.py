@@ -252,6 +252,8 @@ def why_not_usual(goal: Goal, best: Choice | None) -> Iterator[tuple[str, str]]:
     }
     seen = {sizes_of(best.config)} if best else set()
     for name, sizes in asked.items():
+        if math.prod(sizes.values()) != gpus:  # nodes that are not full
+            continue
         config = configured(ParallelConfig.from_mapping(sizes).resolve(gpus), **goal.settings)
         if sizes_of(config) not in seen and (config.tp_size <= inside or goal.cluster.nodes > 1):
             seen.add(sizes_of(config))

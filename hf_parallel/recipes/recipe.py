@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING
 
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.hardware import Cluster, make_cluster
-from hf_parallel.spec import HUB_FILE, RECIPE_KEYS, convert, layout_of, locate, nearest_key, read_yaml, refuse, shipped
+from hf_parallel.spec import (
+    HUB_FILE,
+    RECIPE_KEYS,
+    convert,
+    layout_of,
+    like_a_recipe,
+    locate,
+    nearest_key,
+    read_yaml,
+    refuse,
+    shipped,
+)
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -136,6 +147,11 @@ def names() -> list[str]:
     return list(shipped())
 
 
+def _meant(text: str) -> str:
+    close = like_a_recipe(text)
+    return f"did you mean {' or '.join(close)}? " if close else ""
+
+
 def load(text: str) -> Recipe:
     """A recipe by the name of a shipped one, from a file, or of the Hub.
 
@@ -144,7 +160,11 @@ def load(text: str) -> Recipe:
     """
     path = locate(text)
     if path is None:
-        refuse(text, "no recipe of that name", do=f"{nearest_key(text, names())} A file and owner/repo work too")
+        refuse(
+            text,
+            "no recipe of that name",
+            do=f"{_meant(text)}`hf-parallel recipe list` names them; a file and owner/repo work, too",
+        )
     name = text if text in shipped() else os.path.splitext(os.path.basename(path))[0]
     return read_recipe(name if f"{name}.yaml" != HUB_FILE else text, path)
 

@@ -94,9 +94,9 @@ def written(tmp_path, old="", new=""):
         ("about: A test", "about: !!python/object/apply:os.getcwd []", "not a YAML file"),
         ("model: me/mine", "model: me/mine\nmodel: me/yours", "model: given twice"),
         ("method: full", "method: full\nexpect: {guess: {}}", "expect: guess: unknown key"),
-        ("gpus: 8", "gpus: eight", "hardware: gpus=eight: not a value of this key"),
+        ("gpus: 8", "gpus: eight", "hardware: gpus=eight: not a whole number"),
         ("tokens_per_row: 512", "tokens_per_row: 0", "data: tokens_per_row=0: is one at least"),
-        ("batch_size: 2", "batch_size: 2k", "arguments: per_device_train_batch_size=2k: not a value of this key"),
+        ("batch_size: 2", "batch_size: 2k", "arguments: per_device_train_batch_size=2k: not a whole number"),
         ("script: trl.scripts.sft", "script_arguments: [lora_r]", "script_arguments: is a list, not a mapping"),
         ("model: me/mine", "model: 5", 'model=5: is a int, not a text; model: "5" works'),
         (

@@ -135,23 +135,6 @@ def test_slow_links_are_named():
     assert missing.status == NOTE
 
 
-def test_which_rank_this_is(monkeypatch):
-    """torchrun's names, Slurm's steps, and neither in the script of a Slurm job."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
-        monkeypatch.setenv(name, "")
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("SLURM_PROCID", "3")
-    monkeypatch.setenv("SLURM_NTASKS", "8")
-    assert not ranks.settle_environment()
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "node1")
-    monkeypatch.setenv("SLURM_JOB_ID", "20007")
-    assert ranks.settle_environment()
-    found = {name: ranks.os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    assert found == {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node1", "MASTER_PORT": "10007"}
-    assert ranks.settle_environment()
-
-
 def test_ranks_that_share_a_gpu():
     """NCCL refuses two ranks on one device of one host, so each is a host to it."""
     alone, crowded = ranks.environments(2, 2), ranks.environments(4, 2)

@@ -21,6 +21,7 @@ from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.metrics import remembered
 from hf_parallel.monitor.first_bad import Finding, Search, sentence
+from hf_parallel.spec import Told
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, TrainerControl, TrainerState, TrainingArguments
@@ -30,7 +31,7 @@ SEARCHES = 3
 _current: Looking | None = None
 
 
-class BadNumberError(RuntimeError):
+class BadNumberError(RuntimeError, Told):
     """A loss or a gradient norm is not finite, and `nan_action=stop`."""
 
 

@@ -26,7 +26,7 @@ from hf_parallel.hooks.peft.adapters import load_adapter_weights
 from hf_parallel.hooks.trainer import bad_numbers, stopping
 from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
-from hf_parallel.spec import refuse
+from hf_parallel.spec import SpecError, refuse
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
@@ -70,8 +70,8 @@ def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> st
     """The checkpoint to go on from, whole on all ranks. Collective.
 
     Raises:
-        CheckpointError: the one that is asked for is damaged.
-        ValueError: there is none.
+        DamagedCheckpoint: the one that is asked for is damaged.
+        SpecError: there is none.
     """
     if run.restarted:
         found = _newest_whole(trainer.args.output_dir, run.identity)
@@ -81,12 +81,33 @@ def _chosen(trainer: Trainer, asked: str | bool | None, run: restarts.Run) -> st
     if asked is True:
         found = _newest_whole(trainer.args.output_dir)
         if found is None:
-            raise ValueError(f"No valid checkpoint found in output directory ({trainer.args.output_dir})")
+            where = f"No valid checkpoint found in output directory ({trainer.args.output_dir})"
+            refuse("resume_from_checkpoint=True", where, do="start without it")
         return found
     if not asked:
         return None
+    _check_place(asked)
     refuse_damages(asked, all_damages(asked))
     return asked
+
+
+def _check_place(asked: str) -> None:
+    """Refuse what is no checkpoint. Collective."""
+    wrong = objects.gather(_no_checkpoint(asked))
+    for rank, why in enumerate(wrong):
+        if why:
+            where = "" if all(wrong) else f" on rank {rank}"
+            beside = folders.by_step(asked) or folders.by_step(os.path.dirname(asked) or ".")
+            works = next((path for path in beside if path != asked), None)
+            refuse(f"resume_from_checkpoint={asked}", why + where, works, do="start without it")
+
+
+def _no_checkpoint(folder: str) -> str | None:
+    if not os.path.isdir(folder):
+        return "no such folder"
+    if not os.path.isfile(os.path.join(folder, "trainer_state.json")) and folders.by_step(folder):
+        return "holds checkpoints and is none"
+    return None
 
 
 def _newest_whole(folder: str, run: str | None = None) -> str | None:
@@ -139,12 +160,12 @@ def damages(folder: str, share: int, shares: int) -> list[str]:
 
 
 def refuse_damages(folder: str, found: list[str]) -> None:
-    """Raise a `CheckpointError` that names them, and a checkpoint beside this one that may do."""
+    """Raise a `DamagedCheckpoint` that names them, and a checkpoint beside this one that may do."""
     if found:
         whole = folders.candidates(os.path.dirname(os.path.abspath(folder)))
         works = next((path for path in whole if path != os.path.abspath(folder)), None)
         hint = f"; {works} looks whole" if works else ""
-        raise folders.CheckpointError(f"{folder} is damaged: {'; '.join(found)}{hint}")
+        raise folders.DamagedCheckpoint(f"{folder} is damaged: {'; '.join(found)}{hint}")
 
 
 @contextlib.contextmanager
@@ -215,7 +236,8 @@ def load_from_checkpoint(
     original: Callable, self: Trainer, resume_from_checkpoint: str, model: PreTrainedModel | None = None
 ) -> None:
     """Each rank reads its slices of the weights."""
-    _load(self.model if model is None else model, resume_from_checkpoint)
+    with _of_this_model(resume_from_checkpoint):
+        _load(self.model if model is None else model, resume_from_checkpoint)
 
 
 @patch("transformers.trainer:Trainer._load_best_model", "reads whole weights")
@@ -224,11 +246,33 @@ def load_best_model(original: Callable, self: Trainer) -> None:
     _load(self.model, self.state.best_model_checkpoint)
 
 
+@contextlib.contextmanager
+def _of_this_model(folder: str) -> Iterator[None]:
+    """In here a checkpoint is read: that of another model, or optimizer, is refused in one line."""
+    try:
+        yield
+    except SpecError:
+        raise
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        why = error.args[0] if error.args and isinstance(error.args[0], str) else error
+        why = str(why).removeprefix(f"{folder} ")
+        refuse(
+            f"resume_from_checkpoint={folder}", why, do="give the model and optimizer it was written with", cause=error
+        )
+
+
 def _load(model: PreTrainedModel, folder: str) -> None:
     if hasattr(model, "peft_config"):
         load_adapter_weights(model, folder)
     else:
-        folders.load_weights(model, folder)
+        _say_useless(folder, objects.gather(folders.load_weights(model, folder)))
+
+
+def _say_useless(folder: str, useless: list[set[str]]) -> None:
+    """What no stage has a use for."""
+    names = sorted(set.intersection(*useless))
+    if names:
+        report.say(f"{folder} holds {len(names)} weights that this model does not have, {names[0]} first: left out")
 
 
 @patch("transformers.trainer:Trainer._load_optimizer_and_scheduler", "optimizer state is sharded")
@@ -236,7 +280,8 @@ def load_optimizer(original: Callable, self: Trainer, checkpoint: str | None) ->
     """Each rank reads its slices of the optimizer's state, by name; all read the schedule."""
     if checkpoint is None or not folders.has_optimizer(checkpoint):
         return
-    folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
+    with _of_this_model(checkpoint):
+        folders.load_optimizer(self.model, inner_optimizer(self.optimizer), checkpoint, _plain_groups(self))
     load_schedule(self, checkpoint)
 
 

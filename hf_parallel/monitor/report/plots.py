@@ -109,7 +109,7 @@ class _figure:
             import matplotlib
             from matplotlib.figure import Figure
         except ImportError as error:
-            refuse("report", "draws with matplotlib", "pip install 'hf-parallel[plots]'", cause=error)
+            refuse("report", "draws with matplotlib", do="pip install 'hf-parallel[plots]'", cause=error)
         self.name, self.text = name, ""
         self._settings = matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name})
         self._settings.__enter__()

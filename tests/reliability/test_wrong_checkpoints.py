@@ -1,0 +1,62 @@
+"""What is resumed from is no checkpoint, or that of another model: one line, before anything is trained."""
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_parallel import checkpoint
+from hf_parallel.config import SpecError
+from hf_parallel.hooks.trainer import resuming
+from tests.distributed import run
+from tests.resuming import train
+from tests.training import activate
+
+
+def refusals(initial: str, other: str, out: str) -> list[str]:
+    """What each wrong answer to resume_from_checkpoint is told."""
+    activate("dp_shard=2")
+    _, trainer = train(initial, out, 2, max_steps=2, save_steps=1)
+    told = []
+    for asked in (f"{out}/checkpoint-7", out, "nowhere"):
+        with pytest.raises(SpecError) as caught:
+            trainer.train(resume_from_checkpoint=asked)
+        told.append(str(caught.value))
+    for asked in (f"{out}/checkpoint-2", True):
+        with pytest.raises(SpecError) as caught:
+            train(other, f"{out}/empty", 2, max_steps=3, resume=asked)
+        told.append(str(caught.value))
+    with pytest.raises(SpecError) as caught:
+        train(initial, f"{out}/empty", 2, max_steps=3, resume=f"{out}/checkpoint-2", optim="sgd")
+    return [*told, str(caught.value)]
+
+
+def test_refused_in_one_line(runs, tmp_path):
+    out = str(tmp_path)
+    first, second = run(refusals, 2, runs.initial("llama"), runs.initial("qwen3"), out, init=False)
+    assert first == second
+    wrong = "resume_from_checkpoint="
+    other = f"{wrong}{out}/checkpoint-2: "
+    assert first[:3] == [
+        f"{wrong}{out}/checkpoint-7: no such folder; {out}/checkpoint-2 works",
+        f"{wrong}{out}: holds checkpoints and is none; {out}/checkpoint-2 works",
+        f"{wrong}nowhere: no such folder; start without it",
+    ]
+    assert first[3].startswith(other)
+    assert first[3].endswith("; give the model and optimizer it was written with")
+    assert "No valid checkpoint found" in first[4]
+    assert first[5].startswith(f"{other}has the state of AdamW, this run has SGD")
+
+
+def test_weights_that_the_model_does_not_have(tmp_path, monkeypatch):
+    """A checkpoint of two layers for a model of one: what no stage has a use for is named."""
+    config = LlamaConfig(vocab_size=35, hidden_size=8, intermediate_size=8, num_attention_heads=2, num_hidden_layers=2)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    config.num_hidden_layers = 1
+    useless = checkpoint.load_weights(LlamaForCausalLM(config), str(tmp_path))
+    assert len(useless) == 9
+    assert all(name.startswith("model.layers.1.") for name in useless)
+    said = []
+    monkeypatch.setattr(resuming.report, "say", said.append)
+    resuming._say_useless("checkpoint-2", [useless, useless | {"lm_head.weight"}])
+    resuming._say_useless("checkpoint-2", [useless, {"lm_head.weight"}])
+    first = "model.layers.1.input_layernorm.weight"
+    assert said == [f"checkpoint-2 holds 9 weights that this model does not have, {first} first: left out"]
