@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_parallel.adapters import lora
 from hf_parallel.axes.data.units import sharded_modules
-from hf_parallel.checkpoint import current, full_state_dict
+from hf_parallel.checkpoint import current, full_state_dict, one_rank
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
@@ -89,6 +89,7 @@ def place_adapters(model: PeftModel) -> None:
     state = runtime.parallel_state(base)
     if state is not None:
         place(base, state)
+        one_rank.let_ask(model, _gathered)
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
@@ -211,17 +212,31 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
         original(self, save_directory, *args, **kwargs)
         return
     base = self.get_base_model()
-    if kwargs.get("state_dict") is not None:  # gathered by the script: whole on rank 0, else empty
+    if kwargs.get("state_dict") is not None:  # of the script: whole on rank 0, else empty; or this rank's part
         if state.mesh.rank == 0:
+            kwargs["state_dict"] = _in_whole(self, state, kwargs["state_dict"])
             with whole(base, state):
                 original(self, save_directory, *args, **kwargs)
         return
     assert_all_ranks("save_pretrained")
-    kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
+    kwargs["state_dict"] = _gathered(self)
     with current(state.mesh) as saving:  # at its end all ranks wait
         if state.mesh.rank == 0:
             with saving.noting(), whole(base, state):
                 original(self, save_directory, *args, **kwargs)
+
+
+def _gathered(model: PeftModel) -> dict[str, torch.Tensor]:
+    state = runtime.parallel_state(model)
+    assert state is not None
+    return full_state_dict(model, state.mesh, _is_saved(model, model.get_base_model(), state))
+
+
+def _in_whole(model: PeftModel, state: ParallelState, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    base = model.get_base_model()
+    with whole(base, state):
+        names = list(filter(_is_saved(model, base, state), model.state_dict()))
+    return one_rank.made_whole(model, given, names, _gathered) if one_rank.are_parts(model, given, names) else given
 
 
 def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelState) -> Callable[[str], bool]:
