@@ -72,7 +72,7 @@ def made_whole(
     wrong = [name for name, value in given.items() if name not in own or not _same(own[name], value)]
     if wrong := wrong + [name for name in names if name in own and name not in given]:
         raise NotImplementedError(
-            f"hf_parallel: save_pretrained on one rank is given a part of the model that is not as it is now, first at "
+            "hf_parallel: save_pretrained on one rank is given a part of the model that is not as it is now, first at "
             f"{wrong[0]}; {_OTHERWISE}"
         )
     ask("save_pretrained", _numbers[model], _ADVICE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-import re
 import sys
 from typing import TYPE_CHECKING, TypedDict
 
@@ -16,7 +15,7 @@ from hf_parallel import __version__
 from hf_parallel.axes.attention.axis import REGISTERED, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import runtime, script
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
 
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
     from hf_parallel.mesh import ParallelMesh
 
 _GIB = 2**30
-#: How scripts ask how many processes there are.
-_COUNTS = re.compile(r"\b(WORLD_SIZE|get_world_size)\b")
 
 
 def say(message: str) -> None:
@@ -124,7 +121,11 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "attention": _attention(model),
         "loss": loss,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
-        "notes": [*(state.notes if state else ()), *_counted(mesh), *_inexact(trainer, mesh.data_size)],
+        "notes": [
+            *(state.notes if state else ()),
+            *script.counted(dist.get_world_size(), mesh.data_size),
+            *_inexact(trainer, mesh.data_size),
+        ],
         "versions": {"hf-parallel": __version__, **_versions()},
     }
 
@@ -157,27 +158,6 @@ def layout_lines(facts: Facts) -> list[str]:
     lines.append(f"  head and loss        {facts['loss']}")
     lines.append(f"  memory per rank      {max(memory) / _GIB:.2f} GiB of weights, gradients and optimizer state")
     return lines + [f"  note                 {note}" for note in facts["notes"]]
-
-
-def _counted(mesh: ParallelMesh) -> list[str]:
-    """A script that divides its batch by the number of processes takes all of them for data ranks."""
-    world = dist.get_world_size()
-    if mesh.data_size == world or not (words := _COUNTS.findall(_script())):
-        return []
-    return [
-        f"{os.path.basename(sys.argv[0])} reads {' and '.join(sorted(set(words)))}: {world}, but {mesh.data_size} data "
-        f"rank{'s' * (mesh.data_size > 1)} share the batch; what it divides by it, as gradient_accumulation_steps, is "
-        "for that many data ranks (docs/idioms.md)"
-    ]
-
-
-def _script() -> str:
-    """The text of the script that runs; of a notebook or a module without a file nothing."""
-    try:
-        with open(sys.argv[0], encoding="utf-8", errors="replace") as file:
-            return file.read() if sys.argv[0].endswith(".py") else ""
-    except OSError:
-        return ""
 
 
 def _inexact(trainer: Trainer, data_ranks: int) -> list[str]:

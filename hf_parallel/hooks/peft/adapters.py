@@ -232,11 +232,13 @@ def _gathered(model: PeftModel) -> dict[str, torch.Tensor]:
     return full_state_dict(model, state.mesh, _is_saved(model, model.get_base_model(), state))
 
 
-def _in_whole(model: PeftModel, state: ParallelState, given: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
     base = model.get_base_model()
     with whole(base, state):
         names = list(filter(_is_saved(model, base, state), model.state_dict()))
-    return one_rank.made_whole(model, given, names, _gathered) if one_rank.are_parts(model, given, names) else given
+    if not isinstance(given, dict) or not one_rank.are_parts(model, given, names):
+        return given
+    return one_rank.made_whole(model, given, names, _gathered)
 
 
 def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelState) -> Callable[[str], bool]:
