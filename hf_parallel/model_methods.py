@@ -87,16 +87,15 @@ def _call_hooks_of_forward(model: nn.Module) -> None:
 def _save_pretrained(
     mesh: ParallelMesh, pipeline: PipelineEngine | None, model: PreTrainedModel, *args: Any, **kwargs: Any
 ) -> None:
-    given = kwargs.get("state_dict")
+    given, gather = kwargs.get("state_dict"), functools.partial(full_state_dict, mesh=mesh)
     if given is None:
-        assert_all_ranks("save_pretrained")
+        if one_rank.is_alone("save_pretrained", model):
+            kwargs["state_dict"] = one_rank.asked(model, gather)
     elif mesh.rank == 0:
         with contextlib.nullcontext() if pipeline is None else pipeline.remote_modules.shown(model):
             names = model.state_dict().keys() - tied_names(model)
         if one_rank.are_parts(model, given, names):
-            kwargs["state_dict"] = one_rank.made_whole(
-                model, given, names, functools.partial(full_state_dict, mesh=mesh)
-            )
+            kwargs["state_dict"] = one_rank.made_whole(model, given, names, gather)
     save_pretrained(model, mesh, *args, **kwargs)
 
 

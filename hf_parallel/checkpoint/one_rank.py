@@ -4,7 +4,8 @@
     if trainer.args.should_save:
         trainer._save(folder, state_dict={k: v.cpu() for k, v in state.items()})
 
-What rank 0 has then are the model's own values, of this rank. So it asks the others for theirs.
+What rank 0 has then are the model's own values, of this rank. So it asks the others for theirs. So it does for a
+save under `if is_main_process:` that ends a script.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_parallel.checkpoint.slices import axes_and_dims
-from hf_parallel.collectives import ask
+from hf_parallel.collectives import AloneError, ask, assert_all_ranks
 from hf_parallel.collectives.requests import on_request
 from hf_parallel.mesh import stored
 
@@ -35,16 +37,31 @@ def let_ask(model: M, gather: Callable[[M], object]) -> None:
     Args:
         gather: returns them on rank 0. Collective.
     """
-    if model in _numbers:
+    if model in _numbers or dist.get_backend() == "fake":  # a dry run may be one rank's own
         return
-    found = weakref.ref(model)
-
-    def serve() -> None:
-        if (alive := found()) is not None:
-            gather(alive)
-
     _numbers[model] = len(on_request)
-    on_request.append(serve)
+    on_request.append((weakref.ref(model), gather))
+
+
+def is_alone(call: str, model: nn.Module) -> bool:
+    """Is this rank 0, and are the others at the end of their script? Else all are in this call when it returns."""
+    try:
+        assert_all_ranks(call)
+    except AloneError as error:
+        if not error.at_end or dist.get_rank() > 0 or model not in _numbers:
+            raise
+        return True
+    return False
+
+
+def asked(model: M, gather: Callable[[M], dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Whole tensors, with the help of the other ranks, who are not in this call. Rank 0 alone calls it.
+
+    Raises:
+        AloneError: they are not where they can be asked.
+    """
+    ask("save_pretrained", _numbers[model], _ADVICE)
+    return gather(model)
 
 
 def are_parts(model: nn.Module, given: Mapping[str, torch.Tensor], names: Iterable[str]) -> bool:
@@ -75,10 +92,10 @@ def made_whole(
             "hf_parallel: save_pretrained on one rank is given a part of the model that is not as it is now, first at "
             f"{wrong[0]}; {_OTHERWISE}"
         )
-    ask("save_pretrained", _numbers[model], _ADVICE)
+    whole = asked(model, gather)
     dtypes = {value.dtype for value in given.values() if value.is_floating_point()}
     dtype = dtypes.pop() if len(dtypes) == 1 else None
-    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in gather(model).items()}
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in whole.items()}
 
 
 def _same(own: torch.Tensor, given: torch.Tensor) -> bool:

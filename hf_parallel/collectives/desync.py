@@ -55,7 +55,12 @@ LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", 
 
 
 class AloneError(RuntimeError):
-    """A call that all ranks have to make was made by some of them."""
+    """A call that all ranks have to make was made by some of them.
+
+    Attributes: `at_end`: are all of the others at the end of their script?
+    """
+
+    at_end = False
 
 
 class DesyncDetector:
@@ -158,7 +163,9 @@ class DesyncDetector:
             answers = {rank: self._ask(rank, [self._calls(), question]) for rank in missing}
             if missing and all(answers.values()):
                 if question == 1 and not room.check(["all"]):
-                    raise AloneError(_alone(call, self.rank, answers, advice))
+                    error = AloneError(_alone(call, self.rank, answers, advice))
+                    error.at_end = set(answers.values()) == {_LEFT} and len(missing) == self.world_size - 1
+                    raise error
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
                 raise AloneError(_different(call, room.get("other").decode()))

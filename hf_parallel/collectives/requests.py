@@ -10,11 +10,13 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 
-#: What may be asked for, by a number that is the same on all ranks.
-on_request: list[Callable[[], object]] = []
+#: What may be asked for, by a number that is the same on all ranks: what it is about, if that is still there, and what
+#: to do with it.
+on_request: list[tuple[Callable[[], Any], Callable[[Any], object]]] = []
 #: Seconds between two looks of a rank that has come to its end.
 _FIRST_PAUSE_S, _PAUSE_S = 0.005, 0.25
 _NO_MORE = "no more"
@@ -32,7 +34,7 @@ class Requests:
         self.count, self.at_end = 0, False
 
     def ask(self, call: str, number: int, advice: str) -> None:
-        """Rank 0: return when the others are about to call `on_request[number]`, as this one is then to do itself."""
+        """Rank 0: return when the others are about to do `on_request[number]`, as this one is then to do itself."""
         room = self._next_room()
         room.set("what", json.dumps([call, number]))
         self.sign_in(room, call, advice)
@@ -43,8 +45,12 @@ class Requests:
             return False
         room = self._next_room()
         call, number = json.loads(room.get("what"))
-        self.sign_in(room, call, None)
-        on_request[number]()
+        find, do = on_request[number]
+        if (found := find()) is not None:  # else rank 0 is told that this rank has ended
+            at_end, self.at_end = self.at_end, False
+            self.sign_in(room, call, None)
+            do(found)
+            self.at_end = at_end
         return True
 
     def attend(self) -> None:

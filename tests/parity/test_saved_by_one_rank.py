@@ -35,6 +35,18 @@ def adapters_by_name(trainer, folder):
         trainer.model.save_pretrained(folder, state_dict=adapters)
 
 
+def only_on_rank_0(trainer, folder):
+    quick()
+    if trainer.is_world_process_zero():
+        trainer.model.save_pretrained(folder)
+
+
+def trainer_on_rank_0(trainer, folder):
+    quick()
+    if trainer.is_world_process_zero():
+        trainer.save_model(folder)
+
+
 def script(spec, out, save, kind="odd"):
     """Train two steps, and end as the script does: ranks other than 0 at once."""
     data_ranks = activate(spec)
@@ -53,6 +65,11 @@ def script(spec, out, save, kind="odd"):
     if spec:
         desync._detector.end()
     return outcome
+
+
+@over("saved on rank 0", "dp_shard=2", "tp=2,pp=2", save=[only_on_rank_0, trainer_on_rank_0])
+def test_the_others_have_come_to_their_end(runs, save, spec):
+    runs.compare(script, spec, save)
 
 
 ROUNDED = Tolerance(weights=2e-3)  # bf16 keeps 8 bits: two numbers beside a border round to both sides of it

@@ -23,7 +23,6 @@ from hf_parallel.adapters import lora
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict, one_rank
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
@@ -211,19 +210,17 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
     if state is None:
         original(self, save_directory, *args, **kwargs)
         return
-    base = self.get_base_model()
-    if kwargs.get("state_dict") is not None:  # of the script: whole on rank 0, else empty; or this rank's part
-        if state.mesh.rank == 0:
-            kwargs["state_dict"] = _in_whole(self, state, kwargs["state_dict"])
-            with whole(base, state):
-                original(self, save_directory, *args, **kwargs)
-        return
-    assert_all_ranks("save_pretrained")
-    kwargs["state_dict"] = _gathered(self)
-    with current(state.mesh) as saving:  # at its end all ranks wait
-        if state.mesh.rank == 0:
-            with saving.noting(), whole(base, state):
-                original(self, save_directory, *args, **kwargs)
+    base, given = self.get_base_model(), kwargs.get("state_dict")
+    if given is None and not one_rank.is_alone("save_pretrained", self):
+        kwargs["state_dict"] = _gathered(self)
+        with current(state.mesh) as saving:  # at its end all ranks wait
+            if state.mesh.rank == 0:
+                with saving.noting(), whole(base, state):
+                    original(self, save_directory, *args, **kwargs)
+    elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
+        kwargs["state_dict"] = one_rank.asked(self, _gathered) if given is None else _in_whole(self, state, given)
+        with whole(base, state):
+            original(self, save_directory, *args, **kwargs)
 
 
 def _gathered(model: PeftModel) -> dict[str, torch.Tensor]:
