@@ -331,6 +331,8 @@ def _leave_groups_open() -> None:
     mesh = sys.modules.get("hf_parallel.mesh")
     if mesh is not None:
         atexit.unregister(mesh.end_groups)
+    if "hf_parallel.collectives.desync" in sys.modules:
+        sys.modules["hf_parallel.collectives.desync"].expect_nothing()
 
 
 def _has_process_group() -> bool:

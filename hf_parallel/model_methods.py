@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import types
@@ -15,7 +16,8 @@ from torch import nn
 from hf_parallel.arguments import by_name
 from hf_parallel.axes.data.late_parameters import have_gathered
 from hf_parallel.axes.data.units import sharded_modules
-from hf_parallel.checkpoint import save_pretrained
+from hf_parallel.checkpoint import full_state_dict, one_rank, save_pretrained
+from hf_parallel.checkpoint.names import tied_names
 from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.kernels import inner_forward, place, set_inner_forward
 from hf_parallel.mesh import ParallelMesh, stored
@@ -39,7 +41,8 @@ def replace_methods(
     remember(model)
     if not hasattr(model, "base_model_prefix"):
         return  # not a transformers model
-    bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh))
+    bind(model, "save_pretrained", functools.partial(_save_pretrained, mesh, pipeline))
+    one_rank.let_ask(model, functools.partial(full_state_dict, mesh=mesh))
     bind(model, "resize_token_embeddings", resize_token_embeddings)
     bind(model, "__deepcopy__", functools.partial(_copied, mesh, again))
     if mesh.config.sharing_size > 1:
@@ -82,10 +85,20 @@ def _call_hooks_of_forward(model: nn.Module) -> None:
     bind(model, "forward", with_hooks)
 
 
-def _save_pretrained(mesh: ParallelMesh, model: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
-    if by_name(type(model).save_pretrained, (model, *args), kwargs).get("state_dict") is None:
-        assert_all_ranks("save_pretrained")
-    save_pretrained(model, mesh, *args, **kwargs)
+def _save_pretrained(
+    mesh: ParallelMesh, pipeline: PipelineEngine | None, model: PreTrainedModel, *args: Any, **kwargs: Any
+) -> None:
+    kwargs = by_name(save_pretrained, (model, mesh, *args), kwargs)
+    given, gather = kwargs.get("state_dict"), functools.partial(full_state_dict, mesh=mesh)
+    if given is None:
+        if one_rank.is_alone("save_pretrained", model):
+            kwargs["state_dict"] = one_rank.asked(model, gather)
+    elif mesh.rank == 0:
+        with contextlib.nullcontext() if pipeline is None else pipeline.remote_modules.shown(model):
+            names = model.state_dict().keys() - tied_names(model)
+        if one_rank.are_parts(model, given, names):
+            kwargs["state_dict"] = one_rank.made_whole(model, given, names, gather)
+    save_pretrained(**kwargs)
 
 
 def _of_all_stages(

@@ -8,7 +8,7 @@ from hf_parallel.collectives.all_to_all import (
     scale_gradient,
 )
 from hf_parallel.collectives.asynchronous import Started, start_all_gather, start_all_reduce, start_reduce_scatter
-from hf_parallel.collectives.desync import AloneError, assert_all_ranks, watch
+from hf_parallel.collectives.desync import AloneError, ask, assert_all_ranks, watch
 from hf_parallel.collectives.differentiable import (
     all_reduce,
     begin_gather_sequence,
@@ -31,6 +31,7 @@ __all__ = [
     "OneBatch",
     "Started",
     "all_reduce",
+    "ask",
     "begin_gather_sequence",
     "copy_to_group",
     "copy_weight_to_group",

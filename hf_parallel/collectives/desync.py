@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel.collectives import objects, observed
+from hf_parallel.collectives.requests import Requests
 
 #: Seconds that ranks may come apart before anybody is asked, and before a line says who is waited for.
 PATIENCE_S, SPEAK_S = 3.0, 15.0
@@ -54,7 +55,12 @@ LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", 
 
 
 class AloneError(RuntimeError):
-    """A call that all ranks have to make was made by some of them."""
+    """A call that all ranks have to make was made by some of them.
+
+    Attributes: `at_end`: are all of the others at the end of their script?
+    """
+
+    at_end = False
 
 
 class DesyncDetector:
@@ -64,13 +70,20 @@ class DesyncDetector:
         self.store = store
         self.rank, self.world_size = rank, world_size
         self.number, self.left = 0, False
+        self.requests = Requests(store, rank, self._sign_in)
         self.keeps_store = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self.process, self.watched = os.getpid(), threading.get_ident()
         self.closed = threading.Event()
         self.rest = _Rest(self.watched)
         self.thread = threading.Thread(target=self._answer, name="hf_parallel/desync", daemon=True)
         self.thread.start()
-        atexit.register(self.close)
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """The script has ended; without an error, rank 0 may still ask for something."""
+        if os.getpid() == self.process and not self.closed.is_set() and not hasattr(sys, "last_type"):
+            self.requests.attend()
+        self.close()
 
     def close(self) -> None:
         """This process comes to no further call."""
@@ -79,6 +92,7 @@ class DesyncDetector:
         self.closed.set()
         self.thread.join(LOOK_S)
         with contextlib.suppress(RuntimeError):  # the store may be gone
+            self.requests.end()
             self._leave()
             if self.keeps_store:
                 self._let_go()
@@ -87,7 +101,7 @@ class DesyncDetector:
         if not self.left:
             self.left = True
             self.store.set(f"still/{self.rank}", _LEFT)
-            self._reply([self.number, 0], _LEFT)
+            self._reply([self._calls(), 0], _LEFT)
             self.store.add("left", 1)
 
     def _let_go(self) -> None:
@@ -111,18 +125,30 @@ class DesyncDetector:
         if first != call:
             room.set("other", call)
             raise AloneError(_different(call, first))
-        room.set(str(self.rank), "")
-        if room.add("count", 1) == self.world_size:
-            room.set("all", "")
+        if self._sign_in(room, call, advice):
             self._forget(self.number - 1)
+
+    def _sign_in(self, room: dist.Store, call: str, advice: str | None) -> bool:
+        """Wait for the others; was this the last rank?"""
+        room.set(str(self.rank), "")
+        is_last = room.add("count", 1) == self.world_size
+        if is_last:
+            room.set("all", "")
         start, pause = time.monotonic(), 0.0005
         while not room.check(["all"]):
+            if self.requests.serve():
+                start = time.monotonic()
             if time.monotonic() - start > PATIENCE_S:
                 self._wait_for_missing(call, room, advice)
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         room.delete_key(str(self.rank))
+        return is_last
+
+    def _calls(self) -> int:
+        """Until now; all ranks that are in one have the same number."""
+        return self.number + self.requests.count
 
     def _forget(self, number: int) -> None:
         """What is left of a call that all ranks have gone on from."""
@@ -132,11 +158,14 @@ class DesyncDetector:
     def _wait_for_missing(self, call: str, room: dist.Store, advice: str | None) -> None:
         question, said, end = 0, False, time.monotonic() + SPEAK_S
         while not room.check(["all"]):
+            self.requests.serve()
             missing = [rank for rank in range(self.world_size) if not room.check([str(rank)])]
-            answers = {rank: self._ask(rank, [self.number, question]) for rank in missing}
+            answers = {rank: self._ask(rank, [self._calls(), question]) for rank in missing}
             if missing and all(answers.values()):
                 if question == 1 and not room.check(["all"]):
-                    raise AloneError(_alone(call, self.rank, answers, advice))
+                    error = AloneError(_alone(call, self.rank, answers, advice))
+                    error.at_end = set(answers.values()) == {_LEFT} and len(missing) == self.world_size - 1
+                    raise error
                 question = 1  # once more, for they were not asked at one time
             if room.check(["other"]):
                 raise AloneError(_different(call, room.get("other").decode()))
@@ -171,6 +200,8 @@ class DesyncDetector:
 
     def _stuck(self) -> str | None:
         """Where the watched thread waits for other ranks without moving; None if it moves or does something else."""
+        if self.requests.at_end:
+            return _LEFT
         before = sys._current_frames().get(self.watched)
         place = before and before.f_lasti
         if before is None or self.closed.wait(STILL_S):
@@ -184,7 +215,7 @@ class DesyncDetector:
 
     def _look_for_deadlock(self) -> None:
         """Say where this rank stands still; end it when all do, and nobody can go on."""
-        own, place = f"still/{self.rank}", self.rest.place()
+        own, place = f"still/{self.rank}", self._place()
         if place is None:
             if self.rest.told:
                 self.store.delete_key(own)
@@ -193,10 +224,13 @@ class DesyncDetector:
         if not self.rest.told:
             self.store.set(own, place)
             self.rest.told = True
-        if self._all_still() and not self.closed.wait(STILL_S) and self.rest.place() == place and self._all_still():
+        if self._all_still() and not self.closed.wait(STILL_S) and self._place() == place and self._all_still():
             places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
             if len(set(places)) > 1:  # at one place a long transfer may go on
                 self._end(places)
+
+    def _place(self) -> str | None:
+        return _LEFT if self.requests.at_end else self.rest.place()
 
     def _all_still(self) -> bool:
         return self.store.check([f"still/{rank}" for rank in range(self.world_size)])
@@ -317,3 +351,20 @@ def assert_all_ranks(call: str, advice: str | None = None) -> None:
     """
     if _detector is not None:
         _detector.assert_all_ranks(call, advice)
+
+
+def ask(call: str, number: int, advice: str) -> None:
+    """Rank 0 alone: the others call `requests.on_request[number]` when they next wait for this rank, or end.
+
+    Raises:
+        AloneError: some of them stand elsewhere; it ends with `advice`.
+    """
+    if _detector is not None:
+        _detector.requests.ask(call, number, advice)
+
+
+def expect_nothing() -> None:
+    """This process ends by an error: it does not stay for what rank 0 may ask."""
+    if _detector is not None:
+        atexit.unregister(_detector.end)
+        atexit.register(_detector.close)

@@ -16,7 +16,7 @@ from hf_parallel.axes.attention.axis import REGISTERED, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
 from hf_parallel.doctor.report import shown_size
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import runtime, script
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
 
@@ -120,7 +120,11 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
         "attention": _attention(model),
         "loss": loss,
         "estimated_state_bytes_per_rank": [_state_bytes(trainer, count) for count in per_rank],
-        "notes": [*(state.notes if state else ()), *_inexact(trainer, mesh.data_size)],
+        "notes": [
+            *(state.notes if state else ()),
+            *script.counted(dist.get_world_size(), mesh.data_size),
+            *_inexact(trainer, mesh.data_size),
+        ],
         "versions": {"hf-parallel": __version__, **_versions()},
     }
 

@@ -149,7 +149,7 @@ def is_bad(value: object) -> bool:
     """Is a number in it not finite? Waits for the device."""
     if not torch.is_tensor(value) or not value.is_floating_point() or value.is_meta:
         return False
-    return not bool(torch.isfinite(stored(value)).all())
+    return not bool(torch.isfinite(stored(value.detach())).all())  # a checkpointed layer counts what it saves
 
 
 def _any_bad(values: object) -> bool:

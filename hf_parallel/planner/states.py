@@ -48,7 +48,7 @@ def zero_states(parameters: float, shards: int, stage: int, state: StateBytes | 
 
 def moment_bytes(optimizer: str, width: float) -> float:
     """Bytes per parameter that an optimizer keeps of a parameter of `width` bytes, besides master weights."""
-    known = {"adamw": 2 * width, "adamw_8bit": EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
+    known = {"adamw": 2 * width, "adamw_8bit": _EIGHT_BIT_MOMENTS, "sgd": 0.0, "sgd_momentum": width}
     if optimizer not in known:
         refuse(f"optimizer={optimizer}", f"not one of {', '.join(known)}", "adamw")
     return known[optimizer]

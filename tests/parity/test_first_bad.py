@@ -54,9 +54,9 @@ class Fault:
         return output
 
 
-def training(spec, folder, out, change):
+def training(spec, folder, out, change, **more):
     activate(spec)
-    ended, trainer = train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT)
+    ended, trainer = train(folder, out, axes(spec)["data_ranks"], change=change, **SHORT, **more)
     finite = all(bool(torch.isfinite(stored(parameter)).all()) for parameter in trainer.model.parameters())
     return ended.logs, finite, hook_count(trainer.model, "act_fn")
 
@@ -123,6 +123,15 @@ def test_where_it_comes_from(runs, capfd, tmp_path, spec, module, rank, micro_ba
     assert f"rank {rank}, micro-batch {micro_batch} of 2" in lines[0], lines
     assert module in lines[0], lines
     assert not ended[0][1]  # as in Trainer: the step is taken
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"])
+def test_layers_that_run_again(runs, capfd, tmp_path, spec):
+    """A checkpointed layer compares what it saved for its backward pass with what it saves when it runs again."""
+    change = partial(Fault, "model.layers.1.mlp.act_fn", 0, 1, "forward")
+    call = partial(training, spec, runs.initial("llama"), str(tmp_path), change, gradient_checkpointing=True)
+    run(call, 2, init=False)
+    assert "it first appears in the forward of model.layers.1.mlp.act_fn on rank 0, " in capfd.readouterr().err
 
 
 class LeftOut(TrainerCallback):

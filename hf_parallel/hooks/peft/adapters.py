@@ -22,9 +22,8 @@ from torch.distributed.tensor import DTensor
 from hf_parallel.adapters import lora
 from hf_parallel.arguments import by_name
 from hf_parallel.axes.data.units import sharded_modules
-from hf_parallel.checkpoint import current, full_state_dict
+from hf_parallel.checkpoint import current, full_state_dict, one_rank
 from hf_parallel.checkpoint.slices import local_part, read
-from hf_parallel.collectives import assert_all_ranks
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
@@ -91,6 +90,7 @@ def place_adapters(model: PeftModel) -> None:
     state = runtime.parallel_state(base)
     if state is not None:
         place(base, state)
+        one_rank.let_ask(model, _gathered)
 
 
 @patch("peft.tuners.lora.layer:LoraLayer.__init__", "reads sizes off shards")
@@ -212,18 +212,32 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
     if state is None:
         original(self, save_directory, *args, **kwargs)
         return
-    base = self.get_base_model()
-    if kwargs.get("state_dict") is not None:  # gathered by the script: whole on rank 0, else empty
-        if state.mesh.rank == 0:
-            with whole(base, state):
-                original(self, save_directory, *args, **kwargs)
-        return
-    assert_all_ranks("save_pretrained")
-    kwargs["state_dict"] = full_state_dict(self, state.mesh, _is_saved(self, base, state))
-    with current(state.mesh) as saving:  # at its end all ranks wait
-        if state.mesh.rank == 0:
-            with saving.noting(), whole(base, state):
-                original(self, save_directory, *args, **kwargs)
+    base, given = self.get_base_model(), kwargs.get("state_dict")
+    if given is None and not one_rank.is_alone("save_pretrained", self):
+        kwargs["state_dict"] = _gathered(self)
+        with current(state.mesh) as saving:  # at its end all ranks wait
+            if state.mesh.rank == 0:
+                with saving.noting(), whole(base, state):
+                    original(self, save_directory, *args, **kwargs)
+    elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
+        kwargs["state_dict"] = one_rank.asked(self, _gathered) if given is None else _in_whole(self, state, given)
+        with whole(base, state):
+            original(self, save_directory, *args, **kwargs)
+
+
+def _gathered(model: PeftModel) -> dict[str, torch.Tensor]:
+    state = runtime.parallel_state(model)
+    assert state is not None
+    return full_state_dict(model, state.mesh, _is_saved(model, model.get_base_model(), state))
+
+
+def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
+    base = model.get_base_model()
+    with whole(base, state):
+        names = list(filter(_is_saved(model, base, state), model.state_dict()))
+    if not isinstance(given, dict) or not one_rank.are_parts(model, given, names):
+        return given
+    return one_rank.made_whole(model, given, names, _gathered)
 
 
 def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelState) -> Callable[[str], bool]:

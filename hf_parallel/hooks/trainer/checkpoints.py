@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import checkpoint as folders
-from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.checkpoint import one_rank
 from hf_parallel.hooks import hangs, runtime, sentence_transformers
 from hf_parallel.hooks.accelerate.random_stream import RandomStream, plain
 from hf_parallel.hooks.patching import patch
@@ -37,10 +37,13 @@ if TYPE_CHECKING:
 @patch("transformers.trainer:Trainer.save_model", "a plain module's shards are not a checkpoint")
 def save_model(original: Callable, self: Trainer, output_dir: str | None = None, _internal_call: bool = False) -> None:
     """All ranks take part, and adapters are gathered by our `save_pretrained` alone."""
-    assert_all_ranks("trainer.save_model")
-    wait_for_save(self)
-    with hangs.taking_long("a save"):
-        _save_weights(self, self.args.output_dir if output_dir is None else output_dir)
+    folder = self.args.output_dir if output_dir is None else output_dir
+    if one_rank.is_alone("trainer.save_model", self.model):
+        self._save(folder, state_dict=self.model.state_dict())
+    else:
+        wait_for_save(self)
+        with hangs.taking_long("a save"):
+            _save_weights(self, folder)
     if self.args.push_to_hub and not _internal_call:
         self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -1,0 +1,116 @@
+"""Rank 0 saves by itself what all ranks took out of the model, as scripts of the Alpaca kind do at their end."""
+
+import pytest
+import torch
+
+from hf_parallel.collectives import desync
+from tests import models
+from tests.distributed import RankFailure, run
+from tests.reliability.test_desync import quick
+from tests.rows import data
+from tests.training import Tolerance, activate, fit, over, trainer_of
+
+pytest.importorskip("peft")
+
+LORA = {"target_modules": ["q_proj", "down_proj"], "r": 3, "task_type": "CAUSAL_LM"}
+
+
+def state_to_cpu(trainer, folder):
+    state = trainer.model.state_dict()
+    if trainer.args.should_save:
+        trainer._save(folder, state_dict={name: tensor.cpu() for name, tensor in state.items()})
+
+
+def state_in_half(trainer, folder):
+    state = {name: tensor.to(torch.bfloat16) for name, tensor in trainer.model.state_dict().items()}
+    if trainer.args.should_save:
+        trainer.model.save_pretrained(folder, state_dict=state)
+    trainer.evaluate()  # the other ranks wait here meanwhile
+
+
+def adapters_by_name(trainer, folder):
+    named = trainer.model.named_parameters()
+    adapters = {name: p.detach().cpu().clone() for name, p in named if "lora_" in name}
+    if trainer.args.local_process_index == 0:
+        trainer.model.save_pretrained(folder, state_dict=adapters)
+
+
+def only_on_rank_0(trainer, folder):
+    quick()
+    if trainer.is_world_process_zero():
+        trainer.model.save_pretrained(folder)
+
+
+def trainer_on_rank_0(trainer, folder):
+    quick()
+    if trainer.is_world_process_zero():
+        trainer.save_model(folder)
+
+
+def script(spec, out, save, kind="odd"):
+    """Train two steps, and end as the script does: ranks other than 0 at once."""
+    data_ranks = activate(spec)
+    model = models.build(kind, num_hidden_layers=3)
+    if save is adapters_by_name:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(models.SEED)
+        model = get_peft_model(model, LoraConfig(**LORA))
+    trainer, recorder = trainer_of(
+        model, out, data_ranks, train_dataset=data(kind, 11, 11), eval_dataset=data(kind, 5, 12)
+    )
+    outcome = fit(trainer, recorder)
+    save(trainer, f"{out}/saved")
+    outcome.folder = f"{out}/saved"
+    if spec:
+        desync._detector.end()
+    return outcome
+
+
+@over("saved on rank 0", "dp_shard=2", "tp=2,pp=2", save=[only_on_rank_0, trainer_on_rank_0])
+def test_the_others_have_come_to_their_end(runs, save, spec):
+    runs.compare(script, spec, save)
+
+
+ROUNDED = Tolerance(weights=2e-3)  # bf16 keeps 8 bits: two numbers beside a border round to both sides of it
+
+
+@over("saved on rank 0", "dp_shard=2", "pp=2", "tp=2,pp=2", "dp_replicate=2", save=[state_to_cpu, adapters_by_name])
+def test_as_in_one_process(runs, save, spec):
+    runs.compare(script, spec, save)
+
+
+@over("saved on rank 0", "tp=2", "pp=2,dp_shard=2")
+def test_in_another_dtype(runs, spec):
+    runs.compare(script, spec, state_in_half, "llama", tolerance=ROUNDED)
+
+
+def changed(trainer, folder):
+    """An average of weights, say."""
+    state = {name: 0.5 * tensor for name, tensor in trainer.model.state_dict().items()}
+    if trainer.args.should_save:
+        trainer.model.save_pretrained(folder, state_dict=state)
+
+
+def renamed(trainer, folder):
+    state = {f"student.{name}": tensor for name, tensor in trainer.model.state_dict().items()}
+    if trainer.args.should_save:
+        trainer.model.save_pretrained(folder, state_dict=state)
+
+
+@pytest.mark.parametrize("save", [changed, renamed])
+def test_what_is_not_the_models_own_is_refused(tmp_path, save):
+    with pytest.raises(RankFailure, match="is not as it is now, first at .*hf_parallel.full_state_dict"):
+        run(script, 2, "dp_shard=2", str(tmp_path), save, init=False)
+
+
+def saves_while_the_other_waits(trainer, folder):
+    quick()
+    if trainer.args.should_save:
+        state_to_cpu(trainer, folder)
+    torch.distributed.barrier()
+
+
+def test_a_barrier_after_it(tmp_path):
+    with pytest.raises(RankFailure, match="save_pretrained was called on rank 0, but rank 1 is at .*save_model"):
+        run(script, 2, "dp_shard=2", str(tmp_path), saves_while_the_other_waits, init=False)
