@@ -9,7 +9,7 @@ libraries what would use it.
 from __future__ import annotations
 
 from hf_parallel.hooks import entries, monitoring, own_loops, sentence_transformers, weights  # noqa: F401
-from hf_parallel.hooks.accelerate import accelerator, data, processes, save_state  # noqa: F401
+from hf_parallel.hooks.accelerate import accelerator, data, engines, processes, save_state  # noqa: F401
 from hf_parallel.hooks.bitsandbytes import eight_bit, four_bit  # noqa: F401
 from hf_parallel.hooks.patching import DECLARED, Patch
 from hf_parallel.hooks.peft import adapters, merging, settings  # noqa: F401
