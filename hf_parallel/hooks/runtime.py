@@ -106,10 +106,13 @@ def _time_out_asked_for() -> float:
 def follow_time_out(args: TrainingArguments) -> None:
     """`ddp_timeout` of TrainingArguments, made after the groups are; its default leaves the environment's."""
     default = type(args).__dataclass_fields__["ddp_timeout"].default
-    if not _connected or args.ddp_timeout == default and os.environ.get(TIME_OUT):
-        return
-    limit = timedelta(seconds=args.ddp_timeout)
-    if limit != time_out():
+    if args.ddp_timeout != default or not os.environ.get(TIME_OUT):
+        change_time_out(timedelta(seconds=args.ddp_timeout))
+
+
+def change_time_out(limit: timedelta) -> None:
+    """Of all process groups, unless a launcher of the script's own has made them."""
+    if _connected and limit != time_out():
         set_time_out(limit)
 
 

@@ -33,7 +33,6 @@ from hf_parallel.hooks.peft.placing import place
 from hf_parallel.local import holding, local
 from hf_parallel.model.packed import stored_order
 from hf_parallel.parallelize import ParallelState
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -80,6 +79,8 @@ def init_model(
     original: Callable, self: PeftModel, model: nn.Module, peft_config: PeftConfig, *args: object, **kwargs: object
 ) -> None:
     """Split the first adapters when peft is done with them."""
+    if runtime.current() is not None or runtime.parallel_state(model) is not None:
+        peft_settings.check_kind(peft_config)
     original(self, model, peft_config, *args, **kwargs)
     place_adapters(self)
 
@@ -149,15 +150,10 @@ def start_from_base(original: Callable, self: LoraLayer, adapter_name: str, *arg
         local(weight).copy_(read(rest.to(dtype), local_part(weight, order)))
 
 
-@patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole; prompts change the rows that stages expect")
-def add_adapter(
-    original: Callable, self: PeftModel, adapter_name: str, peft_config: PeftConfig, *args: object, **kwargs: object
-) -> None:
-    """Split the new adapters. Prompt learning adds no layers, so nothing else would notice it."""
-    within_layout = runtime.current() is not None or runtime.parallel_state(self) is not None
-    if peft_config.is_prompt_learning and within_layout:
-        refuse(f"peft_type={peft_config.peft_type.value}", "not part of this version", "LoRA")
-    original(self, adapter_name, peft_config, *args, **kwargs)
+@patch("peft.peft_model:PeftModel.add_adapter", "leaves adapters whole on every rank")
+def add_adapter(original: Callable, self: PeftModel, *args: object, **kwargs: object) -> None:
+    """Split the new adapters."""
+    original(self, *args, **kwargs)
     place_adapters(self)
 
 

@@ -31,6 +31,8 @@ def make_parallel_below(model: PreTrainedModel, parallelize: Callable[[nn.Module
 
     tuner = getattr(model, "base_model", model)
     configs = dict(model.peft_config)
+    for config in configs.values():
+        peft_settings.check_kind(config)
     if not hasattr(tuner, "inject_adapter"):
         refuse("adapters of Transformers' add_adapter", "whole on every rank", "get_peft_model")
     for config in configs.values():

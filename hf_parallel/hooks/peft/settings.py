@@ -41,11 +41,14 @@ _WORKS = {
 
 def check(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_mem_usage: bool) -> None:
     """Before anything is changed."""
-    from peft import LoraModel, PeftType
+    from peft import LoraModel
 
     refuse_unpatched("peft", "peft.utils.other", "peft.utils.save_and_load")
-    if type(tuner) is not LoraModel or config.peft_type != PeftType.LORA:
-        refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
+    check_kind(config)
+    if type(tuner) is not LoraModel:
+        refuse(
+            f"adapters of a {type(tuner).__name__}", "not part of this version", "get_peft_model without mixed=True"
+        )
     if low_cpu_mem_usage:
         refuse("low_cpu_mem_usage=True", "adapters need values to be split", "False")
     if not hasattr(model, "base_model_prefix"):
@@ -59,6 +62,12 @@ def check(tuner: BaseTuner, model: PreTrainedModel, config: LoraConfig, low_cpu_
         if setting.name == "init_lora_weights" and value in _STARTS:
             continue
         _refuse(setting.name, value)
+
+
+def check_kind(config: PeftConfig) -> None:
+    """Only LoRA; some other methods look at weights, or put themselves in, before anything else would see them."""
+    if config.peft_type.value != "LORA":
+        refuse(f"peft_type={config.peft_type.value}", "not part of this version", "LoRA")
 
 
 def _check_start(model: nn.Module, config: PeftConfig) -> None:

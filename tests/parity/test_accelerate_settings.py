@@ -1,0 +1,75 @@
+"""What Accelerate is told beside a layout: engines of its own are refused by name, what means nothing is let be."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+from accelerate import Accelerator, utils
+from accelerate.local_sgd import LocalSGD
+from accelerate.state import AcceleratorState
+
+from hf_parallel.config import SpecError
+from hf_parallel.groups import time_out
+from tests.distributed import run
+from tests.training import activate
+
+
+def powers():
+    """A hook that compresses what DDP sends."""
+    return [utils.DistributedDataParallelKwargs(comm_hook=utils.DDPCommunicationHookType.POWER_SGD)]
+
+
+#: What is asked for -> what the refusal names.
+REFUSED = {
+    "fsdp_plugin": lambda: {"fsdp_plugin": utils.FullyShardedDataParallelPlugin(fsdp_version=2)},
+    "deepspeed_plugin": lambda: {"deepspeed_plugin": utils.DeepSpeedPlugin(zero_stage=2)},
+    "parallelism_config": lambda: {"parallelism_config": utils.ParallelismConfig(dp_shard_size=2)},
+    "mixed_precision=fp8": lambda: {"mixed_precision": "fp8"},
+    "comm_hook=power_sgd": lambda: {"kwargs_handlers": powers()},
+}
+
+
+def said_of(call):
+    with pytest.raises(SpecError) as caught:
+        call()
+    AcceleratorState._reset_state()
+    return str(caught.value)
+
+
+def average(accelerator):
+    """Weights that data ranks keep for two steps, as the class is used."""
+    model = torch.nn.Linear(3, 3)
+    return LocalSGD(accelerator, model, local_sgd_steps=2)
+
+
+def on_data_ranks():
+    activate("dp_shard=2")
+    found = {name: said_of(lambda make=make: Accelerator(cpu=True, **make())) for name, make in REFUSED.items()}
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    launched = said_of(lambda: Accelerator(cpu=True))
+    del os.environ["ACCELERATE_USE_FSDP"]
+    later = utils.InitProcessGroupKwargs(timeout=timedelta(seconds=77))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[later])
+    return found, launched, said_of(lambda: average(accelerator)), time_out()
+
+
+def on_one():
+    """One data rank: as in one process neither of the two does anything."""
+    activate("tp=2")
+    accelerator = Accelerator(cpu=True, kwargs_handlers=powers())
+    with average(accelerator) as averaging:
+        averaging.step()
+    return averaging.enabled
+
+
+def test_settings_on_data_ranks():
+    found, launched, averaged, limit = run(on_data_ranks, 2, init=False)[0]
+    assert {name: name in text and "works" in text for name, text in found.items()} == dict.fromkeys(found, True)
+    assert "ACCELERATE_USE_FSDP" in launched
+    assert "LocalSGD" in averaged
+    assert limit == timedelta(seconds=77)
+
+
+def test_settings_on_one_data_rank():
+    assert not any(run(on_one, 2, init=False))
