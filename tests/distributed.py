@@ -39,7 +39,7 @@ from transformers.models.llama import modeling_llama  # noqa: F401
 
 import hf_parallel.hooks.patches  # noqa: F401
 from hf_parallel.hooks.patching import library_version
-from hf_parallel.planner.hardware import gpu_names
+from hf_parallel.planner.hardware import catalogue
 from tests.ports import held_port
 
 # What each rank would spend a second on, once here: imports, patterns of all models' names, the catalogue of GPUs,
@@ -51,7 +51,7 @@ for module in (
 ):
     importlib.import_module(f"hf_parallel.{module}")
 get_checkpoint_conversion_mapping("llama")
-gpu_names()
+catalogue()
 for library in ("torch", "transformers", "accelerate"):
     library_version(library)
 torch.set_num_threads(1)  # before any operation: a pool of threads does not survive a fork
