@@ -1,8 +1,8 @@
 """`hf_parallel.parallelize`: what a loop written by hand calls, without a layout for the whole process.
 
 Of all patches only those of PEFT and bitsandbytes are put in place, when the script imports these libraries: adapters
-come into a parallel model, and a model with adapters becomes parallel, as under the runner. And how a layer is
-recomputed, where transformers is older than that.
+come into a parallel model, and a model with adapters becomes parallel, as under the runner. And what a script writes
+into weights, and how a layer is recomputed, where transformers is older than that.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from hf_parallel import hooks
 from hf_parallel.axes.axis import Packing
 from hf_parallel.config import ParallelConfig
-from hf_parallel.hooks import runtime
+from hf_parallel.hooks import runtime, weights
 from hf_parallel.hooks.patching import DECLARED, Patch, apply, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
@@ -65,7 +65,7 @@ def withdraw() -> None:
 
 def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
-    _undo_list.extend(apply([patch for patch in DECLARED if patch.room == checkpointed.__name__]))
+    _undo_list.extend(apply([patch for patch in DECLARED if patch.room in (checkpointed.__name__, weights.__name__)]))
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
         _undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))

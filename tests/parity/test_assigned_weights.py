@@ -157,3 +157,30 @@ def test_writes_between_forwards(spec, name, initial):
         for step, (ours, theirs) in enumerate(zip(seen, losses, strict=True)):
             none(close(f"loss {step}", ours, theirs, NEAR))
     none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more
+
+
+def by_hand(folder, spec=None):
+    """SGD without an optimizer in a loop that knows nothing of the runner; norms, and a weight that is exchanged."""
+    model, rows, seen = AutoModelForCausalLM.from_pretrained(folder), batch(), []
+    if spec:
+        torch.distributed.init_process_group("gloo")
+        hf_parallel.parallelize(model, spec)
+    model.model.norm.weight = nn.Parameter(drawn(model.model.norm.weight, 3))
+    for _ in range(2):
+        loss = model(**rows).loss
+        loss.backward()
+        seen += [loss.item(), float(model.get_input_embeddings().weight.grad.norm())]
+        for p in model.parameters():
+            p.data = p.data - 0.1 * p.grad
+            p.grad = None
+    return seen, hf_parallel.full_state_dict(model)
+
+
+@pytest.mark.parametrize("spec", layouts("library", "tp=2", "dp_shard=2", "tp=2,dp_shard=2"))
+def test_library_alone(spec, initial):
+    """Without the runner `p.data = x` is stored, too."""
+    seen, weights = run_alone(by_hand, initial["phi3"])
+    ranks = run(by_hand, axes(spec)["world"], initial["phi3"], spec, init=False)
+    for ours in (ours for ours, _ in ranks):
+        none([line for a, b in zip(ours, seen, strict=True) for line in close("loss or norm", a, b, NEAR)])
+    none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more
