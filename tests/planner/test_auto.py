@@ -7,13 +7,14 @@ from transformers import AutoModelForCausalLM
 from hf_parallel.config import SpecError
 from tests import models
 from tests.distributed import RankFailure, run, run_alone
-from tests.rows import data
+from tests.rows import VOCABULARY, data
 from tests.training import Script, arguments_of, load_model, trainer_of
 
 
 @pytest.fixture
 def folder(runs):
-    return runs.initial("llama")
+    """Of a model that knows the rows' tokens, unlike others here."""
+    return runs.initial("llama", vocab_size=VOCABULARY)
 
 
 def chosen():
