@@ -78,7 +78,7 @@ def planned(
     """What is assumed of a model, on GPUs that need not be here.
 
     Args:
-        model: a config; of mere numbers flash attention is assumed.
+        model: a config; of mere numbers flash attention is assumed, or `own`.
         own: the kernel that the script asks for; default: what transformers chooses.
         documents: are rows padded, or packs?
     """
@@ -88,7 +88,8 @@ def planned(
 
     known = None if isinstance(model, (Mapping, ModelShape)) else _read(model)
     if known is None or not known.head_size:
-        return Planned(documents=documents)
+        asked = {} if own is None else {"auto": own, "why": "the script's own choice"}
+        return Planned(documents=documents, **asked)
     facts = _elsewhere(known, gpu, precision, own)
     kernel = chosen(ParallelConfig(), facts)
     assert kernel is not None

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from hf_parallel.config import ParallelConfig
@@ -124,7 +124,7 @@ def search(
             f"no layout of {cluster.gpus} GPUs can share it out",
             f"global_batch={4 * cluster.gpus}",
         )
-    chosen = list(itertools.islice((choice for choice in ranked if looking.accept(choice.config)), max(1, top)))
+    chosen = list(itertools.islice(looking.accepted(ranked), max(1, top)))
     best = chosen[0] if chosen else None
     yours = [] if expected is None else [why_not_expected(goal, expected, best)]
     return Found(
@@ -134,7 +134,7 @@ def search(
         looked_at=looking.looked_at,
         advice="" if best else nothing_fits(goal, looking.leanest, looking.what_would_fit()),
         notes=list(notes_about(goal, getattr(model, "max_position_embeddings", None))),
-        suggestions=[] if best is None or quantized else list(suggested(best, looking.rounding(ranked))),
+        suggestions=[] if best is None or quantized else list(suggested(best, looking.rounding(best, ranked))),
     )
 
 
@@ -188,9 +188,13 @@ class _Search:
             else:
                 self.leanest = min(self.leanest, choice.gib)
 
-    def rounding(self, ranked: list[Choice]) -> Choice | None:
+    def accepted(self, ranked: Iterable[Choice]) -> Iterator[Choice]:
+        """Those that the engine takes, asked one by one: of the ranking only what led it on its way has been."""
+        return (choice for choice in ranked if self.accept(choice.config))
+
+    def rounding(self, best: Choice, ranked: list[Choice]) -> Choice | None:
         """The fastest of the same layouts with transfers that round, if that is worth a line."""
-        enough, allowed = ranked[0].seconds_per_row / WORTH_ROUNDING, dataclasses.replace(self.goal, quantized=True)
+        enough, allowed = best.seconds_per_row / WORTH_ROUNDING, dataclasses.replace(self.goal, quantized=True)
         found = []
         for choice in ranked:
             if _waiting(choice) < 1 - enough / choice.seconds_per_row:
@@ -199,14 +203,15 @@ class _Search:
                 other = attempt(self.goal, config, choice.prediction.job.micro_batch)
                 if rounded(config) and isinstance(other, Choice) and other.seconds_per_row < enough:
                     found.append(other)
-        return next((choice for choice in sorted(found, key=_rank) if self.accept(choice.config)), None)
+        return next(self.accepted(sorted(found, key=_rank)), None)
 
     def what_would_fit(self) -> Iterator[tuple[str, Choice | None]]:
         """The usual ways out, each searched: adapters, an 8-bit optimizer, more GPUs."""
         goal = self.goal
 
         def best(**changes: Any) -> Choice | None:
-            return next(iter(_Search(dataclasses.replace(goal, **changes), self.accept).run()), None)
+            other = _Search(dataclasses.replace(goal, **changes), self.accept)
+            return next(other.accepted(other.run()), None)
 
         if not goal.lora:
             yield "adapters only (--lora)", best(lora=16)

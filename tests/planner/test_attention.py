@@ -123,6 +123,14 @@ def test_the_plan_says_which_and_what_others_cost():
     assert flash.step_time_s < masked.step_time_s < eager.step_time_s
 
 
+def test_a_kernel_that_is_asked_for_holds_for_mere_numbers():
+    given = {"cluster": make_cluster(H100, 8), "seq": 4096, "global_batch": 32, "accept": lambda c: c.cp_size == 1}
+    flash, eager = (search(model=models.LLAMA_8B, attention=name, **given) for name in (None, "eager"))
+    (line,) = attending(eager.goal, eager.best)
+    assert line.startswith("attention=auto is eager: the script's own choice; torch_flash would ")
+    assert eager.best.step_time_s > 1.1 * flash.best.step_time_s
+
+
 def test_eight_bits_are_planned_under_any_precision():
     """fp8 products beside fp32 weights under autocast used to be planned as 16-bit ones."""
     for precision in ("bf16", "mixed", "fp32"):
