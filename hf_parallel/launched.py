@@ -29,9 +29,7 @@ def settle() -> bool:
     if world_size > 1 or "RANK" in os.environ:
         _check_rank(world_size)
     if world_size > 1 and not os.environ.get("MASTER_ADDR"):
-        refuse(
-            "MASTER_ADDR", f"not set, where WORLD_SIZE={world_size}", do="the name of rank 0's machine, or torchrun"
-        )
+        refuse("MASTER_ADDR", f"not set, where WORLD_SIZE={world_size}", do="give rank 0's machine")
     return True
 
 

@@ -70,7 +70,8 @@ def _claimed(folder: str) -> tuple[folders.Lock | None, Run]:
     try:
         run = objects.from_one(claim) if several else claim()
     except OSError as error:
-        raise folders.CheckpointError(str(error)) from error
+        reason = error.strerror or str(error)
+        raise folders.CheckpointError(f"output_dir={folder}: cannot be written to ({reason}); give another") from error
     return held[0] if held else None, run
 
 

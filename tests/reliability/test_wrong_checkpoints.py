@@ -26,11 +26,18 @@ def refusals(initial: str, other: str, out: str) -> list[str]:
         told.append(str(caught.value))
     with pytest.raises(SpecError) as caught:
         train(initial, f"{out}/empty", 2, max_steps=3, resume=f"{out}/checkpoint-2", optim="sgd")
-    return [*told, str(caught.value)]
+    told.append(str(caught.value))
+    for folder, error in ((f"{out}/config.json", SpecError), (f"{out}/locked", checkpoint.CheckpointError)):
+        with pytest.raises(error) as caught:
+            train(initial, folder, 2, max_steps=3)
+        told.append(str(caught.value))
+    return told
 
 
 def test_refused_in_one_line(runs, tmp_path):
     out = str(tmp_path)
+    (tmp_path / "locked" / "_hf_parallel.lock").mkdir(parents=True)  # root may write everywhere else
+    (tmp_path / "config.json").write_text("a file, not a folder")
     first, second = run(refusals, 2, runs.initial("llama"), runs.initial("qwen3"), out, init=False)
     assert first == second
     wrong = "resume_from_checkpoint="
@@ -44,6 +51,10 @@ def test_refused_in_one_line(runs, tmp_path):
     assert first[3].endswith("; give the model and optimizer it was written with")
     assert "No valid checkpoint found" in first[4]
     assert first[5].startswith(f"{other}has the state of AdamW, this run has SGD")
+    assert first[6:] == [
+        f"output_dir={out}/config.json: cannot be made (File exists); give another",
+        f"output_dir={out}/locked: cannot be written to (Is a directory); give another",
+    ]
 
 
 def test_weights_that_the_model_does_not_have(tmp_path, monkeypatch):

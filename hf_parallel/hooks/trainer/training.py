@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from hf_parallel.arguments import by_name
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import hangs, monitoring, report, runtime
 from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_parallel, normalise_over_data_ranks
 from hf_parallel.hooks.accelerate.data import replacing
@@ -19,6 +20,7 @@ from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
 from hf_parallel.monitor.meter import COMPUTE
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +45,7 @@ def init(
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
+    _make_folder(args.output_dir)
     given = by_name(original, (self, model, args, *rest), kwargs)
     trl.check(self, args, given.get("eval_dataset"), model)
     if model is not None:
@@ -58,6 +61,14 @@ def init(
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check(self)
     losses.prepare(self)
+
+
+def _make_folder(path: str) -> None:
+    """Rank 0 makes the output folder, as Trainer would; where it cannot, all ranks say so."""
+    try:
+        objects.from_one(lambda: os.makedirs(path, exist_ok=True), errors=(OSError,))
+    except OSError as error:
+        refuse(f"output_dir={path}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
 
 
 @patch("transformers.trainer:Trainer.call_model_init", "models from model_init become parallel")
