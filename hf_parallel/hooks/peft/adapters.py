@@ -229,7 +229,7 @@ def _gathered(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.
     """What peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.parallel_state(model)
     assert state is not None
-    names = objects.from_one(lambda: _saved_names(model, state, embeddings))
+    names = objects.from_one(lambda: _saved_names(model, state, embeddings), errors=(Exception,))
     return full_state_dict(model, state.mesh, names.__contains__)
 
 
