@@ -245,18 +245,18 @@ def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
 
 
 def _saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:
-    """What peft takes of a state dict, shown one without values: adapters, and a vocabulary that was resized."""
+    """What peft takes of a state dict, shown one of numbers: adapters, and a vocabulary that was resized."""
     from peft import get_peft_model_state_dict
 
     with whole(model.get_base_model(), state), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they come when peft saves
-        shown = {name: torch.empty(0, device="meta") for name in model.state_dict()}
+        names = list(model.state_dict())
+        shown = {name: torch.tensor([number]) for number, name in enumerate(names)}
         adapters = [
             get_peft_model_state_dict(model, dict(shown), adapter_name=name, save_embedding_layers=embeddings)
             for name in model.peft_config
         ]
-    taken = {id(tensor) for adapter in adapters for tensor in adapter.values()}
-    return {name for name, tensor in shown.items() if id(tensor) in taken}
+    return {names[int(number)] for adapter in adapters for number in adapter.values()}
 
 
 @patch("peft.utils.save_and_load:set_peft_model_state_dict", "cuts in another order", copies=True)
