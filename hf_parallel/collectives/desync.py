@@ -363,6 +363,14 @@ def ask(call: str, number: int, advice: str) -> None:
         _detector.requests.ask(call, number, advice)
 
 
+def part() -> None:
+    """All ranks end their process groups next; but after an error, of which the others are to hear now."""
+    if _detector is None or _detector.closed.is_set() or sys.exc_info()[0] is not None:
+        return
+    if dist.is_initialized() and dist.get_backend() != "fake":  # those of a dry run are not
+        _detector.requests.part()
+
+
 def expect_nothing() -> None:
     """This process ends by an error: it does not stay for what rank 0 may ask."""
     if _detector is not None:

@@ -62,6 +62,14 @@ class Requests:
                 time.sleep(pause)
                 pause = min(2 * pause, _PAUSE_S)
 
+    def part(self) -> None:
+        """All ranks are about to end their groups: the last time that this rank may ask, or is asked."""
+        if self.rank == 0:
+            self.end()
+        else:
+            self.attend()
+            self.at_end = False
+
     def end(self) -> None:
         """This rank asks no more."""
         if self.rank == 0:

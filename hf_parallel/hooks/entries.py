@@ -6,12 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from hf_parallel.collectives import assert_all_ranks
+import torch.distributed as dist
+
+from hf_parallel.collectives import assert_all_ranks, desync
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed import ProcessGroup
     from transformers import Trainer
 
 _ENDED = "decide alike on all ranks when to stop: control.should_training_stop of one rank stops that one alone"
@@ -22,6 +25,14 @@ def attended(original: Callable, self: Trainer, *args: object, **kwargs: object)
     """The others come too, and the first batches of the loader that follows are compared."""
     begin(self.model, f"trainer.{original.__name__}")
     return original(self, *args, **kwargs)
+
+
+@patch("torch.distributed:destroy_process_group", "rank 0 can no longer ask for parts of what it saves alone")
+def end_groups(original: Callable, group: ProcessGroup | None = None) -> None:
+    """The other ranks stay until rank 0 ends its own: it may save before."""
+    if group in (None, dist.group.WORLD):
+        desync.part()
+    original(group)
 
 
 @contextlib.contextmanager

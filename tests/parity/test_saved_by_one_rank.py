@@ -47,6 +47,11 @@ def trainer_on_rank_0(trainer, folder):
         trainer.save_model(folder)
 
 
+def before_groups_end(trainer, folder):
+    only_on_rank_0(trainer, folder)
+    trainer.accelerator.end_training()
+
+
 def script(spec, out, save, kind="odd"):
     """Train two steps, and end as the script does: ranks other than 0 at once."""
     data_ranks = activate(spec)
@@ -67,7 +72,7 @@ def script(spec, out, save, kind="odd"):
     return outcome
 
 
-@over("saved on rank 0", "dp_shard=2", "tp=2,pp=2", save=[only_on_rank_0, trainer_on_rank_0])
+@over("saved on rank 0", "dp_shard=2", "tp=2,pp=2", save=[only_on_rank_0, trainer_on_rank_0, before_groups_end])
 def test_the_others_have_come_to_their_end(runs, save, spec):
     runs.compare(script, spec, save)
 

@@ -11,6 +11,8 @@ Each patch takes the original. Without a parallel base they do what peft does.
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,7 @@ from hf_parallel.arguments import by_name
 from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import current, full_state_dict, one_rank
 from hf_parallel.checkpoint.slices import local_part, read
+from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.accelerator import make_parallel
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
@@ -41,8 +44,6 @@ if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTuner
     from peft.utils.other import ModulesToSaveWrapper
     from transformers import PreTrainedModel
-
-_WITH_BIAS = ("lora_", ".modules_to_save.", "bias")
 
 # ---- putting adapters in -----------------------------------------------------------------------------------------
 
@@ -209,41 +210,51 @@ def save_pretrained(original: Callable, self: PeftModel, save_directory: str, *a
         original(self, save_directory, *args, **kwargs)
         return
     base, given = self.get_base_model(), kwargs.get("state_dict")
+    gather = functools.partial(_gathered, embeddings=kwargs.get("save_embedding_layers", "auto"))
     if given is None and not one_rank.is_alone("save_pretrained", self):
-        kwargs["state_dict"] = _gathered(self)
+        kwargs["state_dict"] = gather(self)
         with current(state.mesh) as saving:  # at its end all ranks wait
             if state.mesh.rank == 0:
                 with saving.noting(), whole(base, state):
                     original(self, save_directory, *args, **kwargs)
     elif state.mesh.rank == 0:  # of the script: whole on rank 0, else empty; or this rank's part
-        kwargs["state_dict"] = one_rank.asked(self, _gathered) if given is None else _in_whole(self, state, given)
+        kwargs["state_dict"] = one_rank.asked(self, gather) if given is None else _in_whole(self, state, given)
         with whole(base, state):
             original(self, save_directory, *args, **kwargs)
 
 
-def _gathered(model: PeftModel) -> dict[str, torch.Tensor]:
+def _gathered(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.Tensor]:
+    """What peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.parallel_state(model)
     assert state is not None
-    return full_state_dict(model, state.mesh, _is_saved(model, model.get_base_model(), state))
+    names = objects.from_one(lambda: _saved_names(model, state, embeddings), errors=(Exception,))
+    return full_state_dict(model, state.mesh, names.__contains__)
 
 
 def _in_whole(model: PeftModel, state: ParallelState, given: object) -> object:
-    base = model.get_base_model()
-    with whole(base, state):
-        names = list(filter(_is_saved(model, base, state), model.state_dict()))
-    if not isinstance(given, dict) or not one_rank.are_parts(model, given, names):
+    if not isinstance(given, dict):
         return given
-    return one_rank.made_whole(model, given, names, _gathered)
+    names, own = _saved_names(model, state, "auto"), model.state_dict()
+    embeddings = all(name in given for name in names if name in own) and "auto"  # a script may take adapters alone
+    names = names if embeddings else _saved_names(model, state, embeddings)
+    if not one_rank.are_parts(model, given, names):
+        return given
+    return one_rank.made_whole(model, given, names, functools.partial(_gathered, embeddings=embeddings))
 
 
-def _is_saved(model: PreTrainedModel, base: PreTrainedModel, state: ParallelState) -> Callable[[str], bool]:
-    """Adapters; and embedding and head where they have adapters, since peft saves those of the base too."""
-    with whole(base, state):
-        ends = [base.get_input_embeddings(), base.get_output_embeddings()]
-        names = {name for name, module in model.named_modules() if module in ends and hasattr(module, "base_layer")}
-    parts = ("lora_", ".modules_to_save.") if all(c.bias == "none" for c in model.peft_config.values()) else _WITH_BIAS
-    ends_of = tuple(f"{end}." for end in names)
-    return lambda name: any(part in name for part in parts) or name.startswith(ends_of)
+def _saved_names(model: PeftModel, state: ParallelState, embeddings: object) -> set[str]:
+    """What peft takes of a state dict, shown one of numbers: adapters, and a vocabulary that was resized."""
+    from peft import get_peft_model_state_dict
+
+    with whole(model.get_base_model(), state), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come when peft saves
+        names = list(model.state_dict())
+        shown = {name: torch.tensor([number]) for number, name in enumerate(names)}
+        adapters = [
+            get_peft_model_state_dict(model, dict(shown), adapter_name=name, save_embedding_layers=embeddings)
+            for name in model.peft_config
+        ]
+    return {names[int(number)] for adapter in adapters for number in adapter.values()}
 
 
 @patch("peft.utils.save_and_load:set_peft_model_state_dict", "cuts in another order", copies=True)

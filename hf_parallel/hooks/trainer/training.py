@@ -66,7 +66,7 @@ def init(
 def _make_folder(path: str) -> None:
     """Rank 0 makes the output folder, as Trainer would; where it cannot, all ranks say so."""
     try:
-        objects.from_one(lambda: os.makedirs(path, exist_ok=True), errors=(OSError,))
+        objects.from_one(lambda: os.makedirs(path, exist_ok=True))
     except OSError as error:
         refuse(f"output_dir={path}", f"cannot be made ({error.strerror or error})", do="give another", cause=error)
 

@@ -1,0 +1,44 @@
+"""Adapters of a model whose vocabulary was resized: peft saves its embedding and head beside them."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests import models
+from tests.rows import data
+from tests.training import activate, fit, over, trainer_of
+
+pytest.importorskip("peft")
+
+ROWS = 518
+KINDS = {
+    "adapters": {"target_modules": ["q_proj", "down_proj"]},
+    "trained": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+def script(spec, out, folder, lora, rows, embeddings="auto"):
+    """Add tokens, train adapters for two steps, save."""
+    from peft import LoraConfig, get_peft_model
+
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(models.SEED)
+    model.resize_token_embeddings(rows)
+    model = get_peft_model(model, LoraConfig(r=3, task_type="CAUSAL_LM", **KINDS[lora]))
+    trainer, recorder = trainer_of(model, out, data_ranks, train_dataset=data("llama", 11, 11))
+    outcome = fit(trainer, recorder)
+    outcome.folder = f"{out}/saved"
+    model.save_pretrained(outcome.folder, save_embedding_layers=embeddings)
+    return outcome
+
+
+@over("LoRA, tokens added", "dp_shard=2", "tp=2,pp=2", lora=KINDS)
+def test_as_in_one_process(runs, lora, spec):
+    runs.compare(script, spec, runs.initial("llama"), lora, ROWS)
+
+
+@over("LoRA, tokens added", "pp=2")
+def test_embeddings_that_are_asked_for(runs, spec):
+    """`save_embedding_layers=True` of a vocabulary as it was; of a tied one under both names."""
+    runs.compare(script, spec, runs.initial("odd"), "adapters", 515, True)
