@@ -15,6 +15,30 @@ from tests.training import axes, check_numbers, over
 
 #: A vocabulary that no number of ranks divides; the epsilons keep rounding of tiny gradients out of quotients.
 SHAPE = {"num_hidden_layers": 1, "vocab_size": 515}
+
+
+class Lists(optim.Optimizer):
+    """As other packages write optimizers: lists of tensors at once if foreach is set, which it is by default."""
+
+    def __init__(self, params, lr, foreach=True):
+        super().__init__(params, {"lr": lr, "foreach": foreach})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        if closure is not None:
+            torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            chosen = [p for p in group["params"] if p.grad is not None]
+            means = [self.state[p].setdefault("mean", torch.zeros_like(p)) for p in chosen]
+            gradients = [p.grad for p in chosen]
+            if group["foreach"]:
+                torch._foreach_lerp_(means, gradients, 0.5)
+                torch._foreach_add_(chosen, means, alpha=-group["lr"])
+                continue
+            for p, mean, gradient in zip(chosen, means, gradients, strict=True):
+                p.add_(mean.lerp_(gradient, 0.5), alpha=-group["lr"])
+
+
 CASES = {
     "SGD foreach": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "foreach": True}),
     "SGD fused": (optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
@@ -28,6 +52,7 @@ CASES = {
     "NAdam foreach": (optim.NAdam, {"lr": 0.01, "eps": 1e-3, "foreach": True}),
     "RAdam foreach": (optim.RAdam, {"lr": 0.1, "eps": 1e-3, "foreach": True}),
     "RMSprop foreach": (optim.RMSprop, {"lr": 0.01, "eps": 1e-2, "foreach": True}),
+    "another's": (Lists, {"lr": 0.1}),
 }
 STEPS, BATCH = 3, 4
 
@@ -64,6 +89,7 @@ def losses(spec: str | None) -> dict[str, list[float]]:
 
 def check_states(optimizer, model):
     """After a step everything is of the model's own parameters, as checkpoints expect."""
+    assert optimizer.param_groups[0].get("foreach") == optimizer.defaults.get("foreach")
     assert {id(p) for group in optimizer.param_groups for p in group["params"]} == set(map(id, model.parameters()))
     for parameter, slots in optimizer.state.items():
         for slot in (value for value in slots.values() if torch.is_tensor(value) and value.ndim):

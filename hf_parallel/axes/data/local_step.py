@@ -6,6 +6,8 @@ such an optimizer of torch:
 
     group["params"]   DTensors -> their local parts, with the local parts of their gradients     -> DTensors again
     state             moved to the parts, its DTensors likewise                                  -> moved back
+
+What others' optimizers do with a number is not known: they keep their DTensors, and are asked to step one by one.
 """
 
 from __future__ import annotations
@@ -50,14 +52,19 @@ def _before(optimizer: Optimizer, args: tuple, kwargs: dict) -> tuple[tuple, dic
     ):
         refuse(kind, "it needs whole tensors, of which ranks hold parts", "AdamW")
     if not is_elementwise(optimizer):
+        _hold(optimizer, OneByOne(optimizer))
         return None
     held = OnLocalParts(optimizer, states_too=True)
-    setattr(optimizer, _HELD, held)
-    held.begin()
+    _hold(optimizer, held)
     closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         return None
     return (args[0], held.around(closure), *args[2:]), {key: v for key, v in kwargs.items() if key != "closure"}
+
+
+def _hold(optimizer: Optimizer, held: OnLocalParts | OneByOne) -> None:
+    setattr(optimizer, _HELD, held)
+    held.begin()
 
 
 def _after(optimizer: Optimizer, *_: object) -> None:
@@ -142,6 +149,29 @@ class OnLocalParts:
                     known = self._states.get(id(value))
                     slots[name] = placed_as(parameter, value) if known is None else known
         return slots
+
+
+class OneByOne:
+    """Between `begin` and `end` another's optimizer has foreach off, where its tensors are not all of one mesh."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.former = [group["params"] for group in optimizer.param_groups]
+        groups = [group for group in optimizer.param_groups if group.get("foreach")]
+        self._changed = [group for group in groups if _on_several_meshes(group["params"])]
+
+    def begin(self) -> None:
+        """Nothing else is changed: what it reads of whole tensors, DTensors answer."""
+        for group in self._changed:
+            group["foreach"] = False
+
+    def end(self) -> None:
+        """Back again."""
+        for group in self._changed:
+            group["foreach"] = True
+
+
+def _on_several_meshes(parameters: list[torch.Tensor]) -> bool:
+    return len({p.device_mesh if isinstance(p, DTensor) else None for p in parameters}) > 1
 
 
 @contextlib.contextmanager
