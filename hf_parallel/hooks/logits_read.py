@@ -14,7 +14,7 @@ def by_trainer(kind: type, given: dict[str, Any], arguments: Any) -> str | None:
     """Who reads them in training with a Trainer of this class, given these arguments; None: nobody is known to."""
     from hf_parallel.hooks.trainer.losses import why_read_by
 
-    if _keeps_none(kind):
+    if keeps_none(kind):
         return None
     smooths = bool(getattr(arguments, "label_smoothing_factor", 0))
     return why_read_by(kind, given.get("compute_loss_func") is not None, smooths)
@@ -39,6 +39,6 @@ def by_loop() -> str:
     return "a loop of the script's own may read them"
 
 
-def _keeps_none(kind: type) -> bool:
+def keeps_none(kind: type) -> bool:
     """Is it one of TRL's whose loss never has them whole? Their modules give a model the fused head that they ask."""
     return kind.__module__.startswith("trl.") and hasattr(sys.modules.get(kind.__module__), "add_fused_lm_head")

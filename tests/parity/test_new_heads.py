@@ -5,7 +5,8 @@ import logging
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaPreTrainedModel
 
 from tests import models
 from tests.distributed import run, run_alone
@@ -93,6 +94,40 @@ def test_a_vocabulary_of_another_size(spec, model, runs):
     kwargs = {"vocab_size": models.VOCABULARY + 7, "ignore_mismatched_sizes": True}
     sizes = check(spec, runs.initial(model), AutoModelForCausalLM, **kwargs)
     assert len(sizes) == {"llama": 2, "qwen3": 1}[model]
+
+
+@pytest.mark.parametrize(
+    ("spec", "model"), [*((spec, "llama") for spec in SPECS), *((spec, "gpt2") for spec in ("tp=2", "pp=2"))]
+)
+def test_many_missing_weights(spec, model, runs):
+    """Whole layers; GPT-2 draws its output projections again with the layer around them."""
+    more = {"num_hidden_layers": 7} if model == "llama" else {"n_layer": 7}
+    assert not check(spec, runs.initial(model), AutoModelForCausalLM, **more)
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,tp=2"])
+def test_new_weights_are_whole_one_at_a_time(spec, runs):
+    """Four layers are new: of 150,000 numbers no more than the largest module's are whole while one is drawn."""
+    folder = runs.initial("llama")
+
+    def most():
+        activate(spec)
+        kind, seen = LlamaPreTrainedModel, []
+        own = kind._init_weights
+
+        def counted(self, module):
+            own(self, module)
+            seen.append(sum(p.numel() for p in self.parameters() if not isinstance(p, DTensor)))
+
+        kind._init_weights = counted
+        model = AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=8)
+        largest = max(
+            sum(p.numel() for p in module.parameters(recurse=False)) for module in model.model.layers.modules()
+        )
+        return max(seen), largest
+
+    for whole, largest in run(most, axes(spec)["world"], init=False):
+        assert 0 < whole <= largest
 
 
 def refused(spec: str, folder: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
 from hf_parallel.hooks.trl import trainers as trl_trainers
 from tests.distributed import run
+from tests.training import arguments_of
 
 
 @pytest.fixture
@@ -170,3 +171,22 @@ def test_own_functions_before_torch_2_13(monkeypatch, key):
         check_own_functions(ParallelConfig.parse(f"{split},{key}=true"))
     check_own_functions(ParallelConfig.parse(f"tp=2,pp=2,{key}=true,pipeline_schedule=1f1b"))
     check_own_functions(ParallelConfig.parse(split))
+
+
+@pytest.mark.parametrize("schedule", ["interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"])
+def test_trl_heads_before_torch_2_13(monkeypatch, schedule, tmp_path):
+    """TRL's trainers that never have whole logits are refused when they are made, by their name."""
+    trl = pytest.importorskip("trl")
+    arguments, config = (
+        arguments_of(str(tmp_path), kind=trl.SFTConfig, bf16=False),
+        f"pp=2,pipeline_schedule={schedule}",
+    )
+    monkeypatch.setattr(
+        trl_trainers.runtime, "mesh", lambda: types.SimpleNamespace(config=ParallelConfig.parse(config))
+    )
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    with pytest.raises(SpecError, match=f"SFTTrainer: with pipeline_schedule={schedule} needs torch 2.13.*=1f1b"):
+        trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)
+    trl_trainers.check(object.__new__(trl.RewardTrainer), arguments, None)
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)

@@ -129,8 +129,11 @@ def _check_tied_in_a_v(config: ParallelConfig, tied: bool) -> None:
         )
 
 
-def check_own_functions(config: ParallelConfig) -> None:
+def check_own_functions(config: ParallelConfig, trainer: str | None = None) -> None:
     """Before 2.13 torch loses the nodes of own functions between the two halves of a split backward pass.
+
+    Args:
+        trainer: one that has the head and the loss in such a function.
 
     Raises:
         SpecError: a weight is in one: to overlap collectives with products, or for head and loss in chunks.
@@ -143,6 +146,8 @@ def check_own_functions(config: ParallelConfig) -> None:
         refuse("tp_overlap=true", needs, "tp_overlap=false")
     if config.lean_loss == "true":
         refuse("lean_loss=true", needs, "lean_loss=auto")
+    if trainer is not None:
+        refuse(trainer, needs, "pipeline_schedule=1f1b")
 
 
 def _check_split(layers: int, config: ParallelConfig) -> None:

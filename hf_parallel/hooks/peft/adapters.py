@@ -227,7 +227,7 @@ def _gathered(model: PeftModel, embeddings: object = "auto") -> dict[str, torch.
     """What peft saves, as rank 0 is asked for it. Collective."""
     state = runtime.parallel_state(model)
     assert state is not None
-    names = objects.from_one(lambda: _saved_names(model, state, embeddings), errors=(Exception,))
+    names = objects.from_one(lambda: _saved_names(model, state, embeddings))
     return full_state_dict(model, state.mesh, names.__contains__)
 
 

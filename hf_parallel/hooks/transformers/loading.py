@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -95,11 +95,6 @@ def set_parameter(
 @patch("transformers.modeling_utils:PreTrainedModel.initialize_weights", "new heads unequal, stages draw alike")
 def initialize_missing(original: Callable, self: PreTrainedModel) -> None:
     """Stages draw new weights one after the other, so that each draws what one process would."""
-    with _drawn_whole(self):
-        _draw_by_stage(original, self)
-
-
-def _draw_by_stage(original: Callable, self: PreTrainedModel) -> None:
     mesh, state = runtime.mesh(), runtime.parallel_state(self)
     if state is None or mesh.size("pp") == 1:
         return original(self)
@@ -112,19 +107,42 @@ def _draw_by_stage(original: Callable, self: PreTrainedModel) -> None:
         runtime.equalise_random_state("pp", stage)
 
 
+@patch("transformers.modeling_utils:PreTrainedModel._initialize_weights", "each rank draws for its part alone")
+def initialize_module(
+    original: Callable, self: PreTrainedModel, module: nn.Module, *args: object, **kwargs: object
+) -> None:
+    """New weights, such as a head's, are drawn whole by all ranks, and each keeps its part: of one module at a time.
+
+    What a module draws for those below it (GPT-2's output projections) are parts by then, of which whole ones are
+    drawn too (`parts.draw`), but for rows that are whole and stored in another order.
+    """
+    if getattr(module, "_is_hf_initialized", False):
+        return original(self, module, *args, **kwargs)
+    with _drawn_whole(module):
+        return original(self, module, *args, **kwargs)
+
+
 @contextlib.contextmanager
-def _drawn_whole(model: PreTrainedModel) -> Iterator[None]:
-    """In here new weights, such as a head's, are whole: all ranks draw the same, and each keeps its slice."""
-    places = [(module, name, part) for module in model.modules() for name, part in module._parameters.items()]
-    new = [(module, name, part) for module, name, part in places if part is not None and _is_new_part(module, part)]
-    whole = {p: nn.Parameter(torch.zeros(p.shape, dtype=p.dtype, device=local(p).device)) for _, _, p in new}
-    for module, name, shard in new:
-        module._parameters[name] = whole[shard]
+def _drawn_whole(module: nn.Module) -> Iterator[None]:
+    """In here the new parts of weights that a module draws are whole."""
+    new = [(owner, name, part) for owner, name, part in _drawn_by(module) if _is_new_part(owner, part)]
+    for owner, name, p in new:
+        order = stored_order(owner, name)
+        former = torch.zeros(p.shape, dtype=p.dtype, device=local(p).device) if owner is module else p.detach()
+        owner._parameters[name] = nn.Parameter(former if owner is module or order is None else order.to_own(former))
     yield
-    for module, name, shard in new:
+    for owner, name, part in new:
         with torch.no_grad():
-            local(shard).copy_(read(module._parameters[name].detach(), local_part(shard, stored_order(module, name))))
-        module._parameters[name] = shard
+            whole = cast(nn.Parameter, owner._parameters[name]).detach()
+            local(part).copy_(read(whole, local_part(part, stored_order(owner, name))))
+        owner._parameters[name] = part
+
+
+def _drawn_by(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
+    for owner in module.modules():
+        for name, parameter in owner._parameters.items():
+            if parameter is not None and (owner is module or not isinstance(parameter, DTensor)):
+                yield owner, name, parameter
 
 
 def _is_new_part(module: nn.Module, parameter: nn.Parameter) -> bool:

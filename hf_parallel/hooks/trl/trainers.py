@@ -17,12 +17,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils.rnn import pad_sequence
 
 from hf_parallel.axes.pipeline.batches import COUNTED
+from hf_parallel.axes.pipeline.read import check_own_functions
 from hf_parallel.axes.pipeline.unscheduled import served
 from hf_parallel.axes.tensor.log_probs import Scaling, log_probs
 from hf_parallel.axes.tensor.vocab_parallel import first_row
 from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
+from hf_parallel.hooks.logits_read import keeps_none
 from hf_parallel.hooks.patching import patch, refuse_unpatched, replace
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.rows import JOINED
@@ -56,6 +58,7 @@ def check(
         refuse_unpatched(kind.__module__, "trl.trainer.utils")
         _refuse_old(kind, model)
         kernels.check_losses(kind, args)
+        check_own_functions(runtime.mesh().config, kind.__name__ if keeps_none(kind) else None)
     servers.check(trainer, args)
     if kind is None or f"{kind.__module__}.{kind.__qualname__}" in (*_TOKENS, *_EXAMPLES):
         return
