@@ -52,7 +52,8 @@ class Nodes:
             probe.bind(("127.0.0.1", 0))
             place = f"localhost:{probe.getsockname()[1]}"
         meet = ["--rdzv-backend", "c10d", "--rdzv-endpoint", place]
-        quick = ["--rdzv-conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=5"]
+        # Seconds: a node may start so much later than the first, and one that is silent for so long is lost.
+        quick = ["--rdzv-conf", "last_call_timeout=6,keep_alive_interval=1,keep_alive_max_attempt=5"]
         size = ["--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "3"]
         runner = ["-m", "hf_parallel", "--parallel", spec, *script]
         self.command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, *quick, *runner]
