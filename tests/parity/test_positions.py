@@ -111,11 +111,15 @@ def test_auto_sees_a_loss_function_by_position(monkeypatch, tmp_path):
         raise StopIteration
 
     monkeypatch.setattr(auto, "choose", choose)
-    arguments = arguments_of(str(tmp_path), 1)
-    for given in ((), (None, None, None, None, None, own_loss)):
-        with pytest.raises(StopIteration):
-            auto._at_trainer(Trainer.__init__, object.__new__(Trainer), torch.nn.Linear(3, 5), arguments, *given)
-    assert found == [None, "compute_loss_func computes the loss"]
+
+    def ask():
+        arguments = arguments_of(str(tmp_path), 1)
+        for given in ((), (None, None, None, None, None, own_loss)):
+            with pytest.raises(StopIteration):
+                auto._at_trainer(Trainer.__init__, object.__new__(Trainer), torch.nn.Linear(3, 5), arguments, *given)
+        return found
+
+    assert run_alone(ask) == [None, "compute_loss_func computes the loss"]
 
 
 def test_what_is_refused_by_position():

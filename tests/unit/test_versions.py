@@ -15,7 +15,7 @@ from hf_parallel.hooks import patching
 from hf_parallel.hooks.patches import all_patches
 from hf_parallel.hooks.patching import Patch, apply, check_torch, mismatch, newer_libraries, refuse_unpatched, undo
 from hf_parallel.hooks.trl import trainers as trl_trainers
-from tests.distributed import run
+from tests.distributed import run, run_alone
 from tests.training import arguments_of
 
 
@@ -177,16 +177,20 @@ def test_own_functions_before_torch_2_13(monkeypatch, key):
 def test_trl_heads_before_torch_2_13(monkeypatch, schedule, tmp_path):
     """TRL's trainers that never have whole logits are refused when they are made, by their name."""
     trl = pytest.importorskip("trl")
-    arguments, config = (
-        arguments_of(str(tmp_path), kind=trl.SFTConfig, bf16=False),
-        f"pp=2,pipeline_schedule={schedule}",
-    )
-    monkeypatch.setattr(
-        trl_trainers.runtime, "mesh", lambda: types.SimpleNamespace(config=ParallelConfig.parse(config))
-    )
-    monkeypatch.setattr(torch, "__version__", "2.12.0")
-    with pytest.raises(SpecError, match=f"SFTTrainer: with pipeline_schedule={schedule} needs torch 2.13.*=1f1b"):
+
+    def ask():
+        arguments, config = (
+            arguments_of(str(tmp_path), kind=trl.SFTConfig, bf16=False),
+            f"pp=2,pipeline_schedule={schedule}",
+        )
+        monkeypatch.setattr(
+            trl_trainers.runtime, "mesh", lambda: types.SimpleNamespace(config=ParallelConfig.parse(config))
+        )
+        monkeypatch.setattr(torch, "__version__", "2.12.0")
+        with pytest.raises(SpecError, match=f"SFTTrainer: with pipeline_schedule={schedule} needs torch 2.13.*=1f1b"):
+            trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)
+        trl_trainers.check(object.__new__(trl.RewardTrainer), arguments, None)
+        monkeypatch.setattr(torch, "__version__", "2.13.0")
         trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)
-    trl_trainers.check(object.__new__(trl.RewardTrainer), arguments, None)
-    monkeypatch.setattr(torch, "__version__", "2.13.0")
-    trl_trainers.check(object.__new__(trl.SFTTrainer), arguments, None)
+
+    run_alone(ask)  # arguments leave a state behind that ranks would inherit
