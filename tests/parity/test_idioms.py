@@ -180,9 +180,6 @@ def change(model):
     found["grown"] = hf_parallel.full_state_dict(model)
     weight = model.get_input_embeddings().weight
     weight.data[-3:] = weight.data[:-3].mean(dim=0, keepdim=True)
-    for end in (weight, model.lm_head.weight):
-        noise = torch.empty(2, end.shape[1]).normal_(std=0.1)
-        end.data[[4, 6]] = end.data[:-3].mean(dim=0, keepdim=True) + noise
     with torch.no_grad():
         model.get_output_embeddings().weight[1] = weight.data.mean(dim=0) if model.config.tie_word_embeddings else 0.5
     model.get_input_embeddings().weight.data[ROWS // 2].zero_()

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -46,14 +45,8 @@ class Described(torch.Tensor):
             return f"tensor(..., size={tuple(own.shape)}, dtype={own.dtype})  # {own.origin[0]}"
         if func.__name__ in _DRAWS:
             func(torch.empty(own.shape, dtype=own.dtype, device=own.origin[1]), *args[1:], **kwargs)
-        call = super().__torch_function__
         try:
-            try:
-                result = call(func, types, args, kwargs)
-            except RuntimeError:
-                if _writes_to_another(func, args, kwargs):
-                    raise
-                result = call(func, types, *tree_map(_without_values, (args, kwargs)))  # a mean of rows plus noise
+            result = super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, NotImplementedError) as error:
             raise RuntimeError(
                 f"hf_parallel: {own.origin[0]}, so {func.__name__} cannot have its values; "
@@ -68,17 +61,6 @@ class Described(torch.Tensor):
 #: In-place functions that draw random numbers: all ranks must draw as many.
 _DRAWS = {"normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_"}
 _DEVICE, _SET_DATA = torch.Tensor.device.__get__, torch.Tensor.data.__set__  # type: ignore[attr-defined]
-
-
-def _writes_to_another(func: Callable, args: tuple, kwargs: dict) -> bool:
-    """Is it a tensor of this rank that changes?"""
-    name = func.__name__
-    in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
-    return "out" in kwargs or (in_place and not isinstance(args[0], Described))
-
-
-def _without_values(value: object) -> object:
-    return value.to("meta") if isinstance(value, torch.Tensor) and not isinstance(value, Described) else value
 
 
 def _flat(values: Iterable[object]) -> Iterator[object]:
