@@ -71,7 +71,6 @@ def refusal(world: int, fn, *args, env=None) -> str:
         pytest.param("quantize_weights=true", 2, "llama", ["quantize_weights=true", "int8"], id="ZeRO++"),
         pytest.param("tp=2,quantize_weights=int8", 2, "llama", ["quantize_weights=int8", "dp_shard_size"], id="qwZ"),
         pytest.param("dp_shard=2,hierarchical_shard=2", 2, "llama", ["hierarchical_shard=none"], id="hpZ"),
-        pytest.param("zero_stage=1", 2, "llama", ["zero_stage=1", "zero_stage=2"], id="ZeRO-1"),
     ],
 )
 def test_refused_on_every_rank_before_any_step(runs, tmp_path, spec, world, model, words):
