@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,8 +93,10 @@ def _check_folder(way: str, path: str) -> None:
         above = os.path.dirname(above)
     if not os.path.isdir(above):
         refuse(f"offload={way}:{path}", f"{above} is no folder", f"offload={way}:{os.path.dirname(above)}")
-    if not os.access(above, os.W_OK | os.X_OK):
-        refuse(f"offload={way}:{path}", f"{above} cannot be written to", "offload=optimizer")
+    try:
+        tempfile.TemporaryFile(dir=above).close()  # more than permissions: /proc takes no files from anybody
+    except OSError as error:
+        refuse(f"offload={way}:{path}", f"{above} cannot be written to ({error.strerror})", "offload=optimizer")
 
 
 OFFLOAD = OffloadKeys.axis = Offload()

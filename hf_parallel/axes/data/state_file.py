@@ -32,11 +32,8 @@ class StateFile:
 
     def __init__(self, offload: str, what: str) -> None:
         self.offload, self.folder, self.what = offload, folder(offload), what
-        try:
-            os.makedirs(self.folder, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - for as long as its owner lives
-        except OSError as error:
-            refuse(f"offload={offload}", f"no file can be made there ({error.strerror})", "offload=optimizer")
+        os.makedirs(self.folder, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - for as long as its owner lives
         self._reserved = self._used = 0
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "files of offload=nvme")
         self._unfinished: list[concurrent.futures.Future] = []
