@@ -106,7 +106,10 @@ def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None
     parameter = found.held.sharded_param if found is not None and gathers else former
     if not models or not isinstance(parameter, DTensor):
         return None
-    what = f"{_named(module, name, models)} = nn.Parameter(x)"
+    path = _named(module, name, models)
+    if _are_tied(path, new, models[0]):
+        return None
+    what = f"{path} = nn.Parameter(x)"
     _refuse_tying(new, models, what)
     if found is not None:
         found.group.reshard()  # where rows have an order of their own, it is found by the parameter in the module
@@ -118,6 +121,13 @@ def _set(module: nn.Module, name: str, new: nn.Parameter) -> nn.Parameter | None
 
 def _named(module: nn.Module, name: str, models: list[nn.Module]) -> str:
     return next(f"{path}.{name}".lstrip(".") for path, inner in models[0].named_modules() if inner is module)
+
+
+def _are_tied(path: str, new: nn.Parameter, model: nn.Module) -> bool:
+    """Is `new` the weight that the config ties to this one? transformers ties them again when it has loaded both."""
+    pairs = getattr(model, "_hf_parallel_tied_keys", {}).items()
+    others = {one if path == other else other for one, other in pairs if path in (one, other)}
+    return any(name in others and held is new for name, held in model.named_parameters(remove_duplicate=False))
 
 
 def _refuse_tying(new: nn.Parameter, models: list[nn.Module], what: str) -> None:

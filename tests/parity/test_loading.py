@@ -145,7 +145,7 @@ def answers(spec: str, folders: list[str]) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2"])
+@pytest.mark.parametrize("spec", ["dp_shard=2", "pp=2", "tp=2"])
 def test_a_tied_weight_that_the_checkpoint_has_twice(spec, runs, tmp_path):
     """Equal values are one weight; of different ones transformers makes two, which a layout refuses; so a head alone
     where the first stage would find nothing to embed with."""

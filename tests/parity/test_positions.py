@@ -106,8 +106,8 @@ def test_auto_sees_a_loss_function_by_position(monkeypatch, tmp_path):
     """Whole logits are then read, for which a layout needs room."""
     found = []
 
-    def choose(*args, reader, **kwargs):
-        found.append(reader)
+    def choose(shown):
+        found.append(shown.reader)
         raise StopIteration
 
     monkeypatch.setattr(auto, "choose", choose)

@@ -37,7 +37,7 @@ ELSEWHERE = {
     r"python -m benchmarks.gpu .*": "tests/unit/test_gpu_parts.py::test_part_without_a_gpu",
     r"python -m benchmarks.single_gpu.*": "tests/unit/test_single_gpu.py::test_the_table_without_a_gpu",
     r"hf-parallel check.*": "tests/unit/test_check.py::test_four_ranks",
-    r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_check.py::test_which_rank_this_is",
+    r"torchrun .* -m hf_parallel.cli check": "tests/unit/test_launched.py::test_slurm",
     r"hf_parallel\.notebook_launcher\(.*": "tests/parity/test_notebook.py::test_a_cell_trains_as_in_one_process",
     r"torchrun .* -m swift.cli.sft .*": "tests/unit/test_runner.py::test_module",
     r"kubectl apply .*|docker build .*": "tests/unit/test_clusters.py::test_manifests_agree",
