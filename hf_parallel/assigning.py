@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.assigned import Held, assign, gathered, held_at, held_by
+from hf_parallel.axes.data.units import parameter_groups
 from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.mesh import placed_as, stored
@@ -149,3 +150,18 @@ def _check_optimizer(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
     if any(id(parameter) in given for model in parallel_models() for parameter in gathered(model)):
         why = "it was made after a forward pass with gradients, and has copies of weights that ranks hold parts of"
         refuse(type(optimizer).__name__, why, do="make it before the model runs, or after loss.backward()")
+
+
+def refuse_exchanged(model: nn.Module, args: tuple) -> None:
+    """Before its weights are gathered anew, which would undo it: parameters put into a table of a module itself."""
+    for group in parameter_groups(model):
+        for held in group.fsdp_params if group._reset_sharded_params else ():
+            module, name = held._module_info.module, held._module_info.param_name
+            there = module._parameters.get(name)
+            if there is None or not Held(group, held, "").knows(there):
+                why = "it was put there past the module, and the next gather would undo it"
+                refuse(
+                    f"another parameter for {_named(module, name, [model])}",
+                    why,
+                    do="module.weight.data = x, or copy_ into it",
+                )

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.assigning import take_exchanged
+from hf_parallel.assigning import refuse_exchanged, take_exchanged
 from hf_parallel.axes.axis import Building, Packing
 from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
 from hf_parallel.axes.data.identical import make_identical
@@ -149,6 +149,8 @@ def _attach(model: PreTrainedModel, state: ParallelState) -> None:
     model._hf_parallel = state
     model._hf_parallel_tied_keys = dict(getattr(model, "all_tied_weights_keys", None) or {})
     replace_methods(model, state.mesh, state.pipeline, functools.partial(parallelize, mesh=state.mesh))
+    if state.root is model and state.config.sharing_size > 1:
+        model.register_forward_pre_hook(refuse_exchanged, prepend=True)
     _compare_batches(model, state)
 
 

@@ -51,6 +51,16 @@ def exchange(model, seed):
         head.weight = nn.Parameter(drawn(head.weight, seed))
 
 
+def as_in_one_process(loop, folder, spec):
+    """Losses and norms of each rank, and the weights in the end, are those of the same loop in one process."""
+    numbers, weights = run_alone(loop, folder)
+    ranks = run(loop, axes(spec)["world"], folder, spec, init=False)
+    for seen, _ in ranks:
+        for step, (ours, theirs) in enumerate(zip(seen, numbers, strict=True)):
+            none(close(f"number {step}", ours, theirs, NEAR))
+    none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more
+
+
 def exchanging(folder, spec=None):
     """Before the first forward, between steps, and where a forward without a backward has gathered the weights."""
     model, rows, losses = start(spec, folder), batch(), []
@@ -76,12 +86,7 @@ SPECS = ("tp=2", "dp_shard=2", "pp=2", *(f"dp_shard=2,zero_stage={stage}" for st
 @pytest.mark.parametrize("spec", layouts("library", *SPECS))
 def test_parameters_that_are_exchanged(spec, name, initial):
     """`module.weight = nn.Parameter(x)` trains on with x, as in one process."""
-    losses, weights = run_alone(exchanging, initial[name])
-    ranks = run(exchanging, axes(spec)["world"], initial[name], spec, init=False)
-    for seen, _ in ranks:
-        for step, (ours, theirs) in enumerate(zip(seen, losses, strict=True)):
-            none(close(f"loss {step}", ours, theirs, NEAR))
-    none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more
+    as_in_one_process(exchanging, initial[name], spec)
 
 
 def refused(folder, spec):
@@ -104,18 +109,28 @@ def refused(folder, spec):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(**rows).loss.backward()
     note(optimizer.step)
+    for gathered in (False, True):
+        if gathered:
+            model(**rows)
+        former, norm._parameters["weight"] = norm.weight, nn.Parameter(torch.ones(64))
+        note(lambda: model(**rows))
+        norm._parameters["weight"] = former
     return found
 
 
 @pytest.mark.parametrize("spec", layouts("library", "dp_shard=2,zero_stage=2", "dp_replicate=2,zero_stage=0"))
 def test_what_would_be_lost_is_refused(spec, initial):
-    """Weights tied afterwards, another shape, an optimizer of what the model does not train: one line each."""
+    """Weights tied afterwards, another shape, an optimizer of what the model does not train, tables: one line each."""
     for lines in run(refused, 2, initial["phi3"], spec, init=False):
-        tied, shape, taken, copies = lines
+        tied, shape, taken, copies, *past = lines
         assert "lm_head.weight = nn.Parameter(x): it is another weight of the model" in tied
         assert "model.norm.weight = nn.Parameter(x): a tensor of (63,) for one of (64,)" in shape
         assert "an optimizer of the x in lm_head.weight = nn.Parameter(x): the model has taken its values" in taken
         assert "SGD: it was made after a forward pass with gradients" in copies
+        assert len(past) == 2
+        assert all(
+            "another parameter for model.norm.weight: it was put there past the module" in line for line in past
+        )
 
 
 def after_a_forward(folder, spec=None):
@@ -151,12 +166,7 @@ STAGES = ("dp_shard=2", "dp_shard=2,zero_stage=1", "dp_shard=2,zero_stage=2", "d
 @pytest.mark.parametrize("spec", layouts("library", *STAGES, "pp=2,dp_shard=2", "tp=2,dp_shard=2,zero_stage=1"))
 def test_writes_between_forwards(spec, name, initial):
     """Gathered weights are not kept beyond a forward whose backward has not come when the next one begins."""
-    losses, weights = run_alone(after_a_forward, initial[name])
-    ranks = run(after_a_forward, axes(spec)["world"], initial[name], spec, init=False)
-    for seen, _ in ranks:
-        for step, (ours, theirs) in enumerate(zip(seen, losses, strict=True)):
-            none(close(f"loss {step}", ours, theirs, NEAR))
-    none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more
+    as_in_one_process(after_a_forward, initial[name], spec)
 
 
 def by_hand(folder, spec=None):
@@ -179,8 +189,4 @@ def by_hand(folder, spec=None):
 @pytest.mark.parametrize("spec", layouts("library", "tp=2", "dp_shard=2", "tp=2,dp_shard=2"))
 def test_library_alone(spec, initial):
     """Without the runner `p.data = x` is stored, too."""
-    seen, weights = run_alone(by_hand, initial["phi3"])
-    ranks = run(by_hand, axes(spec)["world"], initial["phi3"], spec, init=False)
-    for ours in (ours for ours, _ in ranks):
-        none([line for a, b in zip(ours, seen, strict=True) for line in close("loss or norm", a, b, NEAR)])
-    none(tensor_differences("weights", ranks[0][1], weights, 2e-6))  # absolute; steps move them by 1e-3 and more
+    as_in_one_process(by_hand, initial["phi3"], spec)

@@ -38,8 +38,8 @@ ROOM = Path(hf_parallel.__file__).parent
 PLANNING = {"axis.py", "read.py", "infer.py", "choose.py", "recompute.py", "saving.py", "compile.py", "loss.py"}
 PLANNING |= {"monitoring.py", "rollouts.py", "precision.py"}
 PLANNING |= {"compression.py", "watching.py", "offload.py", "balance.py", "timeline.py", "orders.py", "schedules.py"}
-#: What comes after the plan: optimizers, the batches of the first steps, what scripts put into weights.
-PLANNING |= {"local_step.py", "host_step.py", "state_file.py", "one_batch.py", "flash.py", "assigned.py"}
+#: What comes after the plan: optimizers, and the batches of the first steps.
+PLANNING |= {"local_step.py", "host_step.py", "state_file.py", "one_batch.py", "flash.py"}
 
 
 def on_meta(name):

@@ -17,7 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hf_parallel.axes.data.late_parameters import places
 from hf_parallel.axes.data.units import parameter_groups
-from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -92,17 +91,6 @@ def gathered(model: nn.Module) -> Iterator[nn.Parameter]:
     state = getattr(model, "_hf_parallel", None)
     for group in parameter_groups(state.root) if state is not None else ():
         yield from (held._unsharded_param for held in group.fsdp_params if hasattr(held, "_unsharded_param"))
-
-
-def refuse_exchanged(root: nn.Module) -> None:
-    """Before a gather, which would undo it: parameters that were put into a table of a module itself."""
-    for group in parameter_groups(root):
-        for held in group.fsdp_params if group._reset_sharded_params else ():
-            info = held._module_info
-            own = held.sharded_param if held.sharded_state.name == "SHARDED" else held._unsharded_param
-            if info.module._parameters.get(info.param_name) is not own:
-                why = "it was put there past the module, and the next gather would undo it"
-                refuse(f"another parameter for {held._param_fqn}", why, do="module.weight.data = x, or copy_ into it")
 
 
 def _recalled(parameter: torch.Tensor) -> Held | None:

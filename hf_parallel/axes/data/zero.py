@@ -23,7 +23,6 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
-from hf_parallel.axes.data.assigned import refuse_exchanged
 from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.data.ends import Settings, shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
@@ -157,7 +156,6 @@ def _gather_anew(model: nn.Module, args: tuple) -> None:
     if any(group._post_forward_indices for group in parameter_groups(model)):
         for module in sharded_modules(model):
             module.reshard()
-    refuse_exchanged(model)
 
 
 def _reshard_after_evaluation(model: nn.Module, args: tuple, output: object) -> None:
