@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from hf_parallel.arguments import by_name
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.spec import refuse
@@ -31,7 +31,7 @@ def init(original: Callable, self: Accelerator, *args: object, **kwargs: object)
     if runtime.current() is None:
         original(self, *args, **kwargs)
         return
-    _check_engines(inspect.signature(original).bind(self, *args, **kwargs).arguments)
+    _check_engines(by_name(original, (self, *args), kwargs))
     original(self, *args, **kwargs)
     if self.mixed_precision == "fp8":
         refuse("mixed_precision=fp8", "Accelerate converts whole models", "precision=fp8 in the spec")
@@ -58,10 +58,9 @@ def _check_engines(given: dict[str, object]) -> None:
 @patch("accelerate.local_sgd:LocalSGD.__init__", "keeps weights of its own on each data rank")
 def local_sgd(original: Callable, self: LocalSGD, *args: object, **kwargs: object) -> None:
     """With one data rank it does nothing, as in one process; several hold the same weights, or parts of them."""
-    given = inspect.signature(original).bind(self, *args, **kwargs)
-    given.apply_defaults()
+    given = by_name(original, (self, *args), kwargs)
     if runtime.current() is not None:
-        if given.arguments["enabled"] and _have_data_ranks():
+        if given.get("enabled", True) and _have_data_ranks():
             refuse("LocalSGD", "data ranks share one set of weights", "LocalSGD(…, enabled=False)")
-        given.arguments["enabled"] = False
-    original(*given.args, **given.kwargs)
+        given["enabled"] = False
+    original(**given)
