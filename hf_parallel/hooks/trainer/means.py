@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
+from hf_parallel.arguments import by_name
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from transformers import Trainer
 
 Given: TypeAlias = Mapping[str, torch.Tensor]  # arguments by name
-_signature = functools.cache(inspect.signature)
 
 
 @dataclass
@@ -167,7 +167,7 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
     value = original(*args, **kwargs)
     if not _forwards and _scope is None:
         return value
-    given = _signature(original).bind(*args, **kwargs).arguments
+    given = by_name(original, args, kwargs)
     former = given.get("size_average") is not None or given.get("reduce") is not None
     if former or given.get("reduction", "mean") != "mean":
         return value
