@@ -51,11 +51,11 @@ def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, sour
         dist.broadcast_object_list(told, group=group, group_src=source)
         if isinstance(told[0], Failed):
             told[0].stop()
-        return told[0]
+        return pickle.loads(told[0])
     with telling(group, source):
         made = make()
-        pickle.dumps(made)
-    dist.broadcast_object_list([made], group=group, group_src=source)
+        packed = pickle.dumps(made)  # here, where others are told if it cannot be
+    dist.broadcast_object_list([packed], group=group, group_src=source)
     return made
 
 
