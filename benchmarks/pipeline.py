@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from hf_parallel import parallelize
-from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES
 from hf_parallel.axes.pipeline.orders import SIMPLEST_FIRST, order, virtual_stages
 from hf_parallel.axes.pipeline.picture import write
 from hf_parallel.axes.pipeline.timeline import Timeline, layer_costs, simulate

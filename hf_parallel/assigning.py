@@ -17,9 +17,9 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.axes.data.assigned import Held, assign, gathered, held_at, held_by
 from hf_parallel.axes.data.units import parameter_groups
-from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.checkpoint.slices import local_part, read
 from hf_parallel.mesh import placed_as, stored
 from hf_parallel.spec import refuse
@@ -70,7 +70,7 @@ def _check(found: Held | None, parameter: DTensor, value: DTensor, what: str) ->
     if found is None:
         return
     advice = "p.data.copy_(x)"
-    if folder(found.offload) and parameters_rest(found.offload):
+    if offload_folder(found.offload) and parameters_rest(found.offload):
         refuse(what, f"with offload={found.offload} parameters lie in a file", advice)
     if type(parameter._local_tensor) is not torch.Tensor:
         refuse(what, f"of a {type(parameter._local_tensor).__name__}, whose memory is its own", advice)

@@ -16,31 +16,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.axes.attention.axis import AttentionKeys
-from hf_parallel.axes.axis import Axis, MeshAxis
-from hf_parallel.axes.compile import CompileKeys
-from hf_parallel.axes.compression import CompressionKeys
-from hf_parallel.axes.context.axis import ContextKeys
-from hf_parallel.axes.data.axis import DataKeys
-from hf_parallel.axes.experts.axis import ExpertKeys
-from hf_parallel.axes.loss import LossKeys
-from hf_parallel.axes.monitoring import MonitorKeys
-from hf_parallel.axes.offload import OffloadKeys
-from hf_parallel.axes.pipeline.axis import PipelineKeys
-from hf_parallel.axes.precision import PrecisionKeys
-from hf_parallel.axes.recompute import RecomputeKeys
-from hf_parallel.axes.rollouts import RolloutKeys
-from hf_parallel.axes.saving import SavingKeys
-from hf_parallel.axes.tensor.axis import TensorKeys
-from hf_parallel.axes.watching import WatchKeys
+from hf_parallel.ask.keys.context import ContextKeys
+from hf_parallel.ask.keys.data import CompressionKeys, DataKeys, OffloadKeys
+from hf_parallel.ask.keys.experts import ExpertKeys
+from hf_parallel.ask.keys.layers import AttentionKeys, CompileKeys, LossKeys, PrecisionKeys, RecomputeKeys
+from hf_parallel.ask.keys.pipeline import PipelineKeys
+from hf_parallel.ask.keys.run import MonitorKeys, RolloutKeys, SavingKeys, WatchKeys
+from hf_parallel.ask.keys.tensor import TensorKeys
 from hf_parallel.spec import SpecError, convert, read, refuse, refuse_with, spell, unknown_key
 
 __all__ = ["ParallelConfig", "SpecError"]
 
 #: The spec that leaves the layout to the planner.
 AUTO = "auto"
-#: All axes over which FSDP2 shards, as one dim of a parameter's mesh.
-SHARDS = "shards"
 _cached: Any = functools.cache  # of classes, which mypy does not take for hashable
 
 
@@ -54,20 +42,19 @@ class ParallelConfig(
     CompileKeys,
     LossKeys,
     PrecisionKeys,
-    TensorKeys,
     ContextKeys,
     ExpertKeys,
     PipelineKeys,
-    DataKeys,
+    TensorKeys,
     CompressionKeys,
     OffloadKeys,
+    DataKeys,
     SavingKeys,
 ):
     """How many processes along which axis, and how each axis behaves.
 
-    The bases are the axes, in the order in which they are applied to a model: from inside a layer outwards, after what
-    changes nothing in it. The sizes multiply to the number of processes; 1 switches an axis off and the one axis given
-    as -1 takes what is left. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
+    The sizes multiply to the number of processes; 1 switches an axis off and the one axis of size -1 takes the
+    remaining processes. Short names (`tp` for `tp_size`) are accepted wherever a spec is parsed.
     """
 
     def __post_init__(self) -> None:
@@ -76,23 +63,9 @@ class ParallelConfig(
                 object.__setattr__(self, key.name, tuple(getattr(self, key.name)))
         _check_sizes(self)
         _check_choices(self)
-        for axis in self.axes():
-            axis.check(self)
-
-    @classmethod
-    def axes(cls) -> tuple[Axis, ...]:
-        """All axes and settings, in the order in which they are applied."""
-        return _axes(cls)
-
-    @classmethod
-    def mesh_axes(cls) -> tuple[MeshAxis, ...]:
-        """The axes of the mesh from slow links to fast links: replicas across nodes, tensor parallelism inside one."""
-        return _mesh_axes(cls)
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Size of each mesh axis, slow links first."""
-        return {axis.name: getattr(self, f"{axis.name}_size") for axis in self.mesh_axes()}
+        for keys in type(self).__mro__:
+            if "check_keys" in vars(keys):
+                vars(keys)["check_keys"](self)
 
     @classmethod
     def parse(cls, spec: str | ParallelConfig) -> ParallelConfig:
@@ -141,34 +114,14 @@ class ParallelConfig(
             if world_size % used:
                 refuse_with(_sizes_message(sizes, used, world_size))
             rest: dict = {f"{free[0]}_size": world_size // used}
-            return _sized(dataclasses.replace(self, **rest))
+            return dataclasses.replace(self, **rest)._with_resolved_sizes()
         if used != world_size:
             refuse_with(_sizes_message(sizes, used, world_size))
-        return _sized(self)
+        return self._with_resolved_sizes()
 
-    @property
-    def data_parallel_size(self) -> int:
-        """Number of data ranks: how many different batches are seen in one step. Needs a resolved config."""
-        return math.prod(self.sizes[axis.name] for axis in self.mesh_axes() if axis.data)
-
-    @classmethod
-    def axes_along(cls, name: str) -> tuple[str, ...]:
-        """The axes that a dim of a parameter's mesh is made of, slow links first: its own, or all that shard."""
-        return tuple(axis.name for axis in cls.mesh_axes() if axis.shards) if name == SHARDS else (name,)
-
-    def size_along(self, name: str) -> int:
-        """Number of ranks along such a dim."""
-        return math.prod(getattr(self, f"{axis}_size") for axis in self.axes_along(name))
-
-    @property
-    def sharing_size(self) -> int:
-        """Number of ranks whose gradients FSDP2 averages: data ranks, and those that hold other tokens of a batch."""
-        return math.prod(self.sizes[axis.name] for axis in self.mesh_axes() if axis.data or axis.shards)
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of a resolved config."""
-        return math.prod(self.sizes.values())
+    def _with_resolved_sizes(self) -> ParallelConfig:
+        changed: dict = dict(self.resolved_sizes())
+        return dataclasses.replace(self, **changed) if changed else self
 
     def to_dict(self) -> dict[str, object]:
         """Plain values under the long keys, ready for JSON or YAML."""
@@ -205,23 +158,6 @@ def _meaning(spec: str) -> ParallelConfig | str:
     return spec if spec == AUTO else ParallelConfig.parse(spec)
 
 
-def _sized(config: ParallelConfig) -> ParallelConfig:
-    for axis in config.axes():
-        config = axis.sized(config)
-    return config
-
-
-@_cached
-def _axes(cls: type[ParallelConfig]) -> tuple[Axis, ...]:
-    return tuple(vars(base)["axis"] for base in cls.__mro__ if "axis" in vars(base))
-
-
-@_cached
-def _mesh_axes(cls: type[ParallelConfig]) -> tuple[MeshAxis, ...]:
-    found = [mesh_axis for axis in cls.axes() for mesh_axis in axis.mesh_axes]
-    return tuple(sorted(found, key=lambda mesh_axis: -mesh_axis.distance))
-
-
 def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:
     factors = [f"{axis}={size}" for axis, size in sizes.items() if size not in (1, -1)]
     given = " x ".join(factors) + (f" = {used}" if len(factors) > 1 else "") or "one process"
@@ -252,7 +188,7 @@ def _check_sizes(config: ParallelConfig) -> None:
 def _names(cls: type[ParallelConfig]) -> list[str]:
     """All keys: sizes of the mesh first, slow links first, then the other sizes, then settings."""
     keys = [key.name for key in dataclasses.fields(cls)]
-    ranked = [f"{axis.name}_size" for axis in cls.mesh_axes()]
+    ranked = [f"{axis.name}_size" for axis in cls.mesh_axes]
     return [*ranked, *sorted(set(keys) - set(ranked), key=lambda name: (not name.endswith("_size"), keys.index(name)))]
 
 

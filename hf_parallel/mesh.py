@@ -44,7 +44,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hf_parallel.config import SHARDS, ParallelConfig
+from hf_parallel.ask.keys.sizes import SHARDS
+from hf_parallel.config import ParallelConfig
 from hf_parallel.groups import Groups, all_ranks_on_host
 from hf_parallel.spec import refuse
 
@@ -104,7 +105,7 @@ def axis_ranks(config: ParallelConfig, *axes: str) -> list[list[int]]:
 
 
 def _data_axes(config: ParallelConfig) -> list[str]:
-    return [axis.name for axis in config.mesh_axes() if axis.data]
+    return [axis.name for axis in config.mesh_axes if axis.data]
 
 
 @dataclass(frozen=True, eq=False)

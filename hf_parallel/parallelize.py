@@ -24,9 +24,9 @@ from hf_parallel.axes.tensor.tensor_parallel import retie
 from hf_parallel.collectives import OneBatch, objects, watch
 from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.model.anatomy import read, transformer_blocks
+from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.model_methods import replace_methods
-from hf_parallel.resolve import Plan, resolve
+from hf_parallel.resolve import Plan, read, resolve
 from hf_parallel.spec import refuse
 from hf_parallel.wrapping import models_inside, replace_methods_around, share_own, tied_inside
 
@@ -129,10 +129,10 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
     building = Building(mesh, plan.anatomy.on_meta, [(model, transformer_blocks(model))], pack)
     if not building.on_meta:
         make_identical(model, mesh.device)
-    for axis in plan.config.axes():
+    for axis in plan.axes:
         if axis.name in plan.parts:
             axis.apply(model, plan.parts[axis.name], building)
-    for axis in plan.config.axes():
+    for axis in plan.axes:
         if axis.name in plan.parts:
             axis.finish(model, plan.parts[axis.name], building)
     root = model if building.pipeline is None else building.pipeline.stages

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from torch import nn
+
 from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.order import AXES
 from hf_parallel.config import ParallelConfig, SpecError
-from hf_parallel.model.anatomy import Anatomy
+from hf_parallel.model.anatomy import Anatomy, read_anatomy
 from hf_parallel.spec import refuse_with
 
 Part = TypeVar("Part")
@@ -23,12 +26,13 @@ Part = TypeVar("Part")
 class Plan:
     """What will be done to a model. `config`: sizes without -1, the schedule chosen.
 
-    `parts`: what each axis that is on will do, by its name, in the order in which they are applied. `problems`: what
-    stops it; of a plan that `resolve` returned there are none.
+    `axes`: all axes, in the order in which they are applied. `parts`: what each axis that is on will do, by its name.
+    `problems`: what stops it; a plan that `resolve` returned has none.
     """
 
     config: ParallelConfig
     anatomy: Anatomy
+    axes: tuple[Axis, ...]
     parts: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
@@ -38,22 +42,29 @@ class Plan:
         return self.parts.get(axis.name)
 
 
-def resolve(config: ParallelConfig, anatomy: Anatomy) -> Plan:
-    """The plan for a model.
+def read(model: nn.Module, config: ParallelConfig, axes: tuple[Axis, ...] = AXES) -> Anatomy:
+    """Read a model as far as this config asks for it; the model is not changed."""
+    anatomy = read_anatomy(model)
+    asking = [axis for axis in axes if axis.is_on(config) and (anatomy.is_transformers or not axis.inside)]
+    return replace(anatomy, facts={axis.name: axis.read(model, config) for axis in asking})
+
+
+def resolve(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
+    """Return the plan for a model.
 
     Raises:
         SpecError: the first thing that stops it.
     """
-    plan = draft(config, anatomy)
+    plan = draft(config, anatomy, axes)
     if plan.problems:
         refuse_with(plan.problems[0])
     return plan
 
 
-def draft(config: ParallelConfig, anatomy: Anatomy) -> Plan:
-    """The plan with everything that stops it; axes that refuse have no part in it."""
-    plan = Plan(config, anatomy, problems=tuple(_general_problems(anatomy)))
-    for axis in config.axes():
+def draft(config: ParallelConfig, anatomy: Anatomy, axes: tuple[Axis, ...] = AXES) -> Plan:
+    """Return the plan with everything that stops it; an axis that refuses has no part in it."""
+    plan = Plan(config, anatomy, axes, problems=tuple(_general_problems(anatomy)))
+    for axis in axes:
         if axis.is_on(config):
             plan = _with_axis(plan, axis)
     return plan

@@ -29,34 +29,6 @@ Facts = TypeVar("Facts")  # what an axis reads of a model
 Part = TypeVar("Part")  # what an axis will do: its part of the plan
 
 
-def key(default: Value, doc: str, choices: tuple[object, ...] = (), shown: str | None = None) -> Value:
-    """A spec key: a dataclass field with what the parser, the README's table and the planner need to know of it.
-
-    Args:
-        doc: the line of the README's table.
-        choices: all values, where they can be listed.
-        shown: how the table names the default.
-    """
-    return field(default=default, metadata={"doc": doc, "choices": choices, "shown": shown})
-
-
-@dataclass(frozen=True)
-class MeshAxis:
-    """A named axis of the mesh.
-
-    `distance`: how far apart its ranks may sit; 0 is inside a node, the largest crosses the slowest links.
-    `data`: its ranks see different batches. `cuts`: its ranks hold slices of one parameter, whose norm is summed over
-    them. `layers`: its ranks hold different parameters. `shards`: FSDP2 shards what its ranks hold alike over them.
-    """
-
-    name: str
-    distance: int
-    data: bool = False
-    cuts: bool = False
-    layers: bool = False
-    shards: bool = False
-
-
 class Packing(Protocol):
     """Gives a model weights of another kind, between splitting and sharding."""
 
@@ -85,23 +57,15 @@ class Building:
 class Axis(Generic[Facts, Part]):
     """One axis. Each method has a neutral default; none but `apply` and `finish` changes anything.
 
-    `check`, `read` and `resolve` raise SpecError; `apply` and `finish` never do.
+    `read` and `resolve` raise SpecError; `apply` and `finish` never do.
     """
 
     name: ClassVar[str]
-    mesh_axes: ClassVar[tuple[MeshAxis, ...]] = ()
     inside: ClassVar[bool] = False  # does it cut a model inside, so that it must be one of transformers?
-
-    def check(self, config: ParallelConfig) -> None:
-        """Refuse values of its keys that hold for no model."""
-
-    def sized(self, config: ParallelConfig) -> ParallelConfig:
-        """The config once all sizes are known, with sizes that follow from settings."""
-        return config
 
     def is_on(self, config: ParallelConfig) -> bool:
         """Does this config make the axis do anything?"""
-        return any(getattr(config, f"{axis.name}_size") != 1 for axis in self.mesh_axes)
+        return getattr(config, f"{self.name}_size", 1) != 1
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> Facts | None:
         """What it needs to know of a model, which is not changed."""
@@ -124,9 +88,3 @@ class Axis(Generic[Facts, Part]):
 
     def finish(self, model: nn.Module, part: Part, building: Building) -> None:
         """What has to come after every axis has been applied."""
-
-
-class Keys:
-    """Base of the dataclasses that hold an axis's spec keys; `ParallelConfig` inherits from all of them."""
-
-    axis: ClassVar[Axis]

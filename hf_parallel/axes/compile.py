@@ -7,12 +7,9 @@ ever. A region of tensor parallelism communicates inside the layer, where its gr
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hf_parallel.axes.axis import Axis, Keys, key
-from hf_parallel.axes.pipeline.axis import SPLIT_BACKWARD
-from hf_parallel.spec import refuse
+from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,24 +20,10 @@ if TYPE_CHECKING:
 BACKEND = "inductor"
 
 
-@dataclass(frozen=True)
-class CompileKeys(Keys):
-    compile: str = key(
-        "none",
-        "`regional` compiles each layer, equal ones once; over `dp_shard`, `dp_replicate` and `pp`",
-        choices=("none", "regional"),
-    )
-
-
 class Compile(Axis[None, None]):
     """Compiles layers once every other axis has been applied."""
 
     name = "compile"
-
-    def check(self, config: ParallelConfig) -> None:
-        """Not what communicates inside of layers, nor schedules that take a backward pass apart."""
-        if config.compile != "none":
-            check_compiled(config, f"compile={config.compile}")
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.compile != "none"
@@ -48,17 +31,6 @@ class Compile(Axis[None, None]):
     def finish(self, model: nn.Module, part: None, building: Building) -> None:
         """Compile the layers of this rank."""
         compile_layers(layer for _, layers in building.roots for layer in layers)
-
-
-def check_compiled(config: ParallelConfig, asked: str) -> None:
-    """Refuse what compiled layers cannot do; `asked` is what asks for them."""
-    for axis in ("tp", "cp", "ep"):
-        size = getattr(config, f"{axis}_size")
-        if size > 1:
-            refuse(asked, f"{axis}_size={size} communicates inside each layer, where graphs break", f"{axis}_size=1")
-    if config.pp_size > 1 and config.pipeline_schedule in SPLIT_BACKWARD:
-        why = "computes gradients of inputs and of weights at different times, a compiled layer both at once"
-        refuse(asked, f"pipeline_schedule={config.pipeline_schedule} {why}", "pipeline_schedule=1f1b")
 
 
 def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
@@ -73,4 +45,4 @@ def compile_layers(layers: Iterable[nn.Module], **settings: Any) -> None:
             layer.forward = torch.compile(layer.forward, **{"backend": BACKEND, **settings})
 
 
-COMPILE = CompileKeys.axis = Compile()
+COMPILE = Compile()

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.axes.axis import Axis
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -22,16 +22,6 @@ CHUNK = 512  # tokens whose logits exist at a time
 ONE_WAITS = ("1f1b", "interleaved_1f1b")
 #: Bytes of whole logits at the fullest moment, each with its probability and its gradient in fp32.
 _WHOLE = 12
-
-
-@dataclass(frozen=True)
-class LossKeys(Keys):
-    lean_loss: str = key(
-        "auto",
-        "head and loss in chunks of tokens: `auto` where a Trainer or a pipeline takes the model's own loss alone and "
-        "chunks need less memory, `true` in loops too, where logits are made when read, before the optimizer's step",
-        choices=("auto", "true", "false"),
-    )
 
 
 @dataclass(frozen=True)
@@ -110,4 +100,4 @@ def fewest_tokens(hidden: int, trains: bool, width: int, split: bool) -> int:
     return max(CHUNK + 1, math.ceil(chunks / (2 * width if split else _WHOLE)))
 
 
-LOSS = LossKeys.axis = Loss()
+LOSS = Loss()

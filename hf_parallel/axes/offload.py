@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.ask.keys.data import NVME, NVME_ALL, offload_folder, parameters_rest
+from hf_parallel.axes.axis import Axis
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -17,45 +17,27 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
-#: Ways that have a folder: only states in files, and all that rests.
-_NVME, _ALL = "nvme:", "nvme_all:"
-
-
-@dataclass(frozen=True)
-class OffloadKeys(Keys):
-    offload: str = key(
-        "none",
-        "`optimizer`: its states and its step on the host; `cpu`: parameters and gradients, too; `nvme:PATH`: its "
-        "states in files; `nvme_all:PATH`: parameters, too",
-    )
-
 
 class Offload(Axis[None, list[str]]):
     """An optimizer that steps on the host; parameters on the host are the data axes' doing."""
 
     name = "offload"
 
-    def check(self, config: ParallelConfig) -> None:
-        """One of the ways that there are."""
-        way, path = config.offload, folder(config.offload)
-        if way not in ("none", "optimizer", "cpu") and not path:
-            refuse(f"offload={way}", "not one of none, optimizer, cpu, nvme:PATH, nvme_all:PATH", "offload=cpu")
-
     def is_on(self, config: ParallelConfig) -> bool:
         return config.offload != "none"
 
     def resolve(self, config: ParallelConfig, anatomy: Anatomy, facts: None) -> list[str]:
         """Parameters on the host are gathered from there, by FSDP2; files need a folder."""
-        offload, path = config.offload, folder(config.offload)
+        offload, path = config.offload, offload_folder(config.offload)
         if parameters_rest(offload) and config.sharing_size == 1:
-            works = f"offload={_NVME}{path}" if path else "offload=optimizer"
+            works = f"offload={NVME}{path}" if path else "offload=optimizer"
             refuse(f"offload={offload}", "one data rank gathers no parameters, it needs them all", works)
-        if offload.startswith(_ALL) and config.sharing_size == config.dp_replicate_size:
+        if offload.startswith(NVME_ALL) and config.sharing_size == config.dp_replicate_size:
             why = "replicas alone keep all parameters for every pass"
-            refuse(f"offload={offload}", why, f"offload={_NVME}{path}")
+            refuse(f"offload={offload}", why, f"offload={NVME}{path}")
         if path:
             _check_folder(*offload.split(":", 1))
-            what = "parameters and optimizer states" if offload.startswith(_ALL) else "optimizer states"
+            what = "parameters and optimizer states" if offload.startswith(NVME_ALL) else "optimizer states"
             return [f"{what} in unnamed files below {path}, gone with the process; checkpoints hold them"]
         return []
 
@@ -69,19 +51,9 @@ class Offload(Axis[None, list[str]]):
 
         offload = building.mesh.config.offload
         step_on_host(model, offload)
-        if offload.startswith(_ALL):
+        if offload.startswith(NVME_ALL):
             for root, _ in building.roots:
                 rest_in_file(root, offload)
-
-
-def folder(offload: str) -> str:
-    """PATH of `nvme:PATH`; empty if what rests does so in memory."""
-    return offload.partition(":")[2] if offload.startswith((_NVME, _ALL)) else ""
-
-
-def parameters_rest(offload: str) -> bool:
-    """Do parameters and gradients rest on the host, and go to the device to be gathered?"""
-    return offload.partition(":")[0] in ("cpu", "nvme_all")
 
 
 def _check_folder(way: str, path: str) -> None:
@@ -99,4 +71,4 @@ def _check_folder(way: str, path: str) -> None:
         refuse(f"offload={way}:{path}", f"{above} cannot be written to ({error.strerror})", "offload=optimizer")
 
 
-OFFLOAD = OffloadKeys.axis = Offload()
+OFFLOAD = Offload()

@@ -10,7 +10,7 @@ import importlib.util
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.axes.axis import Axis
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -27,21 +27,6 @@ TORCHAO = (0, 18)
 CAPABILITY = {"fp8": (8, 9), "int8": (8, 0)}
 #: Styles of tensor parallelism whose ranks see all that a scale is made of, or can agree on it.
 _SPLIT = ("colwise", "packed_qkv", "packed_halves", "falcon_qkv", "rowwise", "colwise_shared_heads")
-
-
-@dataclass(frozen=True)
-class PrecisionKeys(Keys):
-    precision: str = key(
-        "auto",
-        "`fp8` or `int8`: the layers' linears multiply in 8 bits, by torchao; `auto`: as Trainer's `bf16`, `fp16` say",
-        choices=("auto", "fp8", "int8"),
-    )
-    precision_scaling: str = key(
-        "auto",
-        "a scale per operand (`tensorwise`, fp8's default) or per row (`rowwise`, int8's); `rowwise_with_gw_hp`: "
-        "weights' gradients in full",
-        choices=("auto", "tensorwise", "rowwise", "rowwise_with_gw_hp"),
-    )
 
 
 @dataclass(frozen=True)
@@ -83,16 +68,6 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.precision != "auto"
-
-    def check(self, config: ParallelConfig) -> None:
-        """Keys that contradict each other."""
-        scaling, asked = f"precision_scaling={config.precision_scaling}", f"precision={config.precision}"
-        if config.precision == "auto" and config.precision_scaling != "auto":
-            refuse(scaling, "precision=auto scales nothing", "precision=fp8")
-        if config.precision == "int8" and config.precision_scaling == "tensorwise":
-            refuse(scaling, "precision=int8 scales by row", "precision_scaling=rowwise")
-        if self.is_on(config) and config.tp_overlap:
-            refuse(asked, "tp_overlap=true cuts products whose scale is one", "tp_overlap=false")
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> PrecisionFacts:
         """The linears of its layers, and the machine."""
@@ -247,4 +222,4 @@ def _largest_size(features: int, size: int, aligned: int) -> int:
     return max(n for n in range(1, size) if features % n == 0 and features // n % aligned == 0)
 
 
-PRECISION = PrecisionKeys.axis = Precision()
+PRECISION = Precision()

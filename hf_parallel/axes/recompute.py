@@ -10,13 +10,13 @@ A script's own `gradient_checkpointing=True` switches layers on too; what the sp
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, key
-from hf_parallel.spec import refuse, spell
+from hf_parallel.ask.keys.layers import recomputed_every
+from hf_parallel.axes.axis import Axis
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,22 +26,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
-
-_EVERY = re.compile(r"every:(\d+)")
-_WORDS = ("none", "selective", "full")
-
-
-@dataclass(frozen=True)
-class RecomputeKeys(Keys):
-    activation_checkpointing: str = key(
-        "none",
-        "`full` recomputes each layer in the backward pass, `every:N` every N-th, `selective` all but products, "
-        "attention and what ranks send",
-    )
-    activation_offload: bool = key(False, "what layers keep for the backward pass rests on the host")
-    partition_activations: bool = key(
-        False, "of a checkpointed layer's input each `tp` rank keeps a part, also without sequence parallelism"
-    )
 
 
 @dataclass(frozen=True)
@@ -57,20 +41,6 @@ class Recompute(Axis[RecomputeFacts, str]):
     """Transformers' own checkpointing of layers, told which and how."""
 
     name = "recompute"
-
-    def check(self, config: ParallelConfig) -> None:
-        """A known way; compiled layers are checkpointed inside of their graph."""
-        way = config.activation_checkpointing
-        if way not in _WORDS and not every(way):
-            what = f"activation_checkpointing={way}"
-            refuse(what, "not one of none, selective, full, every:N", "activation_checkpointing=every:2")
-        if way == "selective" and config.compile != "none":
-            why = f"compile={config.compile} decides for itself what a layer's graph keeps"
-            refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
-        if config.activation_offload and config.compile != "none":
-            refuse("activation_offload=true", f"compile={config.compile} keeps what it likes", "compile=none")
-        if config.partition_activations:
-            _check_partition(config)
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.activation_checkpointing != "none" or config.activation_offload
@@ -95,7 +65,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         if config.partition_activations and not facts.by_layer:
             why = f"{anatomy.name} checkpoints its layers all alike"
             refuse("partition_activations=true", why, "partition_activations=false")
-        if every(way) > facts.layers:
+        if recomputed_every(way) > facts.layers:
             refuse(
                 asked, f"{anatomy.name} has {facts.layers} layers", f"activation_checkpointing=every:{facts.layers}"
             )
@@ -110,7 +80,7 @@ class Recompute(Axis[RecomputeFacts, str]):
         for place, layer in enumerate(_layers(model)):
             if part == "selective":
                 layer.register_forward_pre_hook(_keep_products)
-            elif place % (every(part) or 1):
+            elif place % (recomputed_every(part) or 1):
                 layer.register_forward_pre_hook(_keep_everything)
 
     def finish(self, model: nn.Module, part: str, building: Building) -> None:
@@ -126,26 +96,6 @@ class Recompute(Axis[RecomputeFacts, str]):
 
             for _, layers in building.roots:
                 offload_activations(layers, building.mesh.device)
-
-
-def _check_partition(config: ParallelConfig) -> None:
-    """Only inputs of checkpointed layers, where tp ranks have the same, and they stay on the device."""
-    what, without = "partition_activations=true", "partition_activations=false"
-    if config.tp_size == 1:
-        refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
-    if config.activation_checkpointing == "none":
-        refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
-    if config.sequence_parallel:
-        refuse(what, "sequence_parallel=true has cut them already", without)
-    for name, value in (("activation_offload", False), ("compile", "none")):
-        if getattr(config, name) != value:
-            refuse(what, f"{name}={spell(getattr(config, name))} keeps them another way", without)
-
-
-def every(way: str) -> int:
-    """N of `every:N`, else 0."""
-    found = _EVERY.fullmatch(way)
-    return int(found[1]) if found else 0
 
 
 def _layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -186,7 +136,7 @@ def check_layers(way: str, settings: Mapping[str, object]) -> None:
         settings: `gradient_checkpointing_kwargs`.
     """
     own = settings.get("every_n_layers", 1)
-    if own not in (1, every(way)):
+    if own not in (1, recomputed_every(way)):
         what = f"gradient_checkpointing_kwargs every_n_layers={own}"
         refuse(what, f"activation_checkpointing={way} names the layers", f"activation_checkpointing=every:{own} alone")
 
@@ -208,4 +158,4 @@ def check_selective(settings: Mapping[str, object]) -> None:
         refuse("gradient_checkpointing_kwargs offload=True", why, "activation_offload=true")
 
 
-RECOMPUTE = RecomputeKeys.axis = Recompute()
+RECOMPUTE = Recompute()

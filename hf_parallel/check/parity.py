@@ -48,7 +48,7 @@ class Trained:
 def default_layouts(world: int) -> list[str]:
     """Every axis that is built, alone as far as it goes, and one product of two axes and the data."""
     alone = []
-    for axis in ParallelConfig.mesh_axes():
+    for axis in ParallelConfig.mesh_axes:
         size = _reach(world, axis.name)
         spec = f"{axis.name}={size}"
         if size > 1 and _is_built(spec):

@@ -16,8 +16,8 @@ from hf_parallel.doctor.report import PipelineRank, Report, Split
 from hf_parallel.doctor.sizes import slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates, expert_coordinates
 from hf_parallel.model import build
-from hf_parallel.model.anatomy import Anatomy, read
-from hf_parallel.resolve import Plan, draft
+from hf_parallel.model.anatomy import Anatomy
+from hf_parallel.resolve import Plan, draft, read
 from hf_parallel.spec import first_line, refuse
 
 if TYPE_CHECKING:

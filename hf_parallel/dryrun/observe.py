@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.axes.data.compressed import groups_of
 from hf_parallel.axes.data.reduction import before_the_last
-from hf_parallel.config import SHARDS
 from hf_parallel.dryrun.recorder import Recorder, Traffic
 from hf_parallel.mesh import EXPERT_AXES
 from hf_parallel.model.unread_logits import unread_logits

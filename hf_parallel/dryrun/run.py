@@ -28,9 +28,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from hf_parallel.ask.keys.data import parameters_rest
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, V_SCHEDULES
 from hf_parallel.axes.axis import Packing
-from hf_parallel.axes.offload import parameters_rest
-from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, PIPELINE, V_SCHEDULES
+from hf_parallel.axes.pipeline.axis import PIPELINE
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.fake_world import fake_tensors_pass_as_real, fake_world, materialise
@@ -38,10 +39,10 @@ from hf_parallel.dryrun.observe import Communication, Observed, observe
 from hf_parallel.dryrun.recorder import Traffic
 from hf_parallel.dryrun.shapes import Shapes
 from hf_parallel.mesh import ParallelMesh, axis_ranks, coordinates
-from hf_parallel.model.anatomy import backbone_of, backbone_plan, read, transformer_blocks
+from hf_parallel.model.anatomy import backbone_of, backbone_plan, transformer_blocks
 from hf_parallel.model.build import build_on_meta
 from hf_parallel.parallelize import parallelize, state_of
-from hf_parallel.resolve import resolve
+from hf_parallel.resolve import read, resolve
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:

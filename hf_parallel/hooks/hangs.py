@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.watching import AUTO, OFF
+from hf_parallel.ask.keys.run import HANG_AUTO, HANG_OFF
 from hf_parallel.collectives import desync
 from hf_parallel.collectives.observed import listen, unlisten
 from hf_parallel.dryrun.observe import axis_names
@@ -75,7 +75,7 @@ def watched(trainer: Trainer) -> Iterator[None]:
     """Inside, ranks say why nothing goes on."""
     global _current
     end_loop()
-    if runtime.mesh().config.hang_timeout_s == OFF:
+    if runtime.mesh().config.hang_timeout_s == HANG_OFF:
         yield
         return
     former, _current = _current, Watched(lambda: trainer.model, trainer.args.output_dir)
@@ -124,7 +124,7 @@ def _settings(folder: str) -> Settings:
     config = runtime.mesh().config
     limit = time_out()
     seconds = TORCH_TIME_OUT_S if limit is None else limit.total_seconds()
-    asked = SHARE * seconds if config.hang_timeout_s == AUTO else float(config.hang_timeout_s)
+    asked = SHARE * seconds if config.hang_timeout_s == HANG_AUTO else float(config.hang_timeout_s)
     if asked >= seconds:
         report.say(
             f"hang_timeout_s={asked:.0f} is not below the process groups' time-out of {seconds:.0f} s, which ends"
@@ -144,7 +144,7 @@ def mark_loop(phase: str, may_take_long: bool = False) -> None:
 def backward_begins(accelerator: Accelerator) -> None:
     """The first one of a loop starts its watchdog, on all ranks."""
     global _current
-    if _current is None and runtime.mesh().config.hang_timeout_s != OFF:
+    if _current is None and runtime.mesh().config.hang_timeout_s != HANG_OFF:
         model = next((model for model in accelerator._models if runtime.parallel_state(model) is not None), None)
         _current = Watched(lambda: model, str(accelerator.project_dir or OUTPUTS), is_loop=True)
         _current.begin()

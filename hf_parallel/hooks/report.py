@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import __version__
-from hf_parallel.axes.attention.axis import REGISTERED, TORCH_FLASH
+from hf_parallel.ask.keys.layers import TORCH_FLASH
+from hf_parallel.axes.attention.axis import REGISTERED
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
 from hf_parallel.doctor.report import shown_size

@@ -1,14 +1,14 @@
 """Where things are in a Hugging Face model: text part, stacks of layers, what runs before and after them, heads.
 
-What a model says of itself (plans, attribute maps) comes first; `families.py` declares the rest. `read` sums up what
-every axis needs to know.
+What a model says of itself (plans, attribute maps) comes first; `families.py` declares the rest. `read_anatomy` sums
+up what every axis needs to know.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +19,6 @@ from hf_parallel.model.rehearsal import keywords_of_loss
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
-
-    from hf_parallel.config import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -54,13 +52,12 @@ class Anatomy:
     sums_over_tokens: bool
     reads_item_count: bool
     flops_per_token: float
-    facts: Mapping[str, object]
+    facts: Mapping[str, object] = field(default_factory=dict)
 
 
-def read(model: nn.Module, config: ParallelConfig) -> Anatomy:
-    """The anatomy of a model as far as this config asks for it; the model is not changed."""
+def read_anatomy(model: nn.Module) -> Anatomy:
+    """Read what every axis needs to know of a model, which is not changed."""
     named, known = list(model.named_parameters(remove_duplicate=False)), hasattr(model, "base_model_prefix")
-    axes = [axis for axis in config.axes() if axis.is_on(config) and (known or not axis.inside)]
     places = {parameter.device.type for _, parameter in named}
     first = next((parameter.dtype for _, parameter in named), torch.float32)
     return Anatomy(
@@ -79,7 +76,6 @@ def read(model: nn.Module, config: ParallelConfig) -> Anatomy:
         sums_over_tokens=loss_sums_over_tokens(model),
         reads_item_count=reads_item_count(model),
         flops_per_token=flops_per_token(model),
-        facts={axis.name: axis.read(model, config) for axis in axes},
     )
 
 

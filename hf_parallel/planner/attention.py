@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
+from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.shape import Attention, ModelShape
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from hf_parallel.axes.context.axis import AUTO, RING
+from hf_parallel.ask.keys.context import AUTO, RING
 from hf_parallel.axes.context.choose import choice
 from hf_parallel.axes.loss import why_not_in
 from hf_parallel.axes.pipeline.axis import recomputes_in_parts

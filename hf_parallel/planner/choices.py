@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hf_parallel.axes.offload import parameters_rest
+from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.config import ParallelConfig
 from hf_parallel.planner.attention import FLASH, Planned
 from hf_parallel.planner.candidates import Goal, configured, context_of, micro_batches, to_job, to_layout

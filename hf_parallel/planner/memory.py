@@ -12,8 +12,8 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
+from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.axes.loss import CHUNK, fewest_tokens
-from hf_parallel.axes.offload import parameters_rest
 from hf_parallel.planner.activations import (
     Moment,
     StageBytes,

@@ -9,7 +9,7 @@ import functools
 import itertools
 from dataclasses import dataclass, field
 
-from hf_parallel.axes.pipeline.axis import V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import V_SCHEDULES
 from hf_parallel.axes.pipeline.balance import Cost, Costs, balance, checkpointed
 from hf_parallel.axes.pipeline.orders import BACKWARD, BACKWARD_WEIGHT, FORWARD, Action, Order, order, peak_live
 from hf_parallel.axes.pipeline.timeline import Timeline, even_split, simulate

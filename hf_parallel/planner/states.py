@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hf_parallel.axes.offload import parameters_rest
+from hf_parallel.ask.keys.data import parameters_rest
 from hf_parallel.planner.hardware import Cluster
 from hf_parallel.planner.layout import Job
 from hf_parallel.spec import refuse

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_parallel.config import ParallelConfig
-from hf_parallel.model.anatomy import read
-from hf_parallel.resolve import resolve
+from hf_parallel.resolve import read, resolve
 from tests import models
 from tests.distributed import run, run_alone
 from tests.training import axes, none

@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.doctor import examine
-from hf_parallel.model.anatomy import read
-from hf_parallel.resolve import resolve
+from hf_parallel.resolve import read, resolve
 from tests import sweep
 from tests.distributed import run, run_alone
 from tests.training import none

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from hf_parallel import parallelize
-from hf_parallel.axes.pipeline.axis import SCHEDULES
+from hf_parallel.ask.keys.pipeline import SCHEDULES
 from hf_parallel.axes.pipeline.engine import PipelineEngine
 from hf_parallel.axes.pipeline.script_loss import find_plan, run_plan
 from hf_parallel.axes.pipeline.unscheduled import served

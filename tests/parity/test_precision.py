@@ -375,8 +375,7 @@ def test_checkpoints_are_ordinary_and_resume_without_fp8(runs, tmp_path):
 def refusal(spec, name="llama", world=2, **machine):
     """Why a model cannot have this on such a machine."""
     from hf_parallel.config import ParallelConfig
-    from hf_parallel.model.anatomy import read
-    from hf_parallel.resolve import draft
+    from hf_parallel.resolve import draft, read
 
     config = ParallelConfig.parse(spec).resolve(world)
     anatomy = read(models.build(name, **({} if name != "llama" else SHAPE)), config)

@@ -5,7 +5,7 @@ import functools
 
 import pytest
 
-from hf_parallel.axes.attention.axis import TORCH_FLASH
+from hf_parallel.ask.keys.layers import TORCH_FLASH
 from hf_parallel.config import ParallelConfig
 from hf_parallel.dryrun.run import dry_run
 from hf_parallel.planner import make_cluster, shape_of

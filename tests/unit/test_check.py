@@ -96,7 +96,7 @@ def test_a_rank_that_fails_ends_all(how, tmp_path, capfd):
 
 
 def test_what_each_number_of_ranks_compares():
-    built = [axis.name for axis in ParallelConfig.mesh_axes() if parity._is_built(f"{axis.name}=2")]
+    built = [axis.name for axis in ParallelConfig.mesh_axes if parity._is_built(f"{axis.name}=2")]
     for world in (2, 3, 4, 6, 8, 64):
         specs = parity.default_layouts(world)
         configs = [ParallelConfig.parse(spec).resolve(world) for spec in specs]

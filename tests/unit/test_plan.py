@@ -10,14 +10,15 @@ import pytest
 import torch
 
 import hf_parallel
-from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
+from hf_parallel.ask.keys.sizes import Keys, MeshAxis, key
+from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.order import AXES
 from hf_parallel.config import ParallelConfig, key_table
 from hf_parallel.doctor.examine import examine, report_of
 from hf_parallel.dryrun.fake_world import fake_world
 from hf_parallel.mesh import ParallelMesh
-from hf_parallel.model.anatomy import read
 from hf_parallel.parallelize import apply, state_of
-from hf_parallel.resolve import draft, resolve
+from hf_parallel.resolve import draft, read, resolve
 from tests import models
 from tests.distributed import run_alone
 
@@ -112,7 +113,6 @@ class Scale(Axis[int, int]):
     """Scales gradients."""
 
     name = "scale"
-    mesh_axes = (MeshAxis("scale", distance=7, data=True),)
 
     def read(self, model, config):
         return len(list(model.parameters()))
@@ -128,12 +128,11 @@ class Scale(Axis[int, int]):
             parameter.register_hook(lambda gradient: gradient * part)
 
 
-ScaleKeys.axis = Scale()
-
-
 @dataclass(frozen=True)
 class WithScale(ParallelConfig, ScaleKeys):
-    """The one line: its keys among the bases."""
+    """Its keys among the bases, its mesh axis outside of all others."""
+
+    mesh_axes = (MeshAxis("scale", data=True), *ParallelConfig.mesh_axes)
 
 
 def test_an_axis_needs_its_own_module_and_one_line():
@@ -150,7 +149,8 @@ def test_an_axis_needs_its_own_module_and_one_line():
 def scaled(config):
     with fake_world(3, 4):
         mesh, model = ParallelMesh.create(config, torch.device("cpu")), torch.nn.Linear(3, 5, bias=False)
-        plan = resolve(config, read(model, config))
+        axes = (*AXES, Scale())
+        plan = resolve(config, read(model, config, axes), axes)
         for name in ("dp",):  # FSDP2 has no hooks on the parameter that it shards
             plan = dataclasses.replace(plan, parts={k: v for k, v in plan.parts.items() if k != name})
         apply(model, plan, mesh)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,15 +20,6 @@ AUTO = "auto"
 TORCH_FLASH = "torch_flash"
 #: And transformers' registries, as it looks for a package behind every name with "flash" in it.
 REGISTERED = "hf_parallel_documents"
-
-
-@dataclass(frozen=True)
-class AttentionKeys(Keys):
-    attention: str = key(
-        AUTO,
-        "`eager`, `sdpa`, `torch_flash` (torch's own flash kernels, packs of documents too), `flash_attention_2` to "
-        "`_4`, …; `auto`: `torch_flash` where it gains on a GPU, else the model's own",
-    )
 
 
 class Attention(Axis["AttentionFacts", "Kernel | None"]):
@@ -66,4 +56,4 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         model.set_attn_implementation(REGISTERED if part.name == TORCH_FLASH else part.name)
 
 
-ATTENTION = AttentionKeys.axis = Attention()
+ATTENTION = Attention()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
+from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.axes.attention.varlen import gap
 from hf_parallel.axes.context.flash import widest
 from hf_parallel.spec import refuse

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_parallel.axes.attention.axis import AUTO, TORCH_FLASH
+from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.axes.context.read import score_dropout, sliding_window, uses_registries
 from hf_parallel.model.anatomy import text_config
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
-from hf_parallel.spec import refuse
+from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -17,30 +15,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.context.read import ContextFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
-
-AUTO, RING, ULYSSES, ALLGATHER = "auto", "ring", "ulysses", "allgather"
-_HYBRID = re.compile(r"hybrid:(\d+)")
-
-
-def inner_size(variant: str, ranks: int) -> int:
-    """How many of the cp ranks share heads in attention; the others form rings."""
-    hybrid = _HYBRID.fullmatch(variant)
-    if hybrid:
-        return int(hybrid[1])
-    return ranks if variant == ULYSSES else 1
-
-
-@dataclass(frozen=True)
-class ContextKeys(Keys):
-    cp_size: int = key(1, "ranks that share every sequence; weights are sharded over `dp_shard` x `cp`")
-    context_parallel: str = key(
-        AUTO, "how `cp` attends: `ring`, `ulysses`, `allgather`, `hybrid:U` (U ranks of Ulysses inside a ring)"
-    )
-
-    @property
-    def ulysses_size(self) -> int:
-        """How many cp ranks share heads in attention."""
-        return inner_size(self.context_parallel, self.cp_size)
 
 
 @dataclass(frozen=True)
@@ -58,20 +32,7 @@ class Context(Axis["ContextFacts", ContextPart]):
     """Cuts sequences; ranks hold the same layers and other tokens, and share weights as data ranks do."""
 
     name = "cp"
-    mesh_axes = (MeshAxis("cp", distance=1, cuts=True, shards=True),)
     inside = True
-
-    def check(self, config: ParallelConfig) -> None:
-        """A variant that is known, and fits the number of ranks."""
-        variant, size = config.context_parallel, config.cp_size
-        hybrid = _HYBRID.fullmatch(variant)
-        if hybrid is None and variant not in (AUTO, RING, ULYSSES, ALLGATHER):
-            what = f"context_parallel={variant}"
-            refuse(what, "not one of auto, ring, ulysses, allgather, hybrid:U", "context_parallel=auto")
-        if size == 1 and variant != AUTO:
-            refuse(f"context_parallel={variant}", "cp_size=1 has no ranks to share sequences", "cp_size=2")
-        if hybrid is not None and size > 1 and (int(hybrid[1]) < 1 or size % int(hybrid[1])):
-            refuse(f"context_parallel={variant}", f"cp_size={size} ranks do not divide so", "context_parallel=ring")
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> ContextFacts:
         """Heads, masks, and what stands against cutting its sequences."""
@@ -129,4 +90,4 @@ def _multiple(building: Building) -> int:
     return building.mesh.size("tp") if flag is not None and flag.on else 1
 
 
-CONTEXT = ContextKeys.axis = Context()
+CONTEXT = Context()

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from hf_parallel.axes.context.axis import ALLGATHER, AUTO, RING, ULYSSES, inner_size
+from hf_parallel.ask.keys.context import ALLGATHER, AUTO, RING, ULYSSES, inner_size
 from hf_parallel.axes.context.flash import PACKAGES, WIDEST, too_old
 from hf_parallel.axes.context.ulysses import key_repeats
 from hf_parallel.spec import refuse

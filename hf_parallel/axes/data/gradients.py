@@ -54,7 +54,7 @@ def gradient_norm(
             gathered[_cut_axes(parameter.grad, mesh)].append(stored(parameter.grad))
 
     # One slot per combination of axes, so that ranks with different parameters run the same collectives.
-    known = [axis.name for axis in mesh.config.mesh_axes() if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
+    known = [axis.name for axis in mesh.config.mesh_axes if axis.cuts] + [*EXPERT_AXES] * (mesh.config.ep_size > 1)
     cutting = [axis for axis in known if mesh.size(axis) > 1]
     combinations = [
         frozenset(itertools.compress(cutting, chosen))
@@ -68,7 +68,7 @@ def gradient_norm(
         dist.all_reduce(cut, op=combine, group=mesh.group(axis))
         over_axis.copy_(cut)
     total = powers.max() if infinite else powers.sum()
-    for mesh_axis in mesh.config.mesh_axes():
+    for mesh_axis in mesh.config.mesh_axes:
         if mesh_axis.layers and mesh.size(mesh_axis.name) > 1:
             dist.all_reduce(total, op=combine, group=mesh.group(mesh_axis.name))
     return total if infinite else total ** (1.0 / norm_type)

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_parallel.ask.keys.data import offload_folder
 from hf_parallel.axes.data.local_step import is_elementwise, parameters_of, step_on_local_parts
 from hf_parallel.axes.data.state_file import StateFile, StatePart
-from hf_parallel.axes.offload import folder
 from hf_parallel.mesh import stored
 from hf_parallel.spec import refuse
 
@@ -93,7 +93,7 @@ class HostStep:
 
     def __init__(self, optimizer: Optimizer, offload: str) -> None:
         self._optimizer, self.offload = weakref.ref(optimizer), offload
-        self.file = StateFile(offload, "optimizer states") if folder(offload) else None
+        self.file = StateFile(offload, "optimizer states") if offload_folder(offload) else None
         if self.file is not None:
             self.file.reserve(_state_bytes(optimizer, self.file))
             optimizer.register_state_dict_pre_hook(lambda _: self._settle())

@@ -18,7 +18,7 @@ import tempfile
 
 import torch
 
-from hf_parallel.axes.offload import folder
+from hf_parallel.ask.keys.data import offload_folder
 from hf_parallel.spec import refuse
 
 _SYNC = 4  # MS_SYNC
@@ -31,7 +31,7 @@ class StateFile:
     """Parts of one file, each for what is used together. `what` is in it under which `offload`, for messages."""
 
     def __init__(self, offload: str, what: str) -> None:
-        self.offload, self.folder, self.what = offload, folder(offload), what
+        self.offload, self.folder, self.what = offload, offload_folder(offload), what
         os.makedirs(self.folder, exist_ok=True)
         self._file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 - for as long as its owner lives
         self._reserved = self._used = 0

@@ -23,13 +23,13 @@ from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import Shard
 
+from hf_parallel.ask.keys.data import offload_folder, parameters_rest
 from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.data.ends import Settings, shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
 from hf_parallel.axes.data.units import groups_of, packed_weights, parameter_groups, sharded_modules, state_of
-from hf_parallel.axes.offload import folder, parameters_rest
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
 
@@ -122,7 +122,7 @@ def resting(mesh: ParallelMesh) -> Settings:
     offload = mesh.config.offload
     if not parameters_rest(offload):
         return {}
-    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu" and not folder(offload))}
+    return {"offload_policy": CPUOffloadPolicy(pin_memory=mesh.device.type != "cpu" and not offload_folder(offload))}
 
 
 def _shard_experts(root: nn.Module, mesh: ParallelMesh, keeps: bool, settings: Settings) -> set[nn.Parameter]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, key
+from hf_parallel.axes.axis import Axis
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -16,31 +15,6 @@ if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
     from hf_parallel.model.experts import ExpertFacts
-
-#: The axes whose ranks `ep` and `ep_shard` are a second view of.
-_SHARED_OUT = ("dp_shard", "cp", "tp")
-
-
-@dataclass(frozen=True)
-class ExpertKeys(Keys):
-    ep_size: int = key(1, "ranks of `dp_shard`, `cp` and `tp` that hold different experts")
-    expert_capacity_factor: float | None = key(
-        None,
-        "room of an expert for tokens, times its even share; what comes after is dropped",
-        shown="none dropped",
-    )
-
-    @property
-    def ep_shard_size(self) -> int:
-        """Ranks that share the experts that one of them would hold (FSDP2). Needs a resolved config."""
-        return _ranks(self) // self.ep_size
-
-    @property
-    def expert_sizes(self) -> dict[str, int]:
-        """Size of each axis of the second view, slow links first. Needs a resolved config."""
-        config: Any = self
-        kept = {axis: size for axis, size in config.sizes.items() if axis not in _SHARED_OUT}
-        return {**kept, "ep_shard": self.ep_shard_size, "ep": self.ep_size}
 
 
 @dataclass(frozen=True)
@@ -78,24 +52,6 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
 
     def is_on(self, config: ParallelConfig) -> bool:
         return True
-
-    def check(self, config: ParallelConfig) -> None:
-        """Experts' ranks are whole groups of cp and tp, whose ranks have the same or neighbouring tokens."""
-        size, inner, factor = config.ep_size, config.cp_size * config.tp_size, config.expert_capacity_factor
-        if factor is not None and not factor > 0:
-            refuse(f"expert_capacity_factor={factor:g}", "leaves no room for a token", "expert_capacity_factor=1.25")
-        if size == -1:
-            refuse("ep_size=-1", "takes no processes of its own, but ranks of dp_shard, cp and tp", "ep_size=2")
-        if size == 1 or inner < 1:
-            return
-        ranks = config.dp_shard_size * inner
-        others = f"tp_size={config.tp_size}" if config.cp_size == 1 else f"cp_size x tp_size={inner}"
-        if size % inner:
-            refuse(f"ep_size={size}", f"is no multiple of {others}", f"ep_size={inner}")
-        if ranks > 0 and ranks % size:
-            works = max(n for n in range(inner, ranks + 1, inner) if ranks % n == 0 and (n < size or n == inner))
-            shared = f"dp_shard_size={config.dp_shard_size} x {others}"
-            refuse(f"ep_size={size}", f"does not divide {shared}", f"ep_size={works}")
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> MixtureFacts:
         """Which modules hold experts, and how."""
@@ -174,16 +130,11 @@ def _check_experts(config: ParallelConfig, anatomy: Anatomy, experts: dict[str, 
             refuse(asked, f"what {facts.kind} does with its {facts.unknown[0]} is not known", "ep_size=1")
 
 
-def _ranks(config: ExpertKeys) -> int:
-    """How many ranks experts are shared out over."""
-    return math.prod(getattr(config, f"{axis}_size") for axis in _SHARED_OUT)
-
-
 def _works(count: int, config: ParallelConfig) -> int:
     """The next smaller number of ranks that divides so many experts, and the ranks there are."""
-    inner, ranks = config.cp_size * config.tp_size, _ranks(config)
+    inner, ranks = config.cp_size * config.tp_size, config.expert_ranks
     fits = (n for n in range(inner, config.ep_size) if n % inner == 0 and count % n == 0 and ranks % n == 0)
     return max(fits, default=1)
 
 
-EXPERTS = ExpertKeys.axis = Experts()
+EXPERTS = Experts()

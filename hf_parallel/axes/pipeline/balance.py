@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from hf_parallel.axes.recompute import every
+from hf_parallel.ask.keys.layers import recomputed_every
 from hf_parallel.model.anatomy import Backbone, text_config
 from hf_parallel.spec import refuse
 
@@ -86,7 +86,7 @@ def with_recomputation(costs: Costs, recompute: str = "full") -> Costs:
 
 def checkpointed(recompute: str, layers: int) -> list[bool]:
     """Which layers run a second time as a whole; of `selective` next to nothing does."""
-    each = every(recompute) or int(recompute == "full")
+    each = recomputed_every(recompute) or int(recompute == "full")
     return [each > 0 and place % each == 0 for place in range(layers)]
 
 

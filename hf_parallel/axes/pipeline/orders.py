@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from hf_parallel.axes.pipeline.axis import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from packaging.version import Version
 
-from hf_parallel.axes.pipeline.axis import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES, PipelinePart
+from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES
+from hf_parallel.axes.pipeline.axis import PipelinePart
 from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, explain, with_recomputation
 from hf_parallel.model.anatomy import (
     Backbone,

@@ -17,14 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.axes.pipeline import timeline
-from hf_parallel.axes.pipeline.axis import (
-    LOOPED_SCHEDULES,
-    SCHEDULES,
-    SINGLE_SCHEDULES,
-    V_SCHEDULES,
-    recomputes_in_parts,
-)
+from hf_parallel.axes.pipeline.axis import recomputes_in_parts
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.config import ParallelConfig
 from hf_parallel.spec import SpecError, refuse

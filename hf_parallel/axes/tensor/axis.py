@@ -6,8 +6,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.axis import Axis, Keys, MeshAxis, key
-from hf_parallel.spec import refuse
+from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
     import torch
@@ -17,17 +16,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.tensor.read import SplitFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
-
-
-@dataclass(frozen=True)
-class TensorKeys(Keys):
-    tp_size: int = key(1, "ranks that split every layer, the embedding and the head")
-    sequence_parallel: bool | None = key(
-        None,
-        "norms and residual stream on 1/tp of the sequence, where the model allows it",
-        shown="on with `tp`",
-    )
-    tp_overlap: bool = key(False, "communicate one half of each `tp` layer's output while the other is computed")
 
 
 @dataclass(frozen=True)
@@ -50,15 +38,7 @@ class Tensor(Axis["SplitFacts", TensorPart]):
     """Splits matrices by columns and rows, the embedding and the head by rows of the vocabulary."""
 
     name = "tp"
-    mesh_axes = (MeshAxis("tp", distance=0, cuts=True),)
     inside = True
-
-    def check(self, config: ParallelConfig) -> None:
-        """Settings of tp need more than one rank."""
-        if config.sequence_parallel and config.tp_size == 1:
-            refuse("sequence_parallel=true", "tp_size=1 splits no sequence", "tp_size=2 or sequence_parallel=false")
-        if config.tp_overlap and config.tp_size == 1:
-            refuse("tp_overlap=true", "tp_size=1 communicates nothing", "tp_size=2 or tp_overlap=false")
 
     def read(self, model: PreTrainedModel, config: ParallelConfig) -> SplitFacts:
         """Which module could be split how."""
@@ -117,4 +97,4 @@ def _whole_tokens(building: Building, tensor: torch.Tensor, batch: Batch) -> tor
     return join_sequence(tensor, building.mesh.group("tp"))[:, :length]
 
 
-TENSOR = TensorKeys.axis = Tensor()
+TENSOR = Tensor()

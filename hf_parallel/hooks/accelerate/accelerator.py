@@ -17,7 +17,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers.utils import ModelOutput
 
 from hf_parallel.arguments import by_name
-from hf_parallel.axes.compile import check_compiled, compile_layers
+from hf_parallel.ask.keys.layers import check_compiled
+from hf_parallel.axes.compile import compile_layers
 from hf_parallel.axes.data import host_step
 from hf_parallel.axes.data.mixed_precision import compute_in
 from hf_parallel.axes.data.reduction import before_the_last

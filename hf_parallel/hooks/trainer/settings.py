@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.compile import check_compiled
+from hf_parallel.ask.keys.layers import check_compiled
 from hf_parallel.axes.pipeline.schedules import micro_batch_count
 from hf_parallel.axes.recompute import check_layers, check_selective
 from hf_parallel.config import ParallelConfig, SpecError

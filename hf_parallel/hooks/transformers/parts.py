@@ -14,8 +14,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from hf_parallel.ask.keys.sizes import SHARDS
 from hf_parallel.checkpoint.slices import axes_and_dims, local_part, read
-from hf_parallel.config import SHARDS, ParallelConfig
+from hf_parallel.config import ParallelConfig
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.report import say
 from hf_parallel.mesh import EXPERT_AXES, stored
@@ -101,7 +102,7 @@ def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> 
 
 
 def _is_cut(tensor: DTensor) -> bool:
-    known = {axis.name for axis in ParallelConfig.mesh_axes()}.union(EXPERT_AXES, (SHARDS,))
+    known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, (SHARDS,))
     return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.rollouts import ONE_STEP_BEHIND
+from hf_parallel.ask.keys.run import ONE_STEP_BEHIND
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.patching import patch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hf_parallel.axes.rollouts import IN_TURN, ONE_STEP_BEHIND
+from hf_parallel.ask.keys.run import IN_TURN, ONE_STEP_BEHIND
 from hf_parallel.hooks import runtime
 from hf_parallel.spec import refuse
 

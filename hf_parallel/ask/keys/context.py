@@ -1,0 +1,46 @@
+"""Keys of context parallelism."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hf_parallel.ask.keys.sizes import Sizes, key
+from hf_parallel.spec import refuse
+
+AUTO, RING, ULYSSES, ALLGATHER = "auto", "ring", "ulysses", "allgather"
+_HYBRID = re.compile(r"hybrid:(\d+)")
+
+
+def inner_size(variant: str, ranks: int) -> int:
+    """Return how many of the cp ranks share heads in attention; the others form rings."""
+    hybrid = _HYBRID.fullmatch(variant)
+    if hybrid:
+        return int(hybrid[1])
+    return ranks if variant == ULYSSES else 1
+
+
+@dataclass(frozen=True)
+class ContextKeys(Sizes):
+    """Settings of `cp`."""
+
+    context_parallel: str = key(
+        AUTO, "how `cp` attends: `ring`, `ulysses`, `allgather`, `hybrid:U` (U ranks of Ulysses inside a ring)"
+    )
+
+    @property
+    def ulysses_size(self) -> int:
+        """How many cp ranks share heads in attention."""
+        return inner_size(self.context_parallel, self.cp_size)
+
+    def check_keys(self) -> None:
+        """Reject a variant that is not known, or does not fit the number of ranks."""
+        variant, size = self.context_parallel, self.cp_size
+        hybrid = _HYBRID.fullmatch(variant)
+        if hybrid is None and variant not in (AUTO, RING, ULYSSES, ALLGATHER):
+            what = f"context_parallel={variant}"
+            refuse(what, "not one of auto, ring, ulysses, allgather, hybrid:U", "context_parallel=auto")
+        if size == 1 and variant != AUTO:
+            refuse(f"context_parallel={variant}", "cp_size=1 has no ranks to share sequences", "cp_size=2")
+        if hybrid is not None and size > 1 and (int(hybrid[1]) < 1 or size % int(hybrid[1])):
+            refuse(f"context_parallel={variant}", f"cp_size={size} ranks do not divide so", "context_parallel=ring")

@@ -1,0 +1,141 @@
+"""Keys of the data axes: what is sharded (ZeRO), when gradients are reduced, how few bytes travel, where it rests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from hf_parallel.ask.keys.sizes import Keys, Sizes, key
+from hf_parallel.spec import refuse
+
+#: Ways of `offload` that have a folder: only states in files, and all that rests.
+NVME, NVME_ALL = "nvme:", "nvme_all:"
+
+
+@dataclass(frozen=True)
+class DataKeys(Sizes):
+    """Settings of `dp_shard` and `dp_replicate`."""
+
+    zero_stage: int = key(
+        3,
+        "what `dp_shard` shards: nothing (0), optimizer states (1), gradients too (2), weights too (3)",
+        choices=(0, 1, 2, 3),
+    )
+    gradient_reduction: str = key(
+        "auto",
+        "`micro_step` reduces gradients in every micro-step of an accumulation; `step` once, and holds them whole",
+        choices=("auto", "micro_step", "step"),
+    )
+    pack_tokens: int = key(
+        0,
+        "a Trainer's batch of a data rank is whole examples of at most so many tokens, joined to one row without "
+        "padding, and all data ranks have about as many; 0: per_device_train_batch_size",
+    )
+    padding_free: bool = key(
+        False, "a Trainer's batches keep their rows, joined to one without padding; `--parallel auto` may choose it"
+    )
+
+    @property
+    def reduces_each_micro_batch(self) -> bool:
+        """Are gradients reduced in every micro-step of an accumulation? By default where less of them is then held.
+
+        Not where replicas would have to reduce them as often over slow links. Needs a resolved config.
+        """
+        if self.gradient_reduction != "auto":
+            return self.gradient_reduction == "micro_step"
+        return self.zero_stage >= 2 and self.dp_shard_size > 1 and self.dp_replicate_size == self.pp_size == 1
+
+    @property
+    def reduces_each_run(self) -> bool:
+        """Does a pipeline reduce gradients in every run of its schedule, rather than once per step?"""
+        return self.pp_size > 1 and self.zero_stage >= 2 and self.gradient_reduction == "auto"
+
+    def check_keys(self) -> None:
+        """Require shards to hold what a micro-step reduces, and whole batches to join."""
+        if self.pack_tokens < 0:
+            refuse(f"pack_tokens={self.pack_tokens}", "not a number of tokens", "pack_tokens=8192")
+        if self.pack_tokens and self.pp_size != 1:
+            why = f"a pipeline (pp_size={self.pp_size}) cuts batches by rows, and a packed batch is one row"
+            refuse(f"pack_tokens={self.pack_tokens}", why, "dp_shard in the place of pp")
+        if self.padding_free and self.pp_size != 1:
+            why = f"a pipeline (pp_size={self.pp_size}) cuts batches by rows, and a joined batch is one row"
+            refuse("padding_free=true", why, "dp_shard in the place of pp")
+        if self.padding_free and self.pack_tokens:
+            why = f"pack_tokens={self.pack_tokens} makes batches of its own, without padding"
+            refuse("padding_free=true", why, "padding_free=false")
+        if self.gradient_reduction != "micro_step":
+            return
+        what = "gradient_reduction=micro_step"
+        if self.zero_stage < 2:
+            refuse(what, f"zero_stage={self.zero_stage} holds whole gradients", "zero_stage=2")
+        if self.pp_size != 1:
+            refuse(what, "a pipeline reduces once per run of its schedule at most", "gradient_reduction=step")
+
+    def resolved_sizes(self) -> Mapping[str, int]:
+        """Make shards of ZeRO-0 replicas."""
+        if self.zero_stage or self.dp_shard_size == 1:
+            return {}
+        return {"dp_replicate_size": self.dp_replicate_size * self.dp_shard_size, "dp_shard_size": 1}
+
+
+@dataclass(frozen=True)
+class CompressionKeys(DataKeys):
+    """ZeRO++ (Wang et al., 2023): fewer bytes over slow links, for weights gathered and gradients reduced."""
+
+    hierarchical_shard: int | None = key(
+        None, "ranks of dp_shard that are close: the backward pass gathers weights among these alone (hpZ)"
+    )
+    quantize_weights: str = key(
+        "none", "`int8` or `fp8`: gather weights in 8 bits (qwZ)", choices=("none", "int8", "fp8")
+    )
+    quantize_gradients: str = key(
+        "none", "`int8` or `int4`: reduce gradients in fewer bits (qgZ)", choices=("none", "int8", "int4")
+    )
+    gradient_error_feedback: bool = key(False, "add what quantize_gradients has lost to the next step's gradients")
+
+    @property
+    def compressed(self) -> list[str]:
+        """The settings that compress, as they stand in a spec."""
+        names = ("hierarchical_shard", "quantize_weights", "quantize_gradients")
+        return [f"{name}={getattr(self, name)}" for name in names if getattr(self, name) not in (None, "none")]
+
+    def check_keys(self) -> None:
+        """Reject a key without the other one that it needs."""
+        if self.gradient_error_feedback and self.quantize_gradients == "none":
+            refuse("gradient_error_feedback=true", "quantize_gradients=none loses nothing", "quantize_gradients=int4")
+        for asked in self.compressed:
+            if self.zero_stage == 0:
+                refuse(asked, "zero_stage=0 shards nothing", "zero_stage=3")
+        group = self.hierarchical_shard
+        if group is not None and self.zero_stage != 3:
+            why = f"zero_stage={self.zero_stage} keeps weights until the backward pass, which gathers none"
+            refuse(f"hierarchical_shard={group}", why, "zero_stage=3")
+        if group is not None and group < 2:
+            refuse(f"hierarchical_shard={group}", "a group has 2 ranks or more", "hierarchical_shard=2")
+
+
+@dataclass(frozen=True)
+class OffloadKeys(Keys):
+    """Where the training state rests: on the device, in host memory, or on NVMe (ZeRO-Offload, ZeRO-Infinity)."""
+
+    offload: str = key(
+        "none",
+        "`optimizer`: its states and its step on the host; `cpu`: parameters and gradients, too; `nvme:PATH`: its "
+        "states in files; `nvme_all:PATH`: parameters, too",
+    )
+
+    def check_keys(self) -> None:
+        """Reject a way that is not known."""
+        way = self.offload
+        if way not in ("none", "optimizer", "cpu") and not offload_folder(way):
+            refuse(f"offload={way}", "not one of none, optimizer, cpu, nvme:PATH, nvme_all:PATH", "offload=cpu")
+
+
+def offload_folder(offload: str) -> str:
+    """Return PATH of `nvme:PATH`, or an empty string where offloaded tensors rest in memory."""
+    return offload.partition(":")[2] if offload.startswith((NVME, NVME_ALL)) else ""
+
+
+def parameters_rest(offload: str) -> bool:
+    """Do parameters and gradients rest on the host, and go to the device to be gathered?"""
+    return offload.partition(":")[0] in ("cpu", "nvme_all")

@@ -1,0 +1,146 @@
+"""Keys of how layers compute: attention kernel, recomputation, compilation, loss, precision."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hf_parallel.ask.keys.experts import ExpertKeys
+from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD, PipelineKeys
+from hf_parallel.ask.keys.sizes import Keys, key
+from hf_parallel.ask.keys.tensor import TensorKeys
+from hf_parallel.spec import refuse, spell
+
+AUTO = "auto"
+#: Flash attention by torch's own kernels, as the spec spells it.
+TORCH_FLASH = "torch_flash"
+_EVERY = re.compile(r"every:(\d+)")
+
+
+@dataclass(frozen=True)
+class AttentionKeys(Keys):
+    """The attention kernel that layers call."""
+
+    attention: str = key(
+        AUTO,
+        "`eager`, `sdpa`, `torch_flash` (torch's own flash kernels, packs of documents too), `flash_attention_2` to "
+        "`_4`, …; `auto`: `torch_flash` where it gains on a GPU, else the model's own",
+    )
+
+
+@dataclass(frozen=True)
+class CompileKeys(ExpertKeys, PipelineKeys):
+    """torch.compile of layers."""
+
+    compile: str = key(
+        "none",
+        "`regional` compiles each layer, equal ones once; over `dp_shard`, `dp_replicate` and `pp`",
+        choices=("none", "regional"),
+    )
+
+    def check_keys(self) -> None:
+        """Reject layouts whose layers cannot be compiled."""
+        if self.compile != "none":
+            check_compiled(self, f"compile={self.compile}")
+
+
+def check_compiled(keys: CompileKeys, asked: str) -> None:
+    """Reject what compiled layers cannot do: communicate inside, or take a backward pass apart.
+
+    Args:
+        asked: the setting that asks for compiled layers, as an error names it.
+    """
+    for axis in ("tp", "cp", "ep"):
+        size = getattr(keys, f"{axis}_size")
+        if size > 1:
+            refuse(asked, f"{axis}_size={size} communicates inside each layer, where graphs break", f"{axis}_size=1")
+    if keys.pp_size > 1 and keys.pipeline_schedule in SPLIT_BACKWARD:
+        why = "computes gradients of inputs and of weights at different times, a compiled layer both at once"
+        refuse(asked, f"pipeline_schedule={keys.pipeline_schedule} {why}", "pipeline_schedule=1f1b")
+
+
+@dataclass(frozen=True)
+class RecomputeKeys(CompileKeys, TensorKeys):
+    """Activation checkpointing, and where kept activations rest."""
+
+    activation_checkpointing: str = key(
+        "none",
+        "`full` recomputes each layer in the backward pass, `every:N` every N-th, `selective` all but products, "
+        "attention and what ranks send",
+    )
+    activation_offload: bool = key(False, "what layers keep for the backward pass rests on the host")
+    partition_activations: bool = key(
+        False, "of a checkpointed layer's input each `tp` rank keeps a part, also without sequence parallelism"
+    )
+
+    def check_keys(self) -> None:
+        """Reject a way that is not known, and settings that keep activations in two ways at once."""
+        way = self.activation_checkpointing
+        if way not in ("none", "selective", "full") and not recomputed_every(way):
+            what = f"activation_checkpointing={way}"
+            refuse(what, "not one of none, selective, full, every:N", "activation_checkpointing=every:2")
+        if way == "selective" and self.compile != "none":
+            why = f"compile={self.compile} decides for itself what a layer's graph keeps"
+            refuse("activation_checkpointing=selective", why, "activation_checkpointing=full")
+        if self.activation_offload and self.compile != "none":
+            refuse("activation_offload=true", f"compile={self.compile} keeps what it likes", "compile=none")
+        if self.partition_activations:
+            self._check_partition()
+
+    def _check_partition(self) -> None:
+        """Require inputs of checkpointed layers that tp ranks have alike and that stay on the device."""
+        what, without = "partition_activations=true", "partition_activations=false"
+        if self.tp_size == 1:
+            refuse(what, "tp_size=1 has no rank to keep a part", "tp_size=2")
+        if self.activation_checkpointing == "none":
+            refuse(what, "activation_checkpointing=none keeps more than inputs", "activation_checkpointing=full")
+        if self.sequence_parallel:
+            refuse(what, "sequence_parallel=true has cut them already", without)
+        for name, value in (("activation_offload", False), ("compile", "none")):
+            if getattr(self, name) != value:
+                refuse(what, f"{name}={spell(getattr(self, name))} keeps them another way", without)
+
+
+def recomputed_every(way: str) -> int:
+    """Return N of `every:N`, else 0."""
+    found = _EVERY.fullmatch(way)
+    return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True)
+class LossKeys(Keys):
+    """Head and loss in chunks of tokens."""
+
+    lean_loss: str = key(
+        "auto",
+        "head and loss in chunks of tokens: `auto` where a Trainer or a pipeline takes the model's own loss alone and "
+        "chunks need less memory, `true` in loops too, where logits are made when read, before the optimizer's step",
+        choices=("auto", "true", "false"),
+    )
+
+
+@dataclass(frozen=True)
+class PrecisionKeys(TensorKeys):
+    """Products in 8 bits."""
+
+    precision: str = key(
+        "auto",
+        "`fp8` or `int8`: the layers' linears multiply in 8 bits, by torchao; `auto`: as Trainer's `bf16`, `fp16` say",
+        choices=("auto", "fp8", "int8"),
+    )
+    precision_scaling: str = key(
+        "auto",
+        "a scale per operand (`tensorwise`, fp8's default) or per row (`rowwise`, int8's); `rowwise_with_gw_hp`: "
+        "weights' gradients in full",
+        choices=("auto", "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+    )
+
+    def check_keys(self) -> None:
+        """Reject keys that contradict each other."""
+        scaling, asked = f"precision_scaling={self.precision_scaling}", f"precision={self.precision}"
+        if self.precision == "auto" and self.precision_scaling != "auto":
+            refuse(scaling, "precision=auto scales nothing", "precision=fp8")
+        if self.precision == "int8" and self.precision_scaling == "tensorwise":
+            refuse(scaling, "precision=int8 scales by row", "precision_scaling=rowwise")
+        if self.precision != "auto" and self.tp_overlap:
+            refuse(asked, "tp_overlap=true cuts products whose scale is one", "tp_overlap=false")

@@ -1,0 +1,99 @@
+"""Keys of the pipeline: schedules, micro-batches, and how layers are shared out over stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_parallel.ask.keys.sizes import Sizes, key
+from hf_parallel.spec import refuse, spell
+
+#: Schedules by the number of stages that each rank holds: one, several in a loop, two in a V.
+SINGLE_SCHEDULES = ("1f1b", "gpipe")
+LOOPED_SCHEDULES = ("interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble")
+V_SCHEDULES = ("zbv_zero_bubble", "dualpipe_v")
+SCHEDULES = SINGLE_SCHEDULES + LOOPED_SCHEDULES + V_SCHEDULES
+#: Schedules that compute gradients of inputs and of weights at different times.
+SPLIT_BACKWARD = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v")
+#: The schedule is chosen once the model is known.
+AUTO_SCHEDULE = "auto"
+_DEFAULT_SCHEDULE = "1f1b"
+_SETTINGS = ("pipeline_schedule", "pipeline_virtual_stages", "pipeline_microbatches", "pipeline_split")
+
+
+@dataclass(frozen=True)
+class PipelineKeys(Sizes):
+    """Settings of `pp`."""
+
+    pipeline_schedule: str = key(
+        _DEFAULT_SCHEDULE,
+        "`gpipe`, `1f1b`, `interleaved_1f1b`, `looped_bfs`, `interleaved_zero_bubble`, `zbv_zero_bubble`, "
+        "`dualpipe_v`; `auto` takes the smallest bubble with the memory of `1f1b`",
+        choices=(*SCHEDULES, AUTO_SCHEDULE),
+    )
+    pipeline_virtual_stages: int | None = key(
+        None, "stages per rank of the looped schedules", shown="2 where it applies"
+    )
+    pipeline_microbatches: int | None = key(
+        None, "parts of one batch in the pipeline; must divide it", shown="automatic"
+    )
+    pipeline_split: tuple[int, ...] | None = key(None, "layers per stage, for example `[9,8,8,7]`", shown="by cost")
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages of the pipeline each rank holds."""
+        if self.pipeline_schedule in (*SINGLE_SCHEDULES, AUTO_SCHEDULE):
+            return 1
+        return self.pipeline_virtual_stages or 2
+
+    @property
+    def pipeline_stages(self) -> int:
+        """Number of stages over all ranks."""
+        return self.pp_size * self.stages_per_rank
+
+    def rank_of_stage(self, stage: int) -> int:
+        """Return the pipeline rank that holds a stage: round and round, or down and up again in a V."""
+        if self.pipeline_schedule in V_SCHEDULES and stage >= self.pp_size:
+            return 2 * self.pp_size - 1 - stage
+        return stage % self.pp_size
+
+    def stages_of_rank(self, rank: int) -> list[int]:
+        """Return the stages that a pipeline rank holds."""
+        return [stage for stage in range(self.pipeline_stages) if self.rank_of_stage(stage) == rank]
+
+    def check_keys(self) -> None:
+        """Reject settings without stages, and numbers of micro-batches, stages and layers that do not fit."""
+        if self.pp_size == 1:
+            for name in _SETTINGS:
+                value = getattr(self, name)
+                if value not in (None, _DEFAULT_SCHEDULE, AUTO_SCHEDULE):
+                    refuse(f"{name}={spell(value)}", "pp_size=1 has no stages", "pp_size=2")
+        micro = self.pipeline_microbatches
+        # 1F1B keeps every stage busy with one micro-batch each, DualPipeV both stages of every rank.
+        fewest = max(1, self.pp_size) * (2 if self.pipeline_schedule == "dualpipe_v" else 1)
+        if micro is not None and micro < fewest:
+            refuse(f"pipeline_microbatches={micro}", f"must be at least {fewest} with pp_size={self.pp_size}", fewest)
+        self._check_virtual_stages()
+        self._check_split()
+
+    def _check_virtual_stages(self) -> None:
+        virtual, schedule = self.pipeline_virtual_stages, self.pipeline_schedule
+        if virtual is None:
+            return
+        exact = {**dict.fromkeys((*SINGLE_SCHEDULES, AUTO_SCHEDULE), 1), **dict.fromkeys(V_SCHEDULES, 2)}
+        works = exact.get(schedule)
+        if virtual != works if works else virtual < 2:
+            refuse(
+                f"pipeline_virtual_stages={virtual}",
+                f"pipeline_schedule={schedule} holds {works or 'two or more'} stages per rank",
+                f"pipeline_virtual_stages={works or 2}",
+            )
+
+    def _check_split(self) -> None:
+        if self.pipeline_split is None:
+            return
+        if self.pipeline_schedule == AUTO_SCHEDULE:
+            refuse("pipeline_split", "pipeline_schedule=auto chooses how many stages there are", do="name a schedule")
+        count = len(self.pipeline_split)
+        if self.pp_size != -1 and count != self.pipeline_stages:
+            stages = f"{self.pipeline_stages} stages (pp_size={self.pp_size} x {self.stages_per_rank} per rank)"
+            refuse(f"pipeline_split={spell(self.pipeline_split)}", f"{count} numbers for {stages}")
