@@ -6,19 +6,19 @@ import functools
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from hf_parallel.assigning import refuse_exchanged, take_exchanged
-from hf_parallel.axes.axis import Building, Packing
+from hf_parallel.axes.axis import Building, Packing, Plan
 from hf_parallel.axes.data.gradients import clip_grad_norm as clip_over_mesh
 from hf_parallel.axes.data.identical import make_identical
 from hf_parallel.axes.data.local_step import step_on_local_parts
 from hf_parallel.axes.pipeline.engine import PipelineEngine
-from hf_parallel.axes.pipeline.registry import pipelines_of
+from hf_parallel.axes.pipeline.stage_runner import pipelines_of
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.tensor_parallel import retie
 from hf_parallel.collectives import OneBatch, objects, watch
@@ -26,7 +26,7 @@ from hf_parallel.config import ParallelConfig
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.anatomy import transformer_blocks
 from hf_parallel.model_methods import replace_methods
-from hf_parallel.resolve import Plan, read, resolve
+from hf_parallel.resolve import read, resolve
 from hf_parallel.spec import refuse
 from hf_parallel.wrapping import models_inside, replace_methods_around, share_own, tied_inside
 
@@ -136,7 +136,8 @@ def apply(model: nn.Module, plan: Plan, mesh: ParallelMesh, pack: Packing | None
         if axis.name in plan.parts:
             axis.finish(model, plan.parts[axis.name], building)
     root = model if building.pipeline is None else building.pipeline.stages
-    state = ParallelState(plan, mesh, root, OneBatch(mesh), building.pipeline, list(plan.notes))
+    pipeline = cast("PipelineEngine | None", building.pipeline)
+    state = ParallelState(plan, mesh, root, OneBatch(mesh), pipeline, list(plan.notes))
     _attach(model, state)
     return state
 

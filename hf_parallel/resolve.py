@@ -7,39 +7,15 @@ apply(model, plan, mesh)             does it (`parallelize.py`)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import replace
 
 from torch import nn
 
-from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.axis import Axis, Plan
 from hf_parallel.axes.order import AXES
 from hf_parallel.config import ParallelConfig, SpecError
 from hf_parallel.model.anatomy import Anatomy, read_anatomy
 from hf_parallel.spec import refuse_with
-
-Part = TypeVar("Part")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What will be done to a model. `config`: sizes without -1, the schedule chosen.
-
-    `axes`: all axes, in the order in which they are applied. `parts`: what each axis that is on will do, by its name.
-    `problems`: what stops it; a plan that `resolve` returned has none.
-    """
-
-    config: ParallelConfig
-    anatomy: Anatomy
-    axes: tuple[Axis, ...]
-    parts: Mapping[str, Any] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-
-    def part(self, axis: Axis[Any, Part]) -> Part | None:
-        """What this axis will do, or None if it is off."""
-        return self.parts.get(axis.name)
 
 
 def read(model: nn.Module, config: ParallelConfig, axes: tuple[Axis, ...] = AXES) -> Anatomy:

@@ -74,7 +74,7 @@ class Loss(Axis[str, LossPart]):
             return
         finish(model)
         if building.pipeline is not None:
-            building.pipeline.loss_in_chunks = why_not_in(building.pipeline.config) is None
+            building.services.loss_in_chunks = why_not_in(building.pipeline.config) is None
 
 
 def why_not_in(config: ParallelConfig) -> str | None:

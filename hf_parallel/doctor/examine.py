@@ -7,8 +7,10 @@ import itertools
 import re
 from typing import TYPE_CHECKING, Any
 
+from hf_parallel.axes.axis import Plan
 from hf_parallel.axes.experts.axis import EXPERTS
-from hf_parallel.axes.pipeline.axis import PIPELINE, PipelinePart
+from hf_parallel.axes.pipeline.axis import PIPELINE
+from hf_parallel.axes.pipeline.part import PipelinePart
 from hf_parallel.axes.pipeline.read import holding_stages, layer_ranges
 from hf_parallel.axes.tensor.axis import TENSOR, TensorPart
 from hf_parallel.config import ParallelConfig, SpecError
@@ -17,7 +19,7 @@ from hf_parallel.doctor.sizes import slice_shape, stored, tp_cuts
 from hf_parallel.mesh import coordinates, expert_coordinates
 from hf_parallel.model import build
 from hf_parallel.model.anatomy import Anatomy
-from hf_parallel.resolve import Plan, draft, read
+from hf_parallel.resolve import draft, read
 from hf_parallel.spec import first_line, refuse
 
 if TYPE_CHECKING:

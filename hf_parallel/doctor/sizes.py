@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable
 
-from hf_parallel.axes.data.axis import shard_dim
+from hf_parallel.axes.data.units import shard_dim
 from hf_parallel.axes.tensor.axis import TensorPart
 from hf_parallel.config import ParallelConfig
 from hf_parallel.model.anatomy import Anatomy, ParameterFacts

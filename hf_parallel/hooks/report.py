@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from hf_parallel import __version__
-from hf_parallel.ask.keys.layers import TORCH_FLASH
-from hf_parallel.axes.attention.axis import REGISTERED
+from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
 from hf_parallel.doctor.report import shown_size
@@ -133,7 +132,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
 def _attention(model: nn.Module) -> str | None:
     """The kernel as a spec spells it."""
     name = getattr(getattr(model, "config", None), "_attn_implementation", None)
-    return TORCH_FLASH if name == REGISTERED else name
+    return TORCH_FLASH if name == REGISTERED_FLASH else name
 
 
 def _versions() -> dict[str, str]:

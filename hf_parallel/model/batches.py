@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
+
+#: The arguments of a model call, by name.
+Batch = dict[str, Any]
 
 
 def by_name(names: Iterable[str], args: tuple, kwargs: dict, owner: object) -> dict:

@@ -22,7 +22,7 @@ def steps(spec: str | None, scale: float) -> tuple[list[float], float]:
         parallelize(model, spec)
         scaler = MeshGradScaler("cpu", init_scale=scale)
         if model._hf_parallel.pipeline is not None:
-            model._hf_parallel.pipeline.scale_loss = scaler.scale
+            model._hf_parallel.pipeline.services.scale_loss = scaler.scale
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1 / FAINT)
     tokens = torch.randint(0, models.VOCABULARY, (8, 16), generator=torch.Generator().manual_seed(5))
     losses = []
@@ -64,7 +64,7 @@ def overflowing(spec: str | None, fused: bool = False) -> tuple[list[float], lis
         rank, size = dist.get_rank(), mesh.data_size
         share = slice(mesh.data_rank * 8 // size, (mesh.data_rank + 1) * 8 // size)
         if model._hf_parallel.pipeline is not None:
-            model._hf_parallel.pipeline.scale_loss = scaler.scale
+            model._hf_parallel.pipeline.services.scale_loss = scaler.scale
     optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if fused:
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-2, fused=True)

@@ -5,7 +5,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
+from hf_parallel.axes.axis import SequenceParallelFlag
+from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.sequence_parallel import _padded_mask
 from tests.distributed import RankFailure, run
 

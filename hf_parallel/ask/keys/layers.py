@@ -14,6 +14,8 @@ from hf_parallel.spec import refuse, spell
 AUTO = "auto"
 #: Flash attention by torch's own kernels, as the spec spells it.
 TORCH_FLASH = "torch_flash"
+#: And as transformers' registries have it: they look for a package behind every name with "flash" in it.
+REGISTERED_FLASH = "hf_parallel_documents"
 _EVERY = re.compile(r"every:(\d+)")
 
 

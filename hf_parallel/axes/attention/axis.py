@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from hf_parallel.ask.keys.layers import AUTO, REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.axis import Axis
 
 if TYPE_CHECKING:
@@ -14,12 +15,6 @@ if TYPE_CHECKING:
     from hf_parallel.axes.axis import Building
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
-
-AUTO = "auto"
-#: Flash attention by torch's own kernels, as the spec spells it.
-TORCH_FLASH = "torch_flash"
-#: And transformers' registries, as it looks for a package behind every name with "flash" in it.
-REGISTERED = "hf_parallel_documents"
 
 
 class Attention(Axis["AttentionFacts", "Kernel | None"]):
@@ -53,7 +48,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
             from hf_parallel.axes.attention.flash import register
 
             register()
-        model.set_attn_implementation(REGISTERED if part.name == TORCH_FLASH else part.name)
+        model.set_attn_implementation(REGISTERED_FLASH if part.name == TORCH_FLASH else part.name)
 
 
 ATTENTION = Attention()

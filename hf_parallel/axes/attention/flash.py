@@ -21,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from hf_parallel.ask.keys.layers import REGISTERED_FLASH as NAME
 from hf_parallel.autocast import as_autocast
-from hf_parallel.axes.attention.axis import REGISTERED as NAME
 from hf_parallel.axes.attention.varlen import Pack, attend, pack
 from hf_parallel.axes.context.attention import limits, one_process, one_width
 from hf_parallel.axes.context.documents import Row, find, numbered, plain

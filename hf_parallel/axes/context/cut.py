@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from hf_parallel.axes.axis import Batch
+    from hf_parallel.model.batches import Batch
 
 
 #: What tells flash attention where documents begin: the layout knows.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,11 +22,6 @@ class DataPart:
     """What the data axes will do. `line`: when gradients are reduced, and why."""
 
     line: str | None
-
-
-def shard_dim(shape: Sequence[int], ranks: int) -> int:
-    """Along which dim `ranks` share experts of this shape: FSDP2 pads no dim but the first."""
-    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)
 
 
 class Data(Axis[None, DataPart]):
@@ -71,15 +65,15 @@ class Data(Axis[None, DataPart]):
             if building.pipeline is None:
                 before_call(model, begin)
             else:
-                building.pipeline.before_run = begin
+                building.services.before_run = begin
         if building.pipeline is not None:
             stage = building.roots[0][0]
-            building.pipeline.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
+            building.services.lowered_dtype = lambda: lowered_dtype(stage, mesh.device)
             if mesh.config.sharing_size > 1:
                 roots = [root for root, _ in building.roots]
-                building.pipeline.at_rest = functools.partial(at_rest, roots)
-                building.pipeline.held = HeldGradients(roots)
-                setattr(building.pipeline.stages, HELD, building.pipeline.held)
+                building.services.at_rest = functools.partial(at_rest, roots)
+                building.services.held = HeldGradients(roots)
+                setattr(building.pipeline.stages, HELD, building.services.held)
 
 
 def _when_reduced(config: ParallelConfig) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 from unittest import mock
 
@@ -54,3 +54,8 @@ def packed_weights() -> Iterator[None]:
 
 def _parameter(data: torch.Tensor, requires_grad: bool = True) -> nn.Parameter:
     return nn.Parameter(data, requires_grad=requires_grad and data.is_floating_point())
+
+
+def shard_dim(shape: Sequence[int], ranks: int) -> int:
+    """Return the dim along which `ranks` share experts of this shape: FSDP2 pads no dim but the first."""
+    return next((dim for dim, size in enumerate(shape) if size % ranks == 0), 0)

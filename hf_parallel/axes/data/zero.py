@@ -24,12 +24,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard, re
 from torch.distributed.tensor import Shard
 
 from hf_parallel.ask.keys.data import offload_folder, parameters_rest
-from hf_parallel.axes.data.axis import shard_dim
 from hf_parallel.axes.data.ends import Settings, shard_ends
 from hf_parallel.axes.data.mixed_precision import follow_autocast, policy_for
 from hf_parallel.axes.data.reduction import round_after_backward
 from hf_parallel.axes.data.replicas import work_in_place
-from hf_parallel.axes.data.units import groups_of, packed_weights, parameter_groups, sharded_modules, state_of
+from hf_parallel.axes.data.units import (
+    groups_of,
+    packed_weights,
+    parameter_groups,
+    shard_dim,
+    sharded_modules,
+    state_of,
+)
 from hf_parallel.mesh import ParallelMesh, stored
 from hf_parallel.model.experts import named_experts
 

@@ -99,8 +99,8 @@ class Experts(Axis["MixtureFacts", ExpertPart]):
         if capacity is not None:
             limit_experts(model, part.experts, capacity)
         if part.balanced and building.pipeline is not None:
-            engine = building.pipeline
-            engine.balance = StageBalance(model, count, mesh, engine.last_rank, building.whole_tokens)
+            last_rank = building.pipeline.last_rank
+            building.services.balance = StageBalance(model, count, mesh, last_rank, building.whole_tokens)
         elif part.balanced and mesh.data_size > 1:
             balance_over_data_ranks(model, mesh)
 

@@ -24,7 +24,7 @@ from hf_parallel.model.anatomy import owns_parameters
 from hf_parallel.model.experts import ExpertFacts
 
 if TYPE_CHECKING:
-    from hf_parallel.axes.tensor.region import SequenceParallelFlag
+    from hf_parallel.axes.axis import SequenceParallelFlag
 
 
 class Capacity:

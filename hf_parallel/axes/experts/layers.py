@@ -21,7 +21,7 @@ from hf_parallel.mesh import ParallelMesh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_parallel.axes.tensor.region import SequenceParallelFlag
+    from hf_parallel.axes.axis import SequenceParallelFlag
     from hf_parallel.model.experts import ExpertFacts
 
 

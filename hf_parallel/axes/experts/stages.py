@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.utils import ModelOutput
 
-    from hf_parallel.axes.axis import Batch
     from hf_parallel.collectives.context import Context
+    from hf_parallel.model.batches import Batch
 
 
 #: Router logits [rows, own tokens, experts] of a batch -> those of all its tokens on all ranks.

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD
 from hf_parallel.axes.axis import Axis
+from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts, recomputes_in_parts
 
 if TYPE_CHECKING:
     from torch import nn
 
     from hf_parallel.axes.axis import Building
-    from hf_parallel.axes.pipeline.read import StageFacts
+    from hf_parallel.axes.pipeline.part import StageFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
 
 
-@dataclass(frozen=True)
-class PipelinePart:
-    """What the pipeline will do. `config`: with the schedule chosen; `layers_per_stage`: in order of the stages."""
-
-    config: ParallelConfig
-    layers_per_stage: tuple[int, ...]
-    tied: bool  # embedding and head share their weight
-    sums_over_tokens: bool  # micro-batch losses add up to the loss of the batch
-    facts: StageFacts
-    line: str  # how the layers are shared out, for people
-
-
-class Pipeline(Axis["StageFacts", PipelinePart]):
+class Pipeline(Axis[StageFacts, PipelinePart]):
     """Cuts the model into stages; what each rank keeps is its stages, under the names of the Hub."""
 
     name = "pp"
@@ -69,11 +56,6 @@ class Pipeline(Axis["StageFacts", PipelinePart]):
         """Stand behind `model.forward`; sequences are padded inside of it."""
         assert building.pipeline is not None
         building.pipeline.attach()
-
-
-def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
-    """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
-    return config.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD
 
 
 PIPELINE = Pipeline()

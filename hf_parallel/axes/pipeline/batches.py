@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from hf_parallel.axes.axis import Batch
+    from hf_parallel.model.batches import Batch
 
 #: Key of a mask [rows, length] of packs in rows: which tokens count, where attention goes by positions alone. The same
 #: stands beside it as `attention_mask`, for scripts that count tokens; no layer sees either.

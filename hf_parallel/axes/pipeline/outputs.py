@@ -14,8 +14,8 @@ from transformers.utils import ModelOutput
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from hf_parallel.axes.axis import Batch
     from hf_parallel.collectives.context import Context
+    from hf_parallel.model.batches import Batch
 
 
 Result = TypeVar("Result")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from packaging.version import Version
 
 from hf_parallel.ask.keys.pipeline import AUTO_SCHEDULE, SPLIT_BACKWARD, V_SCHEDULES
-from hf_parallel.axes.pipeline.axis import PipelinePart
-from hf_parallel.axes.pipeline.balance import Costs, balance, block_costs, explain, with_recomputation
+from hf_parallel.axes.pipeline.balance import balance, block_costs, explain, with_recomputation
+from hf_parallel.axes.pipeline.part import PipelinePart, StageFacts
 from hf_parallel.model.anatomy import (
     Backbone,
     backbone_of,
@@ -33,22 +32,6 @@ if TYPE_CHECKING:
 
 _ONE_STAGE = "pp_size=1 works"
 _SHARDS = "pp_size=1 with dp_shard works"
-
-
-@dataclass(frozen=True)
-class StageFacts:
-    """`refusal`: why the model cannot be cut; then nothing else is known. Names are full ones."""
-
-    refusal: str | None = None
-    backbone: str = ""
-    plan: Backbone = Backbone((), "", ())
-    costs: Costs | None = None
-    tied_embedding: str | None = None  # the embedding's name, if the head has its weight
-
-    @property
-    def layers(self) -> str:
-        """The name of the list of layers."""
-        return f"{self.backbone}.{self.plan.layers}"
 
 
 def read_stages(model: PreTrainedModel) -> StageFacts:

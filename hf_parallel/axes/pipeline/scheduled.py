@@ -20,13 +20,13 @@ from hf_parallel.axes.pipeline.unscheduled import free
 if TYPE_CHECKING:
     from torch.distributed.pipelining.schedules import _PipelineSchedule
 
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
     from hf_parallel.axes.pipeline.outputs import Gradients
+    from hf_parallel.axes.pipeline.stage_runner import StageRunner
 
 Run = Callable[[StageView, torch.Tensor | None, int], torch.Tensor]
 
 
-def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
+def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -> torch.Tensor:
     """The loss of a batch; the gradients are known by then, its backward hands them over.
 
     Args:
@@ -36,11 +36,12 @@ def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run
     """
     schedule, index = _schedule_for(engine, count, tokens), torch.arange(count)
     free(engine)
-    engine.before_run(engine.model.training, tokens.shape)
+    engine.services.before_run(engine.model.training, tokens.shape)
     held = engine.held_run()
     for stage in engine.schedules[count][1]:
         stage.reduces = held is None
-    scale = None if engine.scale_loss is None else engine.scale_loss(torch.ones((), device=engine.mesh.device))
+    scale_loss = engine.services.scale_loss
+    scale = None if scale_loss is None else scale_loss(torch.ones((), device=engine.mesh.device))
     losses: list[torch.Tensor] = []
     with _autocast_per_stage(engine) as autocast, fresh_gradients(engine.trainable()) as fresh:
 
@@ -68,7 +69,7 @@ def scheduled(engine: PipelineEngine, count: int, tokens: torch.Tensor, run: Run
     return detached_node([loss], hand_over)[0]
 
 
-def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tensor) -> _PipelineSchedule:
+def _schedule_for(engine: StageRunner, micro_batches: int, tokens: torch.Tensor) -> _PipelineSchedule:
     """The schedule for this number of micro-batches, told the shape of what travels in this step."""
     boundary = engine.boundary(tokens, "meta").requires_grad_()
     if micro_batches not in engine.schedules:
@@ -84,7 +85,7 @@ def _schedule_for(engine: PipelineEngine, micro_batches: int, tokens: torch.Tens
 
 
 @contextlib.contextmanager
-def _autocast_per_stage(engine: PipelineEngine) -> Iterator[Callable[[], torch.autocast]]:
+def _autocast_per_stage(engine: StageRunner) -> Iterator[Callable[[], torch.autocast]]:
     """The schedule runs backward passes too, which must not be autocast: leave it, enter it for each forward."""
     kind = engine.mesh.device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)

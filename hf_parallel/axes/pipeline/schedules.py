@@ -19,7 +19,7 @@ from torch import nn
 
 from hf_parallel.ask.keys.pipeline import LOOPED_SCHEDULES, SCHEDULES, SINGLE_SCHEDULES, V_SCHEDULES
 from hf_parallel.axes.pipeline import timeline
-from hf_parallel.axes.pipeline.axis import recomputes_in_parts
+from hf_parallel.axes.pipeline.part import recomputes_in_parts
 from hf_parallel.axes.pipeline.recorder import Recorder
 from hf_parallel.config import ParallelConfig
 from hf_parallel.spec import SpecError, refuse

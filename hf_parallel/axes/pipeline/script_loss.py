@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 import torch.distributed as dist
 
-from hf_parallel.axes.axis import Batch
 from hf_parallel.axes.pipeline.batches import count_targets, row_count, split_examples, tokens_of
 from hf_parallel.axes.pipeline.scheduled import scheduled
 from hf_parallel.axes.pipeline.schedules import can_be_cut, micro_batch_count
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
-from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, describe, free
+from hf_parallel.axes.pipeline.unscheduled import Call, Made, Serving, Session, as_described, describe, free
 from hf_parallel.collectives import objects
+from hf_parallel.model.batches import Batch
 
 if TYPE_CHECKING:
     from typing import NoReturn
 
     from transformers.utils import ModelOutput
 
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.stage_runner import StageRunner
     from hf_parallel.axes.pipeline.stages import StageView
     from hf_parallel.config import ParallelConfig
 
@@ -80,7 +80,7 @@ class Plan:
 
 
 def find_plan(
-    engine: PipelineEngine, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
+    engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> Plan | None:
     """How the loss may be scheduled, or None if it needs whole batches. Collective over all ranks.
 
@@ -108,11 +108,11 @@ def find_plan(
 class Prepared(Session):
     """Every call has its answer ready: an output, or a function of who is called with what."""
 
-    def __init__(self, engine: PipelineEngine, answers: list[Answer]) -> None:
+    def __init__(self, engine: StageRunner, answers: list[Answer]) -> None:
         super().__init__(engine)
         self.answers = list(answers)
 
-    def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
+    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         if not self.answers:
             raise RuntimeError(_OTHERWISE)
         ready = self.answers.pop(0)
@@ -124,7 +124,7 @@ class Prepared(Session):
             raise RuntimeError(_OTHERWISE)
 
 
-def _verdicts(engine: PipelineEngine, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
+def _verdicts(engine: StageRunner, batch: Batch, made: list[Made], loss_of: Loss) -> torch.Tensor:
     """For each of `CUTS`: is the loss of disturbed outputs what it makes of parts of them?"""
     generator = torch.Generator().manual_seed(0)  # ranks that share a sequence or a vocabulary disturb alike
     disturbed = _disturbed_batch(engine, batch, generator)
@@ -135,7 +135,7 @@ def _verdicts(engine: PipelineEngine, batch: Batch, made: list[Made], loss_of: L
 
 
 def _holds(
-    cut: Cut, whole: torch.Tensor, engine: PipelineEngine, batch: Batch, outputs: list[ModelOutput], loss_of: Loss
+    cut: Cut, whole: torch.Tensor, engine: StageRunner, batch: Batch, outputs: list[ModelOutput], loss_of: Loss
 ) -> bool:
     rows = row_count(batch)
     if rows % cut.rows or not can_be_cut(rows // cut.rows, engine.config):
@@ -162,7 +162,7 @@ def _disturbed(output: ModelOutput, generator: torch.Generator) -> ModelOutput:
     return _with_hidden(output, hidden + noise * hidden.float().std().to(hidden.dtype))
 
 
-def _disturbed_batch(engine: PipelineEngine, batch: Batch, generator: torch.Generator) -> Batch:
+def _disturbed_batch(engine: StageRunner, batch: Batch, generator: torch.Generator) -> Batch:
     """The second half of each row loses tokens, another number in each: a mean over tokens is none over examples."""
     padding = getattr(engine.model.config, "pad_token_id", None)
     changed = dict(batch)
@@ -187,7 +187,7 @@ def _emptied(key: str, value: torch.Tensor, padding: int | None) -> int | None:
 
 
 @contextlib.contextmanager
-def counted(engine: PipelineEngine, batch: Batch, wanted: bool) -> Iterator[None]:
+def counted(engine: StageRunner, batch: Batch, wanted: bool) -> Iterator[None]:
     """The model's own mean, where the script gives it no count, runs over the whole batch of all data ranks."""
     if wanted and torch.is_tensor(batch.get("labels")) and engine.sums_over_tokens:
         engine.items = count_targets(batch)
@@ -210,7 +210,7 @@ def takes(plan: Plan, batch: Batch, config: ParallelConfig) -> bool:
 
 
 def run_plan(
-    engine: PipelineEngine, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
+    engine: StageRunner, plan: Plan, batch: Batch, loss_of: Loss, quietly: Quietly, counts: bool = True
 ) -> torch.Tensor:
     """The loss of a batch, scheduled; its backward hands over the gradients, which are known by then."""
     rows, cut, device = row_count(batch), plan.cut, engine.mesh.device
@@ -222,7 +222,7 @@ def run_plan(
 
         def run(view: StageView, hidden: torch.Tensor | None, i: int) -> torch.Tensor:
             if view.index != engine.last_index:
-                with engine.as_described(calls[i]):
+                with as_described(engine, calls[i]):
                     return engine.layers(view, hidden, calls[i].arguments(parts[i], device))
             session = Prepared(engine, _answers(engine, plan, parts[i], [outputs[i] for outputs in beside], hidden))
             with session.active():
@@ -233,7 +233,7 @@ def run_plan(
         return scheduled(engine, count, tokens_of(calls[0].arguments(parts[0], device)), run)
 
 
-def _beside(engine: PipelineEngine, plan: Plan, call: Call, batch: Batch, count: int) -> list[ModelOutput | None]:
+def _beside(engine: StageRunner, plan: Plan, call: Call, batch: Batch, count: int) -> list[ModelOutput | None]:
     """The outputs of a call without gradient, by micro-batch: the whole batch runs before the schedule starts."""
     if call.grad or plan.is_repeated(call):
         return [None] * count
@@ -249,7 +249,7 @@ def _beside(engine: PipelineEngine, plan: Plan, call: Call, batch: Batch, count:
 
 
 def _main_calls(
-    engine: PipelineEngine, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
+    engine: StageRunner, plan: Plan, parts: list[Batch], beside: list[list], loss_of: Loss, quietly: Quietly
 ) -> list[Call]:
     """The call with gradient, for each micro-batch. Tensors that the script makes for it the last stage tells."""
     main = plan.calls[plan.main]
@@ -265,16 +265,16 @@ def _main_calls(
     return objects.from_one(lambda: [made(*part) for part in enumerate(parts)], engine.control, engine.last_rank)
 
 
-def _leave_with_call(part: Batch, engine: PipelineEngine, kwargs: Batch) -> NoReturn:
+def _leave_with_call(part: Batch, engine: StageRunner, kwargs: Batch) -> NoReturn:
     raise LeaveAtExit(describe(engine, kwargs, part))
 
 
 def _answers(
-    engine: PipelineEngine, plan: Plan, part: Batch, outputs: list[ModelOutput | None], hidden: torch.Tensor | None
+    engine: StageRunner, plan: Plan, part: Batch, outputs: list[ModelOutput | None], hidden: torch.Tensor | None
 ) -> list[Answer]:
     """What each call of the loss of one micro-batch gets, on the last stage."""
 
-    def answer(expected: Call, output: ModelOutput | None, caller: PipelineEngine, kwargs: Batch) -> ModelOutput:
+    def answer(expected: Call, output: ModelOutput | None, caller: StageRunner, kwargs: Batch) -> ModelOutput:
         if not describe(caller, kwargs, part, values=False).alike(expected):
             raise RuntimeError(_OTHERWISE)
         if output is not None:

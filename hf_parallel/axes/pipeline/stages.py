@@ -41,7 +41,7 @@ from hf_parallel.model.anatomy import Backbone
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from hf_parallel.axes.pipeline.axis import PipelinePart
+    from hf_parallel.axes.pipeline.part import PipelinePart
 
 Swap = tuple[nn.Module, str, nn.Module | None]  # owner, name, what stands there
 

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from hf_parallel.autocast import autocast_dtype
-from hf_parallel.axes.axis import Batch
 from hf_parallel.axes.pipeline.batches import counted_tokens, fresh_gradients, split_rows, tokens_of
 from hf_parallel.axes.pipeline.outputs import detached_node, share
 from hf_parallel.collectives import objects
+from hf_parallel.model.batches import Batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -33,10 +33,9 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers.utils import ModelOutput
 
-    from hf_parallel.axes.data.held_gradients import Run as HeldRun
-    from hf_parallel.axes.experts.stages import CallBalance
-    from hf_parallel.axes.pipeline.engine import PipelineEngine
+    from hf_parallel.axes.pipeline.stage_runner import StageRunner
     from hf_parallel.axes.pipeline.stages import StageView
+    from hf_parallel.axes.services import CallBalance, HeldRun
 
 
 T = TypeVar("T")
@@ -97,7 +96,7 @@ class Pass:
 class Made:
     """A call that was made: its passes, and on the last stage what it returned."""
 
-    engine: PipelineEngine
+    engine: StageRunner
     call: Call
     balance: CallBalance | None  # what routers choose, where a loss asks for it
     passes: list[dict[int, Pass]] = field(default_factory=list)
@@ -107,7 +106,7 @@ class Made:
 class Session:
     """Who answers when a script, on the last stage, calls the backbone of a pipelined model."""
 
-    def __init__(self, engine: PipelineEngine) -> None:
+    def __init__(self, engine: StageRunner) -> None:
         self.engine = engine
 
     def run(self, script: Callable[[], T]) -> T:
@@ -125,12 +124,12 @@ class Session:
         finally:
             pipelines.session = former
 
-    def within(self, engine: PipelineEngine, call: Callable[[], T]) -> T:
+    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
         """`call()` inside the last stage of `engine`, for the model that trains or another one beside it."""
         view, handler = engine.views[-1], functools.partial(self.answer, engine)
         return engine.through(engine.stages[-1], lambda hidden, i: engine.enter(view, handler, call))
 
-    def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
+    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         """The output of the backbone for one call."""
         raise NotImplementedError
 
@@ -138,7 +137,7 @@ class Session:
 class Serving(Session):
     """Every call runs through all stages at once; see the module's docstring."""
 
-    def __init__(self, engine: PipelineEngine, batch: Batch) -> None:
+    def __init__(self, engine: StageRunner, batch: Batch) -> None:
         super().__init__(engine)
         self.batch, self.made = batch, list[Made]()
 
@@ -160,7 +159,7 @@ class Serving(Session):
                 told[0].stop()
             self.forward(told[0], self.batch)
 
-    def answer(self, engine: PipelineEngine, kwargs: Batch) -> ModelOutput:
+    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
         call = describe(engine, kwargs, self.batch)
         if call.grad and engine is not self.engine:
             raise NotImplementedError("hf_parallel: a loss in a pipeline trains one model; freeze the other")
@@ -178,8 +177,8 @@ class Serving(Session):
         self.made.append(made)
         kwargs = call.arguments(batch, engine.mesh.device)
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
-        with torch.set_grad_enabled(call.grad), engine.as_described(call):
-            engine.before_run(engine.model.training, tokens_of(kwargs).shape)
+        with torch.set_grad_enabled(call.grad), as_described(engine, call):
+            engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
             outputs = [_forward_pass(made, part) for part in parts]
             if made.balance is not None:
                 made.balance.close()
@@ -218,7 +217,7 @@ class Serving(Session):
         engine.accumulate(fresh, None, held)
 
 
-def served(engine: PipelineEngine, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
+def served(engine: StageRunner, batch: Batch, script: Callable[[], object]) -> tuple[ModelOutput, list[Made]]:
     """What `script` returns on the last stage, on every rank; and the calls it made. Collective over the pipeline."""
     grad, held = torch.is_grad_enabled(), engine.held_run()
     free(engine)  # of a call whose backward has not come: weights may have changed since
@@ -236,7 +235,7 @@ def served(engine: PipelineEngine, batch: Batch, script: Callable[[], object]) -
     return rebuilt(values), session.made
 
 
-def free(engine: PipelineEngine) -> None:
+def free(engine: StageRunner) -> None:
     """Without a backward pass nothing else frees gathered weights, and `parameters()` would show plain tensors.
 
     After all that was asked, not after each pass through a stage: data ranks with fewer rows make fewer passes.
@@ -246,7 +245,7 @@ def free(engine: PipelineEngine) -> None:
             module.reshard()
 
 
-def describe(engine: PipelineEngine, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
+def describe(engine: StageRunner, kwargs: Batch, batch: Batch, values: bool = True) -> Call:
     """A call of `engine`'s backbone in a form that other stages understand; or one to compare, without `values`."""
     entries = {id(value): FromBatch(key) for key, value in batch.items() if torch.is_tensor(value)}
 
@@ -257,11 +256,23 @@ def describe(engine: PipelineEngine, kwargs: Batch, batch: Batch, values: bool =
 
     kwargs = {key: value for key, value in kwargs.items() if key != "num_items_in_batch"}  # passed on for the loss
     grad = torch.is_grad_enabled() and any(p.requires_grad for p in engine.model.parameters())
-    adapters = None if engine.adapters is None else engine.adapters.read()
+    adapters = None if engine.services.adapters is None else engine.services.adapters.read()
     return Call(engine.number, tree_map(name, kwargs), grad, autocast_dtype(engine.mesh.device), adapters)
 
 
-def _pass_count(engine: PipelineEngine, rows: int) -> int:
+@contextlib.contextmanager
+def as_described(engine: StageRunner, call: Call) -> Iterator[None]:
+    """Autocast and adapters as they were on the last stage when it made this call."""
+    kind = engine.mesh.device.type
+    enabled = call.autocast is not None
+    dtype = call.autocast or torch.get_autocast_dtype(kind)
+    adapters = engine.services.adapters
+    switched = contextlib.nullcontext() if adapters is None else adapters.as_in(call.adapters)
+    with torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False), switched:
+        yield
+
+
+def _pass_count(engine: StageRunner, rows: int) -> int:
     """Into how many micro-batches so many rows are cut: as many on all data ranks whose tokens meet at experts."""
     config, count = engine.config, min(rows, 2 * engine.config.pp_size)
     if config.ep_size <= config.cp_size * config.tp_size and config.expert_capacity_factor is None:
@@ -308,7 +319,7 @@ def _attached(made: Made, output: torch.Tensor, logits: list[torch.Tensor], part
     return output if made.balance is None else made.balance.attach(output, logits, part, counted_tokens(part))
 
 
-def _receive(engine: PipelineEngine, index: int, batch: Batch) -> torch.Tensor:
+def _receive(engine: StageRunner, index: int, batch: Batch) -> torch.Tensor:
     """What stage `index` works on, from the stage before it."""
     source = engine.config.rank_of_stage(index - 1)
     if source == engine.group.rank():
@@ -319,7 +330,7 @@ def _receive(engine: PipelineEngine, index: int, batch: Batch) -> torch.Tensor:
     return hidden.requires_grad_(torch.is_grad_enabled())
 
 
-def _send(engine: PipelineEngine, tensor: torch.Tensor, index: int) -> None:
+def _send(engine: StageRunner, tensor: torch.Tensor, index: int) -> None:
     """Hand a stage's output, or its input's gradient, to stage `index`."""
     target = engine.config.rank_of_stage(index)
     if target == engine.group.rank():
@@ -328,7 +339,7 @@ def _send(engine: PipelineEngine, tensor: torch.Tensor, index: int) -> None:
         dist.send(tensor.contiguous(), group=engine.group, group_dst=target)
 
 
-def _backward_pass(engine: PipelineEngine, index: int, done: Pass) -> None:
+def _backward_pass(engine: StageRunner, index: int, done: Pass) -> None:
     assert done.output is not None
     if done.handed_on is not None:
         gradient = done.handed_on.grad
@@ -341,7 +352,7 @@ def _backward_pass(engine: PipelineEngine, index: int, done: Pass) -> None:
         _send(engine, torch.zeros_like(hidden) if hidden.grad is None else hidden.grad, index - 1)
 
 
-def _receive_gradient(engine: PipelineEngine, index: int, output: torch.Tensor) -> torch.Tensor:
+def _receive_gradient(engine: StageRunner, index: int, output: torch.Tensor) -> torch.Tensor:
     source = engine.config.rank_of_stage(index + 1)
     if source == engine.group.rank():
         return engine.take_over()

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from hf_parallel.axes.axis import Batch, Building
+    from hf_parallel.axes.axis import Building
     from hf_parallel.axes.tensor.read import SplitFacts
     from hf_parallel.config import ParallelConfig
     from hf_parallel.model.anatomy import Anatomy
+    from hf_parallel.model.batches import Batch
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,8 @@ class Tensor(Axis["SplitFacts", TensorPart]):
 
     def apply(self, model: PreTrainedModel, part: TensorPart, building: Building) -> None:
         """Split layers, embedding and head; then what lies between them lives on parts of the sequence."""
+        from hf_parallel.axes.axis import SequenceParallelFlag
         from hf_parallel.axes.tensor.experts import split_experts
-        from hf_parallel.axes.tensor.region import SequenceParallelFlag
         from hf_parallel.axes.tensor.sequence_parallel import sequence_parallel
         from hf_parallel.axes.tensor.tensor_parallel import retie, tensor_parallel
         from hf_parallel.axes.tensor.vocab_parallel import vocab_parallel

@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.layers import TensorParallelLayer, become
-from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.collectives import (
     copy_to_group,

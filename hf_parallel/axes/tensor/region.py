@@ -33,6 +33,8 @@ from hf_parallel.collectives.kept import COLLECTIVE, keeps
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from hf_parallel.axes.axis import SequenceParallelFlag
+
 
 #: Styles of layers that read the residual stream.
 READERS = {
@@ -48,15 +50,6 @@ READERS = {
 _READ_BESIDES = ("key_value_states", "encoder_hidden_states", "cross_attention_states", "rel_embeddings")
 #: Inputs whose gradient is whole, being added after the sum, or of this rank's heads (`heads.py`).
 _NOT_READ = ("residual", *PER_HEAD)
-
-
-class SequenceParallelFlag:
-    """Is sequence parallelism on? Shared by all of a model, which turns it off while it generates."""
-
-    def __init__(self, on: bool) -> None:
-        self.on = on
-        #: Tokens of each row, and how many more only fill it up, in the latest forward pass.
-        self.padding = (0, 0)
 
 
 class Region:

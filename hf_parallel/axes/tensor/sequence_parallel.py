@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.dropout import OwnRandomNumbers
 from hf_parallel.axes.tensor.experts import gather_router_logits
 from hf_parallel.axes.tensor.infer import named_layers
 from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
-from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.region import READERS, Region
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
 from hf_parallel.model.batches import by_name

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
+from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.heads import use_local_heads
 from hf_parallel.axes.tensor.infer import OF_HEADS, linear_sizes, named_layers
 from hf_parallel.axes.tensor.layers import (
@@ -40,7 +41,7 @@ from hf_parallel.axes.tensor.layers import (
     partial_gradient,
     unsplit,
 )
-from hf_parallel.axes.tensor.region import READERS, Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.region import READERS, Region
 from hf_parallel.model.anatomy import attention_heads, is_norm
 from hf_parallel.model.packed import packed_order
 

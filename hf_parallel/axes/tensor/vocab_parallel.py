@@ -18,9 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_parallel.axes.axis import SequenceParallelFlag
 from hf_parallel.axes.tensor.cross_entropy import cross_entropy
 from hf_parallel.axes.tensor.layers import ColumnParallel, TensorParallelLayer, become, local
-from hf_parallel.axes.tensor.region import Region, SequenceParallelFlag
+from hf_parallel.axes.tensor.region import Region
 from hf_parallel.axes.tensor.tensor_parallel import shard_parameter
 from hf_parallel.collectives import reduce_from_group
 from hf_parallel.collectives.when_read import whole_when_read

@@ -127,7 +127,7 @@ def _scale_in_pipeline(model: nn.Module, scaler: torch.amp.GradScaler | None) ->
     """A schedule runs its backward passes before the script scales the loss."""
     state = runtime.parallel_state(model)
     if scaler is not None and state is not None and state.pipeline is not None:
-        state.pipeline.scale_loss = scaler.scale
+        state.pipeline.services.scale_loss = scaler.scale
 
 
 def normalise_over_data_ranks(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from hf_parallel.adapters.four_bit import BLOCK, FourBit, Packing, pack_linear
+from hf_parallel.axes.axis import Plan
 from hf_parallel.axes.pipeline.stand_ins import StandIn
 from hf_parallel.axes.tensor.axis import TENSOR
 from hf_parallel.axes.tensor.layers import TensorParallelLayer
@@ -27,7 +28,6 @@ from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
 from hf_parallel.mesh import placed_as
 from hf_parallel.model.packed import StoredOrder
-from hf_parallel.resolve import Plan
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:

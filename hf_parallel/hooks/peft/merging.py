@@ -162,7 +162,7 @@ def _follow(model: nn.Module, state: ParallelState, names: dict[int, str]) -> No
         for i, part in enumerate(stage.parts):
             if id(part) in names:
                 stage.parts[i] = model.get_submodule(names[id(part)])
-    pipeline.adapters = None
+    pipeline.services.adapters = None
 
 
 def _reshard(state: ParallelState) -> None:

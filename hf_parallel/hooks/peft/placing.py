@@ -32,7 +32,7 @@ def place(model: PreTrainedModel, state: ParallelState) -> None:
                 _split(name, module, base, state)
     if state.pipeline is not None:
         follow_wrappers(state.pipeline.stages, model)
-        state.pipeline.adapters = AdapterState(model)
+        state.pipeline.services.adapters = AdapterState(model)
     if state.mesh.config.sharing_size > 1:
         add_late_parameters(state.root)
     waiting = model.__dict__.pop("_hf_parallel_unplaced", None)

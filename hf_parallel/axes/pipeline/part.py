@@ -1,0 +1,46 @@
+"""What a pipeline knows of a model, and what it will do to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hf_parallel.ask.keys.pipeline import SPLIT_BACKWARD
+from hf_parallel.axes.pipeline.balance import Costs
+from hf_parallel.model.families import Backbone
+
+if TYPE_CHECKING:
+    from hf_parallel.config import ParallelConfig
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """`refusal`: why the model cannot be cut; then nothing else is known. Names are full ones."""
+
+    refusal: str | None = None
+    backbone: str = ""
+    plan: Backbone = Backbone((), "", ())
+    costs: Costs | None = None
+    tied_embedding: str | None = None  # the embedding's name, if the head has its weight
+
+    @property
+    def layers(self) -> str:
+        """The name of the list of layers."""
+        return f"{self.backbone}.{self.plan.layers}"
+
+
+@dataclass(frozen=True)
+class PipelinePart:
+    """What the pipeline will do. `config`: with the schedule chosen; `layers_per_stage`: in order of the stages."""
+
+    config: ParallelConfig
+    layers_per_stage: tuple[int, ...]
+    tied: bool  # embedding and head share their weight
+    sums_over_tokens: bool  # micro-batch losses add up to the loss of the batch
+    facts: StageFacts
+    line: str  # how the layers are shared out, for people
+
+
+def recomputes_in_parts(config: ParallelConfig, schedule: str) -> bool:
+    """Does each part of its backward recompute checkpointed layers for itself? That costs more than a bubble."""
+    return config.activation_checkpointing != "none" and schedule in SPLIT_BACKWARD

@@ -1,0 +1,288 @@
+"""The stages of one rank: what runs inside them, what travels between them, and their gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hf_parallel.axes.axis import Building
+from hf_parallel.axes.pipeline.batches import fresh_gradients, tokens_of, without_count
+from hf_parallel.axes.pipeline.outputs import wants
+from hf_parallel.axes.pipeline.part import PipelinePart
+from hf_parallel.axes.pipeline.recorder import Recorder
+from hf_parallel.axes.pipeline.remote_modules import RemoteModules
+from hf_parallel.axes.pipeline.schedules import predicted_bubble
+from hf_parallel.axes.pipeline.stages import StageView, boundary_dtype
+from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
+from hf_parallel.axes.services import HeldRun, RouterBalance
+from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.anatomy import backbone_of, text_config
+from hf_parallel.model.batches import Batch
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
+    from hf_parallel.axes.pipeline.torch_stage import TorchStage
+
+
+T = TypeVar("T")
+Handler = Callable[[Batch], Any]  # what the backbone returns, or a stage leaves with
+
+
+class ScriptSession(Protocol):
+    """Answers a script's calls of pipelined models while it runs on the last stage alone."""
+
+    def within(self, engine: StageRunner, call: Callable[[], T]) -> T:
+        """Make a call inside the last stage of `engine`."""
+
+    def answer(self, engine: StageRunner, kwargs: Batch) -> ModelOutput:
+        """Return the output of the backbone for one call."""
+
+
+@dataclass
+class Pipelines:
+    """The pipelined models of one mesh. A script on the last stage may call several; other stages answer by number.
+
+    `engines`: weak references, in the same order on all ranks.
+    """
+
+    engines: list[weakref.ref[StageRunner]] = field(default_factory=list)
+    session: ScriptSession | None = None  # while a script runs on the last stage alone
+
+    def add(self, engine: StageRunner) -> int:
+        """Add an engine. Return its number."""
+        self.engines.append(weakref.ref(engine))
+        return len(self.engines) - 1
+
+    def engine(self, number: int) -> StageRunner:
+        """Return the engine of this number."""
+        engine = self.engines[number]()
+        assert engine is not None  # it lives as long as its model
+        return engine
+
+
+_OF_MESH: WeakKeyDictionary[ParallelMesh, Pipelines] = WeakKeyDictionary()
+
+
+def pipelines_of(mesh: ParallelMesh) -> Pipelines:
+    """Return the pipelined models of a mesh; the same object each time."""
+    return _OF_MESH.setdefault(mesh, Pipelines())
+
+
+class Stage(nn.Module):
+    """What FSDP2 and torch's schedule see: a module that holds one stage's parts and runs what it is given."""
+
+    def __init__(self, view: StageView) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(view.modules)
+        self.work: Callable[[torch.Tensor | None, int], object] | None = None
+        self.autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+
+    def __call__(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
+        """FSDP2's hooks would move indices to the GPU; to read one there waits for all that is queued."""
+        arrived = None if hidden is not None and not hidden.is_floating_point() else hidden
+        with self.autocast():  # around FSDP2's hooks too: it gathers weights in autocast's dtype
+            return super().__call__(arrived, micro_batch=int(micro_batch))
+
+    def forward(self, hidden: torch.Tensor | None, micro_batch: int) -> object:
+        assert self.work is not None
+        return self.work(hidden, micro_batch)
+
+
+class StageRunner:
+    """The stages that one rank holds of a pipelined model. `copies` and `services` are for callers outside."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        views: list[StageView],
+        building: Building,
+        part: PipelinePart,
+        remote_modules: RemoteModules,
+    ) -> None:
+        mesh = building.mesh
+        self.model, self.views, self.mesh, self.config = model, views, mesh, part.config
+        self.layers_per_stage, self.remote_modules = part.layers_per_stage, remote_modules
+        self._layers = [layer for view in views for layer in view.layers]
+        self.stages: Any = nn.ModuleList(Stage(view) for view in views)
+        self.last_index = self.config.pipeline_stages - 1
+        self.last_rank = self.config.rank_of_stage(self.last_index)
+        self.group, place = mesh.group("pp"), mesh.index("pp")
+        self.control = mesh.group_on_host("pp")  # for what stages tell each other, beside tensors
+        self.first, self.last = place == 0, place == self.last_rank
+        # In a V one rank holds both ends, and with them the one tied parameter.
+        self.tied_group = mesh.first_and_last_stage_group() if part.tied and self.last_rank != 0 else None
+        self.sums_over_tokens = part.sums_over_tokens
+        # Under sequence parallelism stages exchange 1/tp of each sequence.
+        flag = building.sequence_flag
+        self.sequence_parts = mesh.size("tp") if flag is not None and flag.on else 1
+        self.local_length = building.local_length
+        self.services = building.services
+        self.loss_only = False  # evaluation that wants no logits need not send them
+        self.recorder = Recorder(mesh.device)
+        self.items: torch.Tensor | None = None  # targets of the whole batch, while a script's loss sees parts of it
+        self.handed_over: torch.Tensor | None = None  # from a stage to the next on the same rank
+        self.pipelines = pipelines_of(mesh)
+        self.number = self.pipelines.add(self)
+        self._width = text_config(model).hidden_size
+        self.schedules: dict[
+            int, tuple[_PipelineSchedule, list[TorchStage]]
+        ] = {}  # torch's, by number of micro-batches
+        self._view: StageView | None = None
+        self._on_call: Handler | None = None
+        self._model_forward, self._backbone_forward = model.forward, cast(nn.Module, backbone_of(model)).forward
+
+    @property
+    def copies(self) -> set[int]:
+        """ids of parameters that an earlier stage counts too: the last stage's copy of a tied embedding."""
+        return {id(p) for p in self._tied_parameters()} if self.last and not self.first else set()
+
+    def _tied_parameters(self) -> list[nn.Parameter]:
+        if self.tied_group is None:
+            return []
+        return self.services.at_rest([self.model.get_input_embeddings().weight])
+
+    def balance_of(self, kwargs: Batch) -> RouterBalance | None:
+        """What counts what routers choose in all layers, if this call of the model or its backbone asks for it."""
+        return self.services.balance if wants(self.model.config, kwargs, "output_router_logits") else None
+
+    @contextlib.contextmanager
+    def recorded(self, path: str) -> Iterator[None]:
+        """Draw the timeline of what runs in here, by the pipeline's first rank."""
+        self.recorder.start(self.group)
+        yield
+        micro_batches = max(self.schedules, default=1)
+        layers = tuple(self.layers_per_stage)
+        predicted = predicted_bubble(self.config, layers, micro_batches) if self.schedules else None
+        self.recorder.draw(self.group, path, self.config.pipeline_schedule, predicted)
+
+    def tell(self, values: dict[str, object]) -> None:
+        """Update `values` on every stage with those of the last. Collective, so not while a schedule runs."""
+        told = [values]
+        dist.broadcast_object_list(told, group=self.control, group_src=self.last_rank)
+        values.update(told[0])
+
+    # ---- one stage -----------------------------------------------------------------------------------------------
+
+    def through(
+        self, stage: Stage, work: Callable[[torch.Tensor | None, int], T], hidden: torch.Tensor | None = None
+    ) -> T:
+        """`work(hidden, 0)` inside a stage, so that FSDP2 gathers its weights."""
+        stage.work = work
+        try:
+            return stage(hidden)
+        finally:
+            stage.work = None  # it holds the batch
+
+    def enter(self, view: StageView, on_call: Handler | None, call: Callable[[], T]) -> T:
+        """What `call` returns, or leaves the stage with, while the model shows one stage.
+
+        Args:
+            on_call: answers each call of the backbone.
+        """
+        former = self._view, self._on_call
+        self._view, self._on_call = view, on_call
+        try:
+            with view.shown(instead_of=former[0]):
+                return call()
+        except LeaveAtExit as leave:
+            return leave.carried
+        finally:
+            self._view, self._on_call = former
+
+    def layers(self, view: StageView, hidden: torch.Tensor | None, kwargs: Batch) -> torch.Tensor:
+        """One micro-batch through the layers of a stage before the last."""
+        return self.enter(view, None, lambda: self.run_backbone(hidden, kwargs))
+
+    def run_backbone(self, hidden: torch.Tensor | None, kwargs: Batch) -> ModelOutput:
+        """The layers of the stage that is shown, from what arrived at it.
+
+        Raises:
+            LeaveAtExit: with what leaves, on every stage but the last.
+        """
+        assert self._view is not None
+        entry, kwargs = self._view.entry, without_count(kwargs)
+        if entry is not None and hidden is not None:
+            # The model sees the shape to make masks and positions of; the values come in at the entry.
+            length = tokens_of(kwargs).shape[1]
+            kwargs = {**kwargs, "input_ids": None, "inputs_embeds": _placeholder(hidden, length)}
+            entry.hidden = hidden
+        try:
+            return self._backbone_forward(**kwargs)
+        except LeaveAtExit as leave:
+            expected = self._boundary_dtype()
+            if self.services.lowered_dtype() is not None:  # FSDP2 would cast it when it arrives
+                leave.carried = leave.carried.to(expected)
+            if leave.carried.dtype != expected:  # it would arrive as garbage in the receiver's buffer
+                raise RuntimeError(
+                    f"hf_parallel: activations are {leave.carried.dtype}, weights {expected}: cannot cross stages"
+                ) from leave
+            raise
+        finally:
+            if entry is not None:
+                entry.hidden = None
+
+    def boundary(self, tokens: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+        """An empty tensor of the shape that travels between stages for a batch of these tokens."""
+        rows, length = tokens.shape[:2]
+        length = length if self.local_length is None else self.local_length(length)
+        shape = rows, -(-length // self.sequence_parts), self._width
+        return torch.empty(shape, dtype=self._boundary_dtype(), device=device)
+
+    def _boundary_dtype(self) -> torch.dtype:
+        return self.services.lowered_dtype() or boundary_dtype(self._layers)
+
+    def take_over(self) -> torch.Tensor:
+        """What a stage of this rank has left for the next one here."""
+        assert self.handed_over is not None
+        tensor, self.handed_over = self.handed_over, None
+        return tensor
+
+    # ---- gradients ---------------------------------------------------------------------------------------------
+
+    def trainable(self) -> list[nn.Parameter]:
+        """This rank's parameters that get gradients, also while a call whose backward is to come has gathered them."""
+        return self.services.at_rest([p for p in self.model.parameters() if p.requires_grad])
+
+    def held_run(self) -> HeldRun | None:
+        """The run that begins, if data ranks reduce nothing in it: one of several of a step."""
+        return None if self.services.held is None else self.services.held.run()
+
+    def accumulate(self, fresh: list, scale: torch.Tensor | None, held: HeldRun | None) -> None:
+        """Add the fresh gradients, times the gradient of the loss, to the accumulated ones.
+
+        Args:
+            held: the run whose gradients are not reduced yet.
+        """
+        self._add(fresh, scale)
+        if held is not None:
+            with fresh_gradients(self.trainable()) as reduced:
+                held.hand_over(scale)
+            self._add(reduced, None)
+
+    def _add(self, fresh: list, scale: torch.Tensor | None) -> None:
+        tied = {id(p) for p in self._tied_parameters()}
+        for parameter, gradient in fresh:
+            if gradient is None:
+                continue
+            if scale is not None:
+                gradient.mul_(scale)
+            if id(parameter) in tied:  # both ends of the pipeline hold this parameter: its gradient is the sum
+                dist.all_reduce(stored(gradient), group=self.tied_group)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+        fresh.clear()
+
+
+def _placeholder(hidden: torch.Tensor, length: int) -> torch.Tensor:
+    """A tensor of the whole sequence's shape; where parts of it travel an expanded one, which takes no memory."""
+    return hidden.detach() if hidden.shape[1] == length else hidden.detach()[:, :1].expand(-1, length, -1)
