@@ -29,7 +29,8 @@ class LossKeys(Keys):
     lean_loss: str = key(
         "auto",
         "head and loss in chunks of tokens: `auto` where a Trainer or a pipeline takes the model's own loss alone and "
-        "chunks need less memory (over data ranks for any number of tokens), `true` in loops too, where logits are made when read, before the optimizer's step",
+        "chunks need less memory (over data ranks for any number of tokens), `true` in loops too, where logits are "
+        "made when read, before the optimizer's step",
         choices=("auto", "true", "false"),
     )
 

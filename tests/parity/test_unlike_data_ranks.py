@@ -22,7 +22,7 @@ class InOrder(Trainer):
 
 
 def examples(size: int, data_ranks: int, shift: int, vocabulary: int) -> list[dict]:
-    """`size` examples: whole batches of long ones for one data rank, of short ones for the others, and a ragged end."""
+    """Whole batches of long examples for one data rank, of short ones for the others, and a ragged end."""
     drawn, each, found = torch.Generator().manual_seed(shift), GLOBAL_BATCH // data_ranks, []
     for i in range(size):
         long = (i // each + shift) % data_ranks == 0
@@ -33,7 +33,9 @@ def examples(size: int, data_ranks: int, shift: int, vocabulary: int) -> list[di
 def pad(rows: list[dict]) -> dict:
     """Fill with token 0, which is no target, as far as this batch's longest example."""
     longest = max(len(row["input_ids"]) for row in rows)
-    ids = torch.stack([torch.nn.functional.pad(row["input_ids"], (0, longest - len(row["input_ids"]))) for row in rows])
+    ids = torch.stack(
+        [torch.nn.functional.pad(row["input_ids"], (0, longest - len(row["input_ids"]))) for row in rows]
+    )
     mask = torch.stack([torch.arange(longest) < len(row["input_ids"]) for row in rows])
     return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
 
