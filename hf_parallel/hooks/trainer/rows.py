@@ -20,6 +20,8 @@ Batch: TypeAlias = MutableMapping[str, Any]
 Value = TypeVar("Value")
 #: Key of a tensor [1, tokens] with the number of each token's example; taken out before a model sees the batch.
 JOINED = "hf_parallel_example_of_token"
+#: Key of labels [1, tokens] that Trainer counts in the place of `labels`; taken out when they are counted.
+LABELS_COUNTED = "hf_parallel_labels_counted"
 
 
 def count(batch: Batch, blocks: int = 1) -> int | None:
@@ -81,7 +83,7 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
         rows: of a block.
     """
     kept = dict(batch)
-    for key in ("labels", "shift_labels"):
+    for key in ("labels", "shift_labels", LABELS_COUNTED):
         if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
             kept[key] = kept[key].clone()
             kept[key][torch.arange(len(kept[key])) % rows >= real] = -100

@@ -18,10 +18,11 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
-from hf_parallel.hooks.trainer import padding_free
+from hf_parallel.hooks.trainer import joining_proof, padding_free
 from hf_parallel.hooks.trainer.joining import (
     Collate,
     asked,
+    counts_first,
     joined,
     length_column,
     lengths_of,
@@ -134,20 +135,22 @@ def check_loop() -> None:
 def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
     if not budget():
-        if not padding_free.wanted():
+        if padding_free.wanted():
+            joining_proof.refuse_other_numbers(self)
+        else:
             padding_free.choose(self, why_not_joined)
         return _joining(original, self) if padding_free.wanted() else original(self)
+    joining_proof.refuse_other_numbers(self)
     examples, args = _examples(self), self.args
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
     batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed)
-    joined([examples[0]])
     report.say(_line(batches))
     loader = torch.utils.data.DataLoader(
         examples,
         batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=joined,
+        collate_fn=functools.partial(joined, counts_first=counts_first(self)),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
@@ -158,7 +161,7 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
 
 def _joining(original: Callable, trainer: Trainer) -> object:
     """The loader of the script's batches, each joined."""
-    with replacing(trainer, data_collator=padding_free.Joined(trainer.data_collator)):
+    with replacing(trainer, data_collator=padding_free.Joined(trainer.data_collator, counts_first(trainer))):
         return original(trainer)
 
 

@@ -16,6 +16,7 @@ from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
+from hf_parallel.hooks.trainer.joining import with_counted_labels
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -115,7 +116,7 @@ def get_batch_samples(
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
 def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
-    items = original(self, batch_samples, device)
+    items = original(self, with_counted_labels(batch_samples), device)
     if items is not None and self.args.average_tokens_across_devices:
         return items / runtime.mesh().data_size
     return items
