@@ -113,8 +113,8 @@ def _why_loss_differs(trainer: Trainer, copy: PreTrainedModel, examples: list) -
     if abs(apart - one_row) <= tolerance * abs(apart):
         return None
     return (
-        f"the script's own loss looks at examples: {apart:.6g} for two of them in rows, {one_row:.6g} for the same two "
-        "joined"
+        f"the script's own loss looks at examples: it is {apart:.6g} for two of them in rows, and {one_row:.6g} for "
+        "the same two joined"
     )
 
 

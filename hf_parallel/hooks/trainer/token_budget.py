@@ -18,7 +18,7 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
-from hf_parallel.hooks.trainer import joining_proof, padding_free
+from hf_parallel.hooks.trainer import deal, joining_proof, padding_free
 from hf_parallel.hooks.trainer.joining import (
     Collate,
     asked,
@@ -29,6 +29,7 @@ from hf_parallel.hooks.trainer.joining import (
     refuse_joining,
     rows_and_collator,
     set_alone,
+    with_counted_labels,
 )
 from hf_parallel.hooks.trl import servers
 
@@ -53,8 +54,13 @@ def patches_alone(config: ParallelConfig) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
     set_alone(config)
     why = "packs by tokens"
-    made = functools.partial(Patch, "transformers.trainer:Trainer.__init__", around(_checked), why)
-    return [made(), Patch("transformers.trainer:Trainer.get_train_dataloader", around(get_train_dataloader), why)]
+    own = {
+        "__init__": _checked,
+        "get_train_dataloader": get_train_dataloader,
+        "_get_num_items_in_batch": _num_items_in_batch,
+        **deal.ALONE,
+    }
+    return [Patch(f"transformers.trainer:Trainer.{name}", around(function), why) for name, function in own.items()]
 
 
 def stop() -> None:
@@ -75,6 +81,10 @@ def _checked(
 ) -> None:
     original(self, model, args, *rest, **kwargs)
     check(self)
+
+
+def _num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
+    return original(self, with_counted_labels(batch_samples), *args)
 
 
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
@@ -146,6 +156,7 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
     batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed)
+    deal.follow(self, batches)
     report.say(_line(batches))
     loader = torch.utils.data.DataLoader(
         examples,
