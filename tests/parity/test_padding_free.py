@@ -60,6 +60,64 @@ def test_one_process_joins_too(folder, tmp_path):
     joined([run_alone(trained, "padding_free=true", *given, **changes)], *run_alone(trained, None, *given, **changes))
 
 
+# ---- noise ----------------------------------------------------------------------------------------------------------
+
+ALPHA = 5.0
+
+
+def noise(spec: str | None, folder: str, out: str) -> list[tuple[int, float]]:
+    """Of each example of the first step: its length, and the largest noise times the root of the width."""
+    activate(spec)
+    trainer, _ = script(folder, out, 4, neftune_noise_alpha=ALPHA, max_steps=1, num_train_epochs=1)
+    found: list[tuple[int, float]] = []
+
+    def read(module, inputs, output):
+        added = (output - torch.nn.functional.embedding(inputs[0], module.weight)).detach().abs()
+        row, mask = current["position_ids"], current.get("attention_mask")
+        if row is None:
+            rows = added.amax((1, 2)).tolist()
+            found.extend(zip(mask.sum(1).tolist(), [value * output.shape[-1] ** 0.5 for value in rows], strict=True))
+            return
+        starts = [*(row[0] == 0).nonzero()[:, 0].tolist(), row.shape[1]]
+        for a, b in zip(starts, starts[1:], strict=False):
+            found.append((b - a, added[0, a:b].max().item() * output.shape[-1] ** 0.5))
+
+    current: dict = {}
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: current.update(
+            position_ids=kwargs.get("position_ids"), attention_mask=kwargs.get("attention_mask")
+        ),
+        with_kwargs=True,
+    )
+    step = trainer.training_step
+
+    def with_hook(*args, **kwargs):
+        handle = trainer.model.get_input_embeddings().register_forward_hook(read)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    trainer.training_step = with_hook
+    trainer.train()
+    return found
+
+
+def test_noise_is_of_the_padded_batch(folder, tmp_path):
+    padded = run_alone(noise, None, folder, str(tmp_path))
+    joined_ = run_alone(noise, "padding_free=true", folder, str(tmp_path))
+    assert [length for length, _ in joined_] == [length for length, _ in padded]
+    longest = max(length for length, _ in padded)
+    for found in (padded, joined_):  # the largest of 200 numbers and more that are drawn evenly
+        assert [value for _, value in found] == pytest.approx([ALPHA / longest**0.5] * 4, rel=0.03)
+
+
+def test_noise_is_of_each_example(folder, tmp_path):
+    found = run_alone(noise, "pack_tokens=70", folder, str(tmp_path))
+    assert len({length for length, _ in found}) > 2
+    assert [value for _, value in found] == pytest.approx([ALPHA / n**0.5 for n, _ in found], rel=0.03)
+
+
 def refused(folder: str, out: str, what: str) -> None:
 
     class Own(Trainer):
@@ -115,8 +173,14 @@ def pad_left(rows):
 
 
 class OwnLoss(Trainer):
-    def compute_loss(self, model, inputs, **kwargs):
-        return super().compute_loss(model, inputs, **kwargs)
+    """Mean of means over examples."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        labels = inputs["labels"]
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        counts = (labels[:, 1:] != -100).sum(1).clamp(min=1)
+        return (losses.sum(1) / counts).mean()
 
 
 def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:

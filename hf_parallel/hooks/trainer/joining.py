@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 import torch
 
 from hf_parallel.hooks import runtime
-from hf_parallel.hooks.trainer.rows import LABELS_COUNTED
+from hf_parallel.hooks.trainer.rows import LABELS_COUNTED, PADDED_LENGTHS
 from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
@@ -55,22 +56,35 @@ def refuse_joining(
     refuse(f"{key}={str(value).lower()}", why, works or f"{key}={off}", alone=alone)
 
 
-def joined(rows: Sequence[Mapping[str, object]], counts_first: bool = False) -> dict[str, torch.Tensor]:
-    """One row of all tokens that are no padding.
+@dataclass(frozen=True)
+class Beside:
+    """What a joined batch brings along for Trainer; no model sees it.
 
-    Args:
-        counts_first: keep the labels beside it in which the first of each example still counts.
+    Attributes:
+        labels: those in which the first of each example still counts, as Trainer counts it where it does not know that
+            a model's loss shifts labels (GPT-2, BERT's decoder, …).
+        lengths: of each token's example with its padding, from which the size of NEFTune's noise follows.
+        of_batch: examples of one batch are padded to the longest of them.
     """
-    parts = [_without_padding(row, counts_first) for row in rows]
-    return {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
+
+    labels: bool = False
+    lengths: bool = False
+    of_batch: bool = False
+
+    @classmethod
+    def wanted(cls, trainer: Trainer, of_batch: bool) -> Beside:
+        """By this trainer."""
+        noise = getattr(trainer, "neftune_noise_alpha", None) is not None
+        return cls(not getattr(trainer, "_loss_shifts_labels", True), noise, of_batch)
 
 
-def counts_first(trainer: Trainer) -> bool:
-    """Does Trainer count the first label of a row, which predicts nothing, in `num_items_in_batch`?
-
-    It does for models whose loss it does not know to shift labels (GPT-2, BERT's decoder, …): so does one process.
-    """
-    return not getattr(trainer, "_loss_shifts_labels", True)
+def joined(rows: Sequence[Mapping[str, object]], beside: Beside | None = None) -> dict[str, torch.Tensor]:
+    """One row of all tokens that are no padding."""
+    parts = [_without_padding(row, beside or Beside()) for row in rows]
+    batch = {key: torch.cat([part[key] for part in parts], 1) for key in parts[0]}
+    if beside is not None and beside.lengths and beside.of_batch:
+        batch[PADDED_LENGTHS].fill_(batch[PADDED_LENGTHS].max())
+    return batch
 
 
 def why_not_joined(row: Mapping[str, object]) -> str | None:
@@ -120,7 +134,7 @@ def _why_positions_not_joined(row: Mapping[str, object]) -> str | None:
     return None
 
 
-def _without_padding(row: Mapping[str, object], counts_first: bool) -> dict[str, torch.Tensor]:
+def _without_padding(row: Mapping[str, object], beside: Beside) -> dict[str, torch.Tensor]:
     why = why_not_joined(row)
     if why is not None:
         refuse_joining(why, alone=True)
@@ -128,8 +142,10 @@ def _without_padding(row: Mapping[str, object], counts_first: bool) -> dict[str,
     mask = held.pop("attention_mask", torch.ones_like(held["input_ids"]))[0].bool()
     part = {key: value[:, mask] for key, value in held.items()}
     part.setdefault("position_ids", torch.arange(int(mask.sum()))[None])
-    if counts_first:
+    if beside.labels:
         part[LABELS_COUNTED] = part["labels"]
+    if beside.lengths:
+        part[PADDED_LENGTHS] = torch.full_like(part["labels"], len(mask))
     part["labels"] = part["labels"].clone()
     part["labels"][:, 0] = -100
     return part

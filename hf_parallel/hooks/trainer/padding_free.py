@@ -16,7 +16,7 @@ import torch
 from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer import joining_proof
-from hf_parallel.hooks.trainer.joining import Collate, asked, joined, lengths_of, rows_and_collator
+from hf_parallel.hooks.trainer.joining import Beside, Collate, asked, joined, lengths_of, rows_and_collator
 from hf_parallel.hooks.trainer.joining import why_not_joined as why_row_not_joined
 
 if TYPE_CHECKING:
@@ -49,17 +49,13 @@ def stop() -> None:
 
 
 class Joined:
-    """The script's collator, called with each row alone; its rows are joined.
+    """The script's collator, called with each row alone; its rows are joined."""
 
-    Args:
-        counts_first: does Trainer count the first label of a row?
-    """
-
-    def __init__(self, collate: Collate, counts_first: bool = False) -> None:
-        self.collate, self.counts_first = collate, counts_first
+    def __init__(self, collate: Collate, beside: Beside | None = None) -> None:
+        self.collate, self.beside = collate, beside
 
     def __call__(self, rows: list) -> dict[str, torch.Tensor]:
-        return joined([dict(self.collate([row])) for row in rows], self.counts_first)
+        return joined([dict(self.collate([row])) for row in rows], self.beside)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["collate"], name)

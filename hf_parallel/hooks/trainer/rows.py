@@ -22,6 +22,8 @@ Value = TypeVar("Value")
 JOINED = "hf_parallel_example_of_token"
 #: Key of labels [1, tokens] that Trainer counts in the place of `labels`; taken out when they are counted.
 LABELS_COUNTED = "hf_parallel_labels_counted"
+#: Key of the padded length of each token's example [1, tokens]; taken out before a model sees the batch.
+PADDED_LENGTHS = "hf_parallel_padded_lengths"
 
 
 def count(batch: Batch, blocks: int = 1) -> int | None:

@@ -20,9 +20,9 @@ from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
 from hf_parallel.hooks.trainer import deal, joining_proof, padding_free
 from hf_parallel.hooks.trainer.joining import (
+    Beside,
     Collate,
     asked,
-    counts_first,
     joined,
     length_column,
     lengths_of,
@@ -31,6 +31,7 @@ from hf_parallel.hooks.trainer.joining import (
     set_alone,
     with_counted_labels,
 )
+from hf_parallel.hooks.trainer.noise import noise_of_examples
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ def patches_alone(config: ParallelConfig) -> list[Patch]:
         "__init__": _checked,
         "get_train_dataloader": get_train_dataloader,
         "_get_num_items_in_batch": _num_items_in_batch,
+        "training_step": _training_step,
         **deal.ALONE,
     }
     return [Patch(f"transformers.trainer:Trainer.{name}", around(function), why) for name, function in own.items()]
@@ -85,6 +87,13 @@ def _checked(
 
 def _num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
     return original(self, with_counted_labels(batch_samples), *args)
+
+
+def _training_step(
+    original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
+) -> object:
+    with noise_of_examples(self, inputs):
+        return original(self, model, inputs, *args, **kwargs)
 
 
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
@@ -161,7 +170,7 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
     loader = torch.utils.data.DataLoader(
         examples,
         batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=functools.partial(joined, counts_first=counts_first(self)),
+        collate_fn=functools.partial(joined, beside=Beside.wanted(self, of_batch=False)),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
@@ -172,7 +181,9 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
 
 def _joining(original: Callable, trainer: Trainer) -> object:
     """The loader of the script's batches, each joined."""
-    with replacing(trainer, data_collator=padding_free.Joined(trainer.data_collator, counts_first(trainer))):
+    with replacing(
+        trainer, data_collator=padding_free.Joined(trainer.data_collator, Beside.wanted(trainer, of_batch=True))
+    ):
         return original(trainer)
 
 

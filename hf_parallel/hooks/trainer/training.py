@@ -17,6 +17,7 @@ from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
 from hf_parallel.hooks.trainer.joining import with_counted_labels
+from hf_parallel.hooks.trainer.noise import noise_of_examples
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -130,9 +131,10 @@ def training_step(
     hangs.mark_step(self.state.global_step + 1)
     looked_at = bad_numbers.step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
+    noise = noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
     absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
-    with looked_at, record_of(self).during(step), absent, _recorded(self), monitoring.phase(COMPUTE):
+    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
 
 
