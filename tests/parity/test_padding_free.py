@@ -118,26 +118,135 @@ def test_noise_is_of_each_example(folder, tmp_path):
     assert [value for _, value in found] == pytest.approx([ALPHA / n**0.5 for n, _ in found], rel=0.03)
 
 
-def refused(folder: str, out: str, what: str) -> None:
-
-    class Own(Trainer):
-        def get_train_dataloader(self):
-            return super().get_train_dataloader()
-
-    def odd(rows):
-        return {**pad(rows), "scores": torch.zeros(len(rows))}
-
-    activate("padding_free=true")
-    kinds = {"kind": Own} if what == "loader" else {"collate": odd}
-    script(folder, out, 3, remove_unused_columns=False, **kinds)[0].train()
+# ---- what would train on other numbers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("what", "says"), [("loader", "makes batches of its own"), ("collator", "not of one number per token")]
-)
-def test_what_it_cannot_go_with(folder, tmp_path, what, says):
-    with pytest.raises(RankFailure, match=f"padding_free=true: .*{says}"):
-        run_alone(refused, folder, str(tmp_path), what)
+class MeanOfMeans(Trainer):
+    """Mean of means over examples."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        labels = inputs["labels"]
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        counts = (labels[:, 1:] != -100).sum(1).clamp(min=1)
+        return (losses.sum(1) / counts).mean()
+
+
+class LastToken(Trainer):
+    """Looks at the last token of each row."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        return model(**{k: v for k, v in inputs.items() if k != "labels"}).logits[:, -1].square().mean()
+
+
+class Summed(Trainer):
+    """A sum over targets, divided by their count: rows make no difference."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        labels = inputs.pop("labels")
+        logits, targets = model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
+def with_scores(rows):
+    return {**pad(rows), "scores": torch.zeros(len(rows))}
+
+
+def with_far_positions(rows):
+    batch = pad(rows)
+    return {**batch, "position_ids": 7 + batch["attention_mask"].cumsum(1) - 1}
+
+
+def with_holes(rows):
+    batch = pad(rows)
+    batch["attention_mask"][:, 1] = 0
+    return batch
+
+
+def weighted_by_example(outputs, labels, num_items_in_batch=None):
+    """Rows of the first half count twice."""
+    losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="none").sum(1)
+    return (losses * (1 + (torch.arange(len(losses)) < len(losses) / 2))).sum() / num_items_in_batch
+
+
+REFUSED = {
+    "loader": ({"kind": OwnLoader}, "makes batches of its own"),
+    "collator": ({"collate": with_scores}, "not of one number per token"),
+    "positions": ({"collate": with_far_positions}, "position_ids of an example begin at 7, not at 0"),
+    "holes": ({"collate": with_holes}, "attention_mask of an example has a hole at token 1"),
+    "mean of means": ({"kind": MeanOfMeans}, "script's own loss looks at examples"),
+    "last token": ({"kind": LastToken}, "script's own loss looks at examples"),
+    "weights": ({"loss": weighted_by_example}, "script's own loss looks at examples"),
+}
+
+
+def refused(spec: str, folder: str, out: str, what: str) -> None:
+    activate(spec)
+    changes = dict(REFUSED[what][0])
+    loss = changes.pop("loss", None)
+    trainer, _ = script(folder, out, 3, remove_unused_columns=False, **changes)
+    trainer.compute_loss_func = loss
+    trainer.train()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cannot_go_with(folder, tmp_path, what):
+    with pytest.raises(RankFailure, match=f"padding_free=true: .*{REFUSED[what][1]}.*padding_free=false works"):
+        run_alone(refused, "padding_free=true", folder, str(tmp_path), what)
+
+
+@pytest.mark.parametrize("what", ["positions", "mean of means"])
+def test_all_ranks_refuse_alike(folder, tmp_path, what):
+    """And before a batch is read: none waits for another."""
+    for line in run(said_by, 2, "dp_shard=2,pack_tokens=70", folder, str(tmp_path), what):
+        assert REFUSED[what][1] in line
+
+
+def said_by(*given) -> str:
+    with pytest.raises(SpecError) as error:
+        refused(*given)
+    return str(error.value)
+
+
+def test_a_sum_of_the_scripts_own_is_joined(folder, tmp_path):
+    given, changes = (folder, str(tmp_path), 6), {"kind": Summed}
+    expected = run_alone(trained, None, *given, **changes)
+    joined(run(trained, 2, "dp_shard=2,padding_free=true", *given[:2], 3, **changes), *expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("spec", [None, "dp_shard=2"])
+def test_first_labels_that_trainer_counts_are_counted(runs, tmp_path, spec, accumulation):
+    """Trainer does not know that GPT-2 shifts labels: one process divides by the first label of each row, too."""
+    folder, changes = runs.initial("gpt2"), {"gradient_accumulation_steps": accumulation}
+    rows = 3 if spec else 6
+    expected = run_alone(trained, None, folder, str(tmp_path), 6, **changes)
+    spec = f"{spec},padding_free=true" if spec else "padding_free=true"
+    given = (spec, folder, str(tmp_path), rows)
+    joined(run(trained, 2, *given, **changes) if rows == 3 else [run_alone(trained, *given, **changes)], *expected)
+
+
+@pytest.mark.parametrize("model", ["opt", "mamba"])
+def test_models_that_cannot_tell_examples_apart(runs, tmp_path, model):
+    """On all ranks, before anything trains; the script's random numbers stay as they are."""
+    given = ("dp_shard=2,padding_free=true", runs.initial(model), str(tmp_path))
+    for line, same in run(said_of_model, 2, *given):
+        assert "cannot tell examples of one row apart" in line
+        assert same
+
+
+def said_of_model(spec: str, folder: str, out: str) -> tuple[str, bool]:
+    activate(spec)
+    trainer, _ = script(folder, out, 3)
+    before = torch.get_rng_state()
+    with pytest.raises(SpecError) as error:
+        trainer.get_train_dataloader()
+    return str(error.value), torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -172,17 +281,6 @@ def pad_left(rows):
     return {key: value.flip(1) for key, value in pad([{k: v.flip(0) for k, v in r.items()} for r in rows]).items()}
 
 
-class OwnLoss(Trainer):
-    """Mean of means over examples."""
-
-    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
-        labels = inputs["labels"]
-        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
-        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
-        counts = (labels[:, 1:] != -100).sum(1).clamp(min=1)
-        return (losses.sum(1) / counts).mean()
-
-
 def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     """The layout at the end, what was said, and the spec of hf_parallel.json."""
     import json
@@ -193,7 +291,7 @@ def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     said: list[str] = []
     report.say, saying = lambda line: (said.append(line), saying(line)), report.say
     activate("auto")
-    more = {"left": {"collate": pad_left}, "own": {"kind": OwnLoss}}.get(case, {})
+    more = {"left": {"collate": pad_left}, "own": {"kind": MeanOfMeans}}.get(case, {})
     trainer, losses = script(folder, out, 4, **more)
     trainer.train_dataset = Uneven()
     trainer.train()
@@ -207,7 +305,7 @@ def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     [
         ("plain", ["padding_free=true: padding is ", "of batches of 4 rows", "x the step time", "the same numbers"]),
         ("left", ["not padded on the right", "pack_tokens=", "other numbers"]),
-        ("own", ["script's own loss", "pack_tokens="]),
+        ("own", ["script's own loss looks at examples"]),
     ],
 )
 def test_auto_joins_what_stays_the_same(runs, tmp_path, case, words):
