@@ -46,10 +46,19 @@ def why_not_told_apart(copy: PreTrainedModel) -> str | None:
     if together[0].shape != alone.shape or not _same(together[0], alone, tolerance):
         return f"{name} cannot tell examples of one row apart: its outputs for two of them are not those of each alone"
     targets = [length - 1 for length in LENGTHS]
-    mean = sum(loss * count for (_, loss), count in zip(apart, targets, strict=True)) / sum(targets)
+    mean = torch.stack([loss * count for (_, loss), count in zip(apart, targets, strict=True)]).sum() / sum(targets)
     if not _same(together[1], mean, tolerance):
         return f"the loss of {name} is not a mean over each token's next one, which joined examples need"
     return None
+
+
+def moves_with_positions(copy: PreTrainedModel) -> bool:
+    """Are a document's outputs other ones where it begins later than at position 0?"""
+    tokens = torch.arange(5, 5 + LENGTHS[1], device=next(copy.parameters()).device)[None]
+    positions = torch.arange(LENGTHS[1], device=tokens.device)[None]
+    with torch.no_grad():
+        at_0, later = (copy(input_ids=tokens, position_ids=positions + start).logits for start in (0, 7))
+    return not _same(later, at_0, TOLERANCE if copy.dtype == torch.float32 else TOLERANCE_16_BITS)
 
 
 def _same(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:

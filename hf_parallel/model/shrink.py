@@ -104,7 +104,8 @@ _OF_FILES = (
 
 def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str, Any]:
     """What changes in a config, by name, for a tiny model of the same kind; sizes named in `keep` stay."""
-    as_dict, changes = config.to_dict(), {}
+    as_dict = config.to_dict()
+    changes: dict[str, Any] = {}
     layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
     for key, value in as_dict.items():
         part = getattr(type(config), "sub_configs", {}).get(key) and getattr(config, key, None)
@@ -174,7 +175,8 @@ def small_copy(model: PreTrainedModel, keep: Sequence[str] = ()) -> PreTrainedMo
     Raises:
         SpecError: its config cannot be shrunk.
     """
-    config, cls = getattr(model, "config", None), plain_class(model)
+    config: Any = getattr(model, "config", None)
+    cls = plain_class(model)
     if not hasattr(config, "to_diff_dict"):
         refuse(cls.__name__, "has no config by which a small copy of it could be made", "a model of Transformers")
     try:

@@ -162,6 +162,10 @@ def with_far_positions(rows):
     return {**batch, "position_ids": 7 + batch["attention_mask"].cumsum(1) - 1}
 
 
+def pad_left(rows):
+    return {key: value.flip(1) for key, value in pad([{k: v.flip(0) for k, v in r.items()} for r in rows]).items()}
+
+
 def with_holes(rows):
     batch = pad(rows)
     batch["attention_mask"][:, 1] = 0
@@ -231,6 +235,15 @@ def test_first_labels_that_trainer_counts_are_counted(runs, tmp_path, spec, accu
     joined(run(trained, 2, *given, **changes) if rows == 3 else [run_alone(trained, *given, **changes)], *expected)
 
 
+def test_padding_on_the_left_is_refused_with_absolute_positions(runs, folder, tmp_path):
+    """Rotations see distances alone: with them the numbers stay."""
+    given = (str(tmp_path), 6)
+    with pytest.raises(RankFailure, match="padded on the left, and GPT2LMHeadModel has absolute positions"):
+        run_alone(trained, "padding_free=true", runs.initial("gpt2"), *given, collate=pad_left)
+    expected = run_alone(trained, None, folder, *given, collate=pad_left)
+    joined([run_alone(trained, "padding_free=true", folder, *given, collate=pad_left)], *expected)
+
+
 @pytest.mark.parametrize("model", ["opt", "mamba"])
 def test_models_that_cannot_tell_examples_apart(runs, tmp_path, model):
     """On all ranks, before anything trains; the script's random numbers stay as they are."""
@@ -275,10 +288,6 @@ class Uneven(Dataset):
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         tokens = self.rows[index]
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
-
-
-def pad_left(rows):
-    return {key: value.flip(1) for key, value in pad([{k: v.flip(0) for k, v in r.items()} for r in rows]).items()}
 
 
 def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:

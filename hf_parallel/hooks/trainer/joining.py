@@ -120,13 +120,14 @@ def _why_positions_not_joined(row: Mapping[str, object]) -> str | None:
     positions = row.get("position_ids")
     if not torch.is_tensor(positions):
         return None
-    kept = positions[0] if "attention_mask" not in row else positions[0][row["attention_mask"][0].bool()]
+    mask = row.get("attention_mask")
+    kept = positions[0][mask[0].bool()] if torch.is_tensor(mask) else positions[0]
     if not len(kept):
         return None
     if int(kept[0]) != 0:
         return f"position_ids of an example begin at {int(kept[0])}, not at 0"
     odd = kept.diff() != 1
-    if "attention_mask" not in row:
+    if mask is None:
         odd &= kept[1:] != 0
     if bool(odd.any()):
         at = int(odd.nonzero()[0])

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
@@ -22,10 +22,10 @@ from hf_parallel.collectives import objects
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.trainer import losses
-from hf_parallel.hooks.trainer.joining import joined, refuse_joining, rows_and_collator, why_not_joined
+from hf_parallel.hooks.trainer.joining import asked, joined, refuse_joining, rows_and_collator, why_not_joined
 from hf_parallel.hooks.trainer.metrics import remembered
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.joined import why_not_told_apart
+from hf_parallel.model.joined import moves_with_positions, why_not_told_apart
 from hf_parallel.model.shrink import small_copy
 from hf_parallel.spec import SpecError, first_line
 
@@ -65,7 +65,7 @@ def why_other_numbers(trainer: Trainer) -> str | None:
 
 def _why_other_numbers(trainer: Trainer) -> str | None:
     model = getattr(trainer.model, "_orig_mod", trainer.model)
-    adapter = getattr(model, "active_peft_config", None)
+    adapter: Any = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         return f"{adapter.peft_type} puts tokens of its own before each row"
     if hasattr(model, "get_base_model"):
@@ -80,8 +80,10 @@ def _why_other_numbers(trainer: Trainer) -> str | None:
     if why is not None or trainer.train_dataset is None:
         return why
     try:
-        examples = _examples(trainer)
+        examples, together = _examples(trainer)
         why = next(filter(None, map(why_not_joined, examples)), None)
+        if why is None and asked()[0] == "padding_free":
+            why = _why_padding_moves(copy, together)
         if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
             why = _why_loss_differs(trainer, copy, examples)
     except Exception as error:
@@ -89,13 +91,27 @@ def _why_other_numbers(trainer: Trainer) -> str | None:
     return why
 
 
-def _examples(trainer: Trainer) -> list[Mapping[str, torch.Tensor]]:
-    """Two of the first examples as the collator makes them: the longest and the shortest."""
+def _examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mapping[str, object]]:
+    """Two of the first examples as the collator makes them, the longest and the shortest; and both in a batch."""
     rows, collate = rows_and_collator(trainer)
-    made = [dict(collate([rows[index]])) for index in range(min(_SAMPLE, len(rows)))]
-    known = [row for row in made if torch.is_tensor(row.get("input_ids"))] or made
-    ordered = sorted(known, key=lambda row: row["input_ids"].shape[-1])
-    return [ordered[-1], ordered[0]]
+    found = [(rows[index], index) for index in range(min(_SAMPLE, len(rows)))]
+    made = [(dict(collate([row])), index) for row, index in found]
+    known = [one for one in made if torch.is_tensor(one[0].get("input_ids"))] or made
+    ordered = sorted(known, key=lambda one: one[0]["input_ids"].shape[-1])
+    (longest, first), (shortest, second) = ordered[-1], ordered[0]
+    return [longest, shortest], dict(collate([found[first][0], found[second][0]]))
+
+
+def _why_padding_moves(copy: PreTrainedModel, together: Mapping[str, object]) -> str | None:
+    """Rows padded on the left give their tokens later positions, which joined ones do not have."""
+    mask = together.get("attention_mask")
+    if "position_ids" in together or not torch.is_tensor(mask) or mask.ndim != 2 or bool(mask[:, 0].all()):
+        return None
+    if not moves_with_positions(copy):
+        return None
+    return (
+        f"rows are padded on the left, and {type(copy).__name__} has absolute positions, which joined ones do not keep"
+    )
 
 
 def _why_loss_differs(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:

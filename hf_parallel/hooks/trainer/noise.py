@@ -32,6 +32,9 @@ def noise_of_examples(trainer: Trainer, inputs: dict) -> contextlib.AbstractCont
 @contextlib.contextmanager
 def _scaling(handle: torch.utils.hooks.RemovableHandle, scale: torch.Tensor) -> Iterator[None]:
     hooks = handle.hooks_dict_ref()
+    if hooks is None:  # the module is gone
+        yield
+        return
     hook = hooks[handle.id]
     hooks[handle.id] = functools.partial(_add_scaled, hook, scale)
     try:

@@ -55,7 +55,7 @@ def patches_alone(config: ParallelConfig) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
     set_alone(config)
     why = "packs by tokens"
-    own = {
+    own: dict[str, Callable] = {
         "__init__": _checked,
         "get_train_dataloader": get_train_dataloader,
         "_get_num_items_in_batch": _num_items_in_batch,
