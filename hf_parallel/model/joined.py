@@ -31,12 +31,9 @@ def why_not_told_apart(copy: PreTrainedModel) -> str | None:
     Compared are the logits of each token, and the loss with the first label of each document left out.
     """
     copy = copy.eval()
-    device = next(copy.parameters()).device
-    generator = torch.Generator().manual_seed(5)
-    highest = min(VOCABULARY, copy.get_input_embeddings().weight.shape[0]) - 8
-    documents = [torch.randint(5, highest, (1, length), generator=generator).to(device) for length in LENGTHS]
     name, tolerance = type(copy).__name__, TOLERANCE if copy.dtype == torch.float32 else TOLERANCE_16_BITS
     try:
+        documents = _documents(copy)
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             apart = [_outputs(copy, document) for document in documents]
             together = _outputs(copy, torch.cat(documents, 1), torch.cat(list(_positions(documents)), 1))
@@ -50,6 +47,12 @@ def why_not_told_apart(copy: PreTrainedModel) -> str | None:
     if not _same(together[1], mean, tolerance):
         return f"the loss of {name} is not a mean over each token's next one, which joined examples need"
     return None
+
+
+def _documents(copy: PreTrainedModel) -> list[torch.Tensor]:
+    generator, device = torch.Generator().manual_seed(5), next(copy.parameters()).device
+    highest = min(VOCABULARY, copy.get_input_embeddings().weight.shape[0]) - 8
+    return [torch.randint(5, highest, (1, length), generator=generator).to(device) for length in LENGTHS]
 
 
 def moves_with_positions(copy: PreTrainedModel) -> bool:

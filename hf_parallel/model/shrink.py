@@ -21,9 +21,11 @@ VOCABULARY, IMAGE = 256, 32
 #: Parameters of a copy beside its embeddings: more were not shrunk.
 LARGEST = 40_000_000
 
+#: Numbers of tokens, which a small vocabulary does not have.
+_IDS = r".*(token_id|token_index|_start_id|_end_id|_id)"
 #: The first pattern that matches the whole name gives the value of an integer (a function: from the former value).
 RULES: tuple[tuple[str, Any], ...] = (
-    (r".*(token_id|token_index|_start_id|_end_id|_id)", lambda v: v if v < VOCABULARY else 3 + v % (VOCABULARY - 3)),
+    (_IDS, lambda v: v if v < VOCABULARY else 3 + v % (VOCABULARY - 3)),
     (r"type_vocab_size", lambda v: v),
     (r"(\w*_)?vocab_size(_\w+)?|n_vocab|(src|tgt|text)_vocab_size|n_symbols", VOCABULARY),
     (r"(\w*_)?(num_key_value_heads|num_kv_heads|n_head_kv|kv_heads|kv_n_heads)", 2),
@@ -111,7 +113,7 @@ def small_sizes(config: PretrainedConfig, keep: Sequence[str] = ()) -> dict[str,
         part = getattr(type(config), "sub_configs", {}).get(key) and getattr(config, key, None)
         if hasattr(part, "to_diff_dict"):
             changes[key] = small_values(part, keep)
-        elif key in keep:
+        elif key in keep or ("vocab_size" in keep and re.fullmatch(_IDS, key)):
             continue
         elif key in FIXED:
             changes[key] = FIXED[key]

@@ -1,5 +1,7 @@
 """pack_tokens: each example once, data ranks of equal work, and the losses of the same examples one by one."""
 
+import json
+import os
 import random
 
 import pytest
@@ -265,6 +267,51 @@ def test_each_example_once_after_a_resume_with_other_numbers(folder, tmp_path, p
         range(3), list(range(EXAMPLES))
     )
     assert steps == planned
+
+
+class Noted(TrainerCallback):
+    """Writes down what was seen in each step that ended, and fails before one of them."""
+
+    def __init__(self, seen: Seen, path: str, fails_after: int) -> None:
+        self.seen, self.path, self.fails_after = seen, path, fails_after
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.fails_after:
+            raise RuntimeError("a rank is lost")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(self.seen.by_epoch) + "\n")
+        self.seen.by_epoch = {}
+
+
+def attempt(folder: str, out: str, fails_after: int) -> int:
+    """The script as a launcher starts it, on as many processes as there are."""
+    activate("dp_shard=-1,pack_tokens=41")
+    settings = {
+        **{"per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": RATE, "seed": SEED},
+        **{"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 1},
+    }
+    sets = {"train_dataset": Numbered(EXAMPLES), "data_collator": pad}
+    trainer, _ = trainer_of(AutoModelForCausalLM.from_pretrained(folder), out, settings=settings, **sets)
+    path = f"{out}/seen-{fails_after}-{os.environ['RANK']}.txt"
+    trainer.add_callback(Noted(Seen(trainer), path, fails_after))
+    trainer.train()
+    return trainer.args.gradient_accumulation_steps
+
+
+def test_each_example_once_after_restarts_with_fewer_processes(folder, tmp_path):
+    """The launcher starts the script again, which goes on by itself; a step keeps its rows by accumulation."""
+    launch = {"TORCHELASTIC_RUN_ID": "job-7", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with pytest.raises(RankFailure, match="a rank is lost"):
+        run(attempt, 3, folder, str(tmp_path), 5, env=launch, init=False)
+    assert run(attempt, 2, folder, str(tmp_path), 0, env=launch, init=False) == [3, 3]
+    seen: dict[str, list[int]] = {}
+    for path in tmp_path.glob("seen-*.txt"):
+        for line in path.read_text().splitlines():
+            for epoch, examples in json.loads(line).items():
+                seen.setdefault(epoch, []).extend(examples)
+    assert {epoch: sorted(found) for epoch, found in seen.items()} == {str(n): list(range(EXAMPLES)) for n in range(3)}
 
 
 def test_other_examples_are_refused_in_the_middle_of_an_epoch(folder, tmp_path):

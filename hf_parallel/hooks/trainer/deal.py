@@ -192,6 +192,8 @@ def set_initial_training_values(
         _refuse_rows(state, args)
         return found
     _resume(dealing, state, args)
+    if args.ignore_data_skip:
+        return found
     epochs, per_epoch, examples, samples, batch, steps, most = found
     rest, step = math.ceil(dealing.rest / args.gradient_accumulation_steps), int(state["global_step"])
     begun = dealing.deal["epoch"] + (rest > 0)  # epochs of which nothing is left then
