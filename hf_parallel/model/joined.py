@@ -55,15 +55,6 @@ def _documents(copy: PreTrainedModel) -> list[torch.Tensor]:
     return [torch.randint(5, highest, (1, length), generator=generator).to(device) for length in LENGTHS]
 
 
-def moves_with_positions(copy: PreTrainedModel) -> bool:
-    """Are a document's outputs other ones where it begins later than at position 0?"""
-    tokens = torch.arange(5, 5 + LENGTHS[1], device=next(copy.parameters()).device)[None]
-    positions = torch.arange(LENGTHS[1], device=tokens.device)[None]
-    with torch.no_grad():
-        at_0, later = (copy(input_ids=tokens, position_ids=positions + start).logits for start in (0, 7))
-    return not _same(later, at_0, TOLERANCE if copy.dtype == torch.float32 else TOLERANCE_16_BITS)
-
-
 def _same(one: torch.Tensor, other: torch.Tensor, tolerance: float) -> bool:
     return bool((one - other).abs().max() <= tolerance * other.abs().max())
 

@@ -118,6 +118,46 @@ def test_noise_is_of_each_example(folder, tmp_path):
     assert [value for _, value in found] == pytest.approx([ALPHA / n**0.5 for n, _ in found], rel=0.03)
 
 
+class Seeded(Trainer):
+    """Draws the noise of a step from its number, whatever has been drawn before."""
+
+    def training_step(self, *args, **kwargs):
+        torch.manual_seed(self.state.global_step)
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("spec", ["cp=2", "tp=2"])
+@pytest.mark.parametrize("key", ["padding_free=true", "pack_tokens=70"])
+def test_noise_of_parts_of_a_joined_row(folder, tmp_path, spec, key):
+    """Ranks that hold a part of the row add the noise that one process adds to it."""
+    given, changes = (folder, str(tmp_path), 4), {"neftune_noise_alpha": 50.0, "max_steps": 2, "kind": Seeded}
+    losses, weight, _ = run_alone(trained, key, *given, **changes)
+    assert losses[0] != pytest.approx(run_alone(trained, key, *given, max_steps=2)[0][0], rel=1e-3)
+    found = run(trained, 2, f"{spec},{key}", *given, **changes)
+    check_numbers([ours for ours, *_ in found], losses, TWO_EPOCHS)
+    check_numbers([[ours] for _, ours, _ in found], [weight], 1e-6)
+
+
+def test_adapters_are_joined(folder, tmp_path):
+    """The base model is tried."""
+    given = (folder, str(tmp_path), 4)
+    joined([run_alone(with_adapters, "padding_free=true", *given)], *run_alone(with_adapters, None, *given))
+
+
+def with_adapters(spec: str | None, folder: str, out: str, rows: int) -> tuple[list[float], float, list]:
+    from peft import LoraConfig, get_peft_model
+
+    activate(spec)
+    trainer, losses = script(folder, out, rows)
+    torch.manual_seed(3)
+    model = get_peft_model(trainer.model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    sets = {"train_dataset": trainer.train_dataset, "data_collator": pad}
+    trainer = Trainer(model, trainer.args, **sets, callbacks=[recorder := Losses()])
+    shapes = [tuple(batch["input_ids"].shape) for batch in trainer.get_train_dataloader()]
+    trainer.train()
+    return recorder.found, weight_of(model), shapes
+
+
 # ---- what would train on other numbers ------------------------------------------------------------------------------
 
 
@@ -183,6 +223,7 @@ REFUSED = {
     "collator": ({"collate": with_scores}, "not of one number per token"),
     "positions": ({"collate": with_far_positions}, "position_ids of an example begin at 7, not at 0"),
     "holes": ({"collate": with_holes}, "attention_mask of an example has a hole at token 1"),
+    "padding": ({"collate": pad_left}, "padded on the left"),
     "mean of means": ({"kind": MeanOfMeans}, "script's own loss looks at examples"),
     "last token": ({"kind": LastToken}, "script's own loss looks at examples"),
     "weights": ({"loss": weighted_by_example}, "script's own loss looks at examples"),
@@ -233,15 +274,6 @@ def test_first_labels_that_trainer_counts_are_counted(runs, tmp_path, spec, accu
     spec = f"{spec},padding_free=true" if spec else "padding_free=true"
     given = (spec, folder, str(tmp_path), rows)
     joined(run(trained, 2, *given, **changes) if rows == 3 else [run_alone(trained, *given, **changes)], *expected)
-
-
-def test_padding_on_the_left_is_refused_with_absolute_positions(runs, folder, tmp_path):
-    """Rotations see distances alone: with them the numbers stay."""
-    given = (str(tmp_path), 6)
-    with pytest.raises(RankFailure, match="padded on the left, and GPT2LMHeadModel has absolute positions"):
-        run_alone(trained, "padding_free=true", runs.initial("gpt2"), *given, collate=pad_left)
-    expected = run_alone(trained, None, folder, *given, collate=pad_left)
-    joined([run_alone(trained, "padding_free=true", folder, *given, collate=pad_left)], *expected)
 
 
 @pytest.mark.parametrize("model", ["opt", "mamba"])

@@ -25,7 +25,7 @@ from hf_parallel.hooks.trainer import losses
 from hf_parallel.hooks.trainer.joining import asked, joined, refuse_joining, rows_and_collator, why_not_joined
 from hf_parallel.hooks.trainer.metrics import remembered
 from hf_parallel.hooks.trl import trainers as trl
-from hf_parallel.model.joined import moves_with_positions, why_not_told_apart
+from hf_parallel.model.joined import why_not_told_apart
 from hf_parallel.model.shrink import small_copy
 from hf_parallel.spec import SpecError, first_line
 
@@ -83,7 +83,7 @@ def _why_other_numbers(trainer: Trainer) -> str | None:
         examples, together = _examples(trainer)
         why = next(filter(None, map(why_not_joined, examples)), None)
         if why is None and asked()[0] == "padding_free":
-            why = _why_padding_moves(copy, together)
+            why = _why_padding_counts(together)
         if why is None and losses.is_own(trainer) and not trl.is_sft(trainer):
             why = _why_loss_differs(trainer, copy, examples)
     except Exception as error:
@@ -102,16 +102,12 @@ def _examples(trainer: Trainer) -> tuple[list[Mapping[str, torch.Tensor]], Mappi
     return [longest, shortest], dict(collate([found[first][0], found[second][0]]))
 
 
-def _why_padding_moves(copy: PreTrainedModel, together: Mapping[str, object]) -> str | None:
-    """Rows padded on the left give their tokens later positions, which joined ones do not have."""
+def _why_padding_counts(together: Mapping[str, object]) -> str | None:
+    """Rows padded on the left have one more target, and later positions: joined ones do not."""
     mask = together.get("attention_mask")
-    if "position_ids" in together or not torch.is_tensor(mask) or mask.ndim != 2 or bool(mask[:, 0].all()):
+    if not torch.is_tensor(mask) or mask.ndim != 2 or bool(mask[:, 0].all()):
         return None
-    if not moves_with_positions(copy):
-        return None
-    return (
-        f"rows are padded on the left, and {type(copy).__name__} has absolute positions, which joined ones do not keep"
-    )
+    return "rows are padded on the left, where padding predicts the first token of each and moves its positions"
 
 
 def _why_loss_differs(trainer: Trainer, copy: PreTrainedModel, examples: list) -> str | None:
