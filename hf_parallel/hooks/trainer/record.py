@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.pipeline.script_loss import Plan
     from hf_parallel.hooks.trainer.checkpoints import UnfinishedSave
+    from hf_parallel.hooks.trainer.deal import Dealing
     from hf_parallel.monitor.profile import Profile
 
 _PLACE = "_hf_parallel"
@@ -53,6 +54,8 @@ class TrainerRecord:
         upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
         run: the name of the run that the output folder belongs to.
         unfinished_save: the checkpoint that is being written in the background.
+        dealing: how examples are dealt by tokens; None: by rows.
+        resumed_from: the checkpoint that the training goes on from.
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -67,6 +70,8 @@ class TrainerRecord:
     upcoming: list[dict[str, object]] | None = None
     run: str | None = None
     unfinished_save: UnfinishedSave | None = None
+    dealing: Dealing | None = None
+    resumed_from: str | None = None
 
     @contextlib.contextmanager
     def during(self, step: StepRecord) -> Iterator[StepRecord]:

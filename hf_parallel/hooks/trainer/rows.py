@@ -22,6 +22,10 @@ Value = TypeVar("Value")
 _MEDIA = ("pixel_", "image_", "video_", "input_features")
 #: Key of a tensor [1, tokens] with the number of each token's example; taken out before a model sees the batch.
 JOINED = "hf_parallel_example_of_token"
+#: Key of labels [1, tokens] that Trainer counts in the place of `labels`; taken out when they are counted.
+LABELS_COUNTED = "hf_parallel_labels_counted"
+#: Key of the padded length of each token's example [1, tokens]; taken out before a model sees the batch.
+PADDED_LENGTHS = "hf_parallel_padded_lengths"
 
 
 def count(batch: Batch, blocks: int = 1) -> int | None:
@@ -95,7 +99,7 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
         rows: of a block.
     """
     kept = dict(batch)
-    for key in ("labels", "shift_labels"):
+    for key in ("labels", "shift_labels", LABELS_COUNTED):
         if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
             kept[key] = kept[key].clone()
             kept[key][torch.arange(len(kept[key])) % rows >= real] = -100

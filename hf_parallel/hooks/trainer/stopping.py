@@ -6,8 +6,8 @@
 
 Agreed on beside the optimizer's step, in three numbers.
 
-After an evaluation and at the end of an epoch rank 0's word holds: for metrics, by which callbacks stop a training and
-Trainer names the best checkpoint, and for what callbacks ask of Trainer.
+After an evaluation rank 0's word holds: for metrics, by which callbacks stop a training and Trainer names the best
+checkpoint, and for what callbacks then ask of Trainer.
 """
 
 from __future__ import annotations
@@ -74,25 +74,25 @@ class StepsTogether(TrainerCallback):
         return control
 
 
-def agree_after(
+def on_evaluate(
     trainer: Trainer,
     original: Callable,
     args: TrainingArguments,
     state: TrainerState,
     control: TrainerControl,
-    metrics: dict[str, float] | None = None,
+    metrics: dict[str, float],
+    **kwargs: object,
 ) -> TrainerControl:
-    """Call the callbacks of an evaluation or an epoch's end with rank 0's metrics; go on as those of rank 0 ask.
+    """Call the callbacks of an evaluation with rank 0's metrics, and go on as those of rank 0 ask.
 
-    Ranks that went different ways would wait for each other forever. Collective.
+    Ranks that went different ways would wait for each other forever. Collective, as an evaluation is.
     """
     if not dist.is_initialized():
-        return original(args, state, control, *(() if metrics is None else (metrics,)))
-    if metrics is not None:
-        first, differ = _of_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
-        metrics.update(first)
-        _say_different(trainer, "the value of", differ)
-    control = original(args, state, control, *(() if metrics is None else (metrics,)))
+        return original(args, state, control, metrics, **kwargs)
+    first, differ = _of_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
+    metrics.update(first)
+    _say_different(trainer, "the value of", differ)
+    control = original(args, state, control, metrics, **kwargs)
     asked, differ = _of_rank_0({key: value for key, value in vars(control).items() if key.startswith("should_")})
     vars(control).update(asked)
     _say_different(trainer, "a callback's", differ)
