@@ -1,4 +1,4 @@
-"""One process with the keys of a layout: settings that need no other rank hold, so that a script can be tried alone."""
+"""One process with the keys of a layout: settings that need no other rank hold, to try a script alone."""
 
 import contextlib
 import io
