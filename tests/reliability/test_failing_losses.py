@@ -91,7 +91,5 @@ def test_an_error_in_a_micro_batch_that_is_not_scheduled(stage, runs):
             model(input_ids=torch.arange(132).view(4, 33))
 
     with pytest.raises(RankFailure) as failed:
-        run(
-            evaluate, 2, init=False, timeout=12
-        )  # a deadlock is ended after 15 s and more
+        run(evaluate, 2, init=False, timeout=12)  # a deadlock is ended after 15 s and more
     assert failed.value.kinds[stage] == "LookupError"
