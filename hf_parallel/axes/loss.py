@@ -47,6 +47,7 @@ class Loss(Axis[str, LossPart]):
     """Changes nothing that a script sees."""
 
     name = "loss"
+    alone = True
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.lean_loss != "false"

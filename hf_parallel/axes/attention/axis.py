@@ -36,6 +36,7 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
     """The kernel that the spec names, or the one that device, dtype and model suggest."""
 
     name = "attention"
+    alone = True
 
     def is_on(self, config: ParallelConfig) -> bool:
         return True  # `auto` looks at every model
