@@ -31,7 +31,7 @@ from hf_parallel.axes.context.keep import keep_attention
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.anatomy import token_readers
-from hf_parallel.model.batches import by_name, tokens_of
+from hf_parallel.model.batches import by_name, holding, tokens_of
 from hf_parallel.model.targets import item_count, targets_of
 
 if TYPE_CHECKING:
@@ -177,8 +177,10 @@ class SequenceCut:
     @contextlib.contextmanager
     def _running(self, layout: Layout) -> Iterator[None]:
         former, current.cut = current.cut, Cut(layout, self._way(layout.rows)[1])
+        part = functools.partial(take, layout=layout, rank=self.group.rank())
         try:
-            yield
+            with holding((len(layout.rows), layout.length), part):
+                yield
         finally:
             current.cut = former
 
