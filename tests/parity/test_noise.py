@@ -6,8 +6,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.neftune import activate_neftune
 
 import hf_parallel
+from tests.distributed import run
 from tests.models import VOCABULARY
-from tests.training import Outcome, activate
+from tests.training import Outcome, activate, axes
 
 ROWS, LENGTH = 4, 33  # an odd length: sequence parallelism pads it
 
@@ -37,3 +38,32 @@ def step(spec, out, model):
 def test_neftune_is_that_of_one_process(spec, runs):
     """With the same random state before the step, all of its numbers are the same."""
     runs.compare(step, spec, runs.initial("llama"))
+
+
+def states(spec, folder, changes):
+    """The random state inside a layer of a forward pass in training, and the one after the step."""
+    activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder, **changes).train()
+    inside = []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: inside.append(torch.get_rng_state().tolist()))
+    tokens = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH)
+    torch.manual_seed(3)
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    return inside[0], torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("spec", ["cp=2,context_parallel=ulysses", "cp=2,tp=2", "tp=2"])
+@pytest.mark.parametrize(
+    ("model", "changes"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_dropout": 0.3}),
+        ("mixtral", {"router_jitter_noise": 0.1}),
+    ],
+    ids=["nothing", "number", "jitter"],
+)
+def test_ranks_draw_other_numbers_where_they_hold_other_values(model, changes, spec, runs):
+    """Probabilities and noise that modules keep as numbers count, too; afterwards all ranks go on alike."""
+    ranks = run(states, axes(spec)["world"], spec, runs.initial(model), changes, init=False)
+    assert len({str(inside) for inside, _ in ranks}) == (len(ranks) if changes else 1)
+    assert len({str(after) for _, after in ranks}) == 1
