@@ -3,8 +3,8 @@
 Not part of the test run: it takes hours. Each class is shrunk as in `tests.sweep`. Examples have unlike numbers of
 targets, so that data ranks have, too; the last batches of training and of evaluation are ragged.
 
-python -m tests.sweep_losses                      # all, into tests/results/sweep_losses.jsonl; goes on where it stopped
-python -m tests.sweep_losses ctc,detection        # some kinds of losses; `ctc wav2vec2,hubert` some model types, afresh
+python -m tests.sweep_losses                      # all; goes on where it stopped
+python -m tests.sweep_losses ctc,detection        # some kinds of losses; ctc wav2vec2,hubert: some types, afresh
 python -m tests.sweep_losses --one-per-loss       # one class of all those whose forward has the same code and loss
 python -m tests.sweep_losses --table              # docs/reference/losses.md from the results
 """
@@ -20,12 +20,14 @@ import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import DetrConfig, PretrainedConfig, ResNetConfig, RTDetrResNetConfig, SwinConfig
+from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
@@ -37,7 +39,9 @@ RESULTS = sweep.ROOT / "tests" / "results" / "sweep_losses.jsonl"
 PAGE = sweep.ROOT / "docs" / "reference" / "losses.md"
 SPECS = ("dp_shard=2", "tp=2")
 BATCH, TRAIN_ROWS, EVAL_ROWS = 4, 7, 5  # of all data ranks; both sets end in a batch that is not full
-LENGTH, IMAGE, CLASSES, FRAMES, SAMPLES = 17, 32, 3, 64, 4_000
+LENGTH, IMAGE, CLASSES, FRAMES, SAMPLES = 17, 64, 3, 64, 8_000
+#: Kinds whose batches hold lists beside tensors: theirs are full.
+WITH_LISTS = ("detection", "described detection", "segments")
 #: A layout sums in another order, ten times over; what is counted wrongly is off by 1e-3 and more.
 TOLERANCE = training.Tolerance(loss=3e-5, grad_norm=3e-4, eval_loss=3e-5)
 #: What a run says of numbers that are not those of one process.
@@ -236,8 +240,10 @@ def speech(config: Any, n: int) -> Example:
     """A spectrum as long as the encoder takes it, and what was said."""
     bins = getattr(config, "num_mel_bins", None) or getattr(config, "input_feat_per_channel", 80)
     frames = 2 * getattr(config, "max_source_positions", 64)
-    draw = torch.Generator().manual_seed(600 + n)
-    return {"input_features": torch.randn(bins, frames, generator=draw), "labels": _answer(n)}
+    values = torch.randn(bins, frames, generator=torch.Generator().manual_seed(600 + n))
+    wave = torch.randn(SAMPLES, generator=torch.Generator().manual_seed(600 + n))
+    turned = config.model_type in ("speech_to_text", "seamless_m4t", "seamless_m4t_v2")
+    return {"input_features": values.T if turned else values, "input_values": wave, "labels": _answer(n)}
 
 
 def spoken(config: Any, n: int) -> Example:
@@ -312,8 +318,42 @@ KINDS: dict[str, tuple[Callable[[Any, int], Example], tuple[str, ...]]] = {
 }
 #: In the words of `tests.sweep`, whose rules shrink a config for a head.
 HEADS = {"causal": "causal", "seq2seq": "seq2seq", "speech": "speech", "ctc": "ctc", "transducer": "ctc"}
+_STAGES = ["stage1", "stage2", "stage3", "stage4"]
+_RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16, 16, 16], "depths": [1, 1, 1, 1], "layer_type": "basic"}
+_DETR = {"use_timm_backbone": False, "backbone": None, "num_queries": 7} | {
+    "backbone_config": ResNetConfig(**_RESNET, out_features=_STAGES[1:])
+}
+_SWIN = {"embed_dim": 16, "depths": [1, 1, 1, 1], "num_heads": [1, 2, 2, 2], "image_size": 64, "window_size": 2}
+_RT_DETR = {
+    **{"backbone_config": RTDetrResNetConfig(**_RESNET, out_features=_STAGES[1:]), "num_queries": 7},
+    **{"encoder_in_channels": [16, 16, 16], "decoder_in_channels": [64, 64, 64], "encoder_hidden_dim": 64},
+}
 #: What no rule can know, by model type; what draws random numbers in training is off.
-OWN: dict[str, dict[str, Any]] = {}
+OWN: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("detr", "conditional_detr", "dab-detr", "deformable_detr", "table-transformer"), _DETR),
+    **dict.fromkeys(("rt_detr", "rt_detr_v2"), _RT_DETR),
+    "yolos": {"num_detection_tokens": 7},
+    "rf_detr": {"num_queries": 4, "group_detr": 1},
+    "eomt": {"num_queries": 7},
+    "maskformer": {
+        **{
+            "backbone_config": SwinConfig(**_SWIN, out_features=_STAGES),
+            "mask_feature_size": 32,
+            "fpn_feature_size": 32,
+        },
+        **{"decoder_config": DetrConfig(d_model=32, encoder_layers=1, decoder_layers=2, num_queries=7, dropout=0.0)},
+    },
+    "mask2former": {
+        **{"backbone_config": SwinConfig(**_SWIN, out_features=_STAGES), "num_queries": 7, "mask_feature_size": 32},
+        **{"feature_size": 32, "hidden_dim": 32, "decoder_layers": 2, "encoder_layers": 1, "train_num_points": 64},
+    },
+    "beit": {"out_indices": [0, 1, 2, 3]},
+    "data2vec-vision": {"out_indices": [0, 1, 2, 3]},
+    "dpt": {"backbone_out_indices": [0, 1, 2, 3]},
+    "upernet": {"backbone_config": ResNetConfig(**_RESNET, out_features=_STAGES)},
+    "audio-spectrogram-transformer": {"max_length": FRAMES},
+    "patchtst": {"num_targets": CLASSES},
+}
 QUIET = {
     **{"apply_spec_augment": False, "mask_time_prob": 0.0, "mask_feature_prob": 0.0, "layerdrop": 0.0},
     **{"num_denoising": 0},
@@ -323,7 +363,7 @@ QUIET = {
 def small_config(kind: str, cls: Any, config_class: type[PretrainedConfig]) -> PretrainedConfig:
     """The sweep's, with as many labels as examples have classes."""
     config = sweep.small_config((getattr(cls, "config_class", None) or config_class)(), HEADS.get(kind, "sequence"))
-    labels = {"regression": 1, "answer": 2, "next sentence": 2}.get(kind, CLASSES)
+    labels = {"regression": 1, "answer": 2, "next sentence": 2, "pretraining": 2}.get(kind, CLASSES)
     config.num_labels = labels
     if kind == "several classes":
         config.problem_type = "multi_label_classification"
@@ -334,6 +374,8 @@ def small_config(kind: str, cls: Any, config_class: type[PretrainedConfig]) -> P
                 setattr(part, key, value)
         if isinstance(getattr(part, "image_size", None), (list, tuple)):
             part.image_size = [IMAGE, IMAGE]
+        elif isinstance(getattr(part, "image_size", None), int):
+            part.image_size = IMAGE
     return config
 
 
@@ -368,7 +410,8 @@ def script(spec: str | None, kind: str, cls: Any, config: PretrainedConfig) -> t
     with contextlib.redirect_stderr(said), tempfile.TemporaryDirectory() as out:
         data_ranks = training.activate(spec)
         model = sweep.build(cls, config).train()
-        rows, held = examples(kind, cls, config, 0, TRAIN_ROWS), examples(kind, cls, config, 50, EVAL_ROWS)
+        counts = (2 * BATCH, 2 * BATCH) if kind in WITH_LISTS else (TRAIN_ROWS, EVAL_ROWS)
+        rows, held = (examples(kind, cls, config, first, n) for first, n in zip((0, 48), counts, strict=True))
         names = [key for key in rows[0] if "label" in key or "positions" in key or "values" in key]
         settings = {
             **{"per_device_train_batch_size": BATCH // data_ranks, "per_device_eval_batch_size": BATCH // data_ranks},
@@ -438,7 +481,7 @@ def classes(kinds: list[str], types: list[str]) -> Iterator[tuple[str, str, Any,
         seen = set()
         for name in mappings if not kinds or kind in kinds else ():
             mapping = getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING")
-            for config_class in mapping.keys():
+            for config_class in list(mapping.keys()):
                 if types and config_class.model_type not in types:
                     continue
                 with contextlib.suppress(Exception):  # needs a package that is not here
@@ -454,7 +497,57 @@ def code_of_loss(cls: Any) -> str:
     source = re.sub(r"\s+|\"\"\".*?\"\"\"", "", inspect.getsource(inspect.unwrap(cls.forward)), flags=re.DOTALL)
     start = source.find("loss")
     source = re.sub(r"[A-Z]\w+|self\.\w+", "", source[start:])
-    return hashlib.sha1(f"{source} {getattr(cls, 'loss_type', '')}".encode()).hexdigest()[:12]
+    names = [name for name in LOSS_MAPPING if name in cls.__name__]
+    loss = LOSS_MAPPING[max(names, key=len)].__name__ if names else ""
+    return hashlib.sha1(f"{source} {loss}".encode()).hexdigest()[:12]
+
+
+# ---- docs/reference/losses.md ---------------------------------------------------------------------------------------
+
+HEADER = """# Losses of models
+
+What `python -m tests.sweep_losses` finds for the training losses of transformers {version}: a Trainer takes two steps
+and evaluates, on two data ranks (`dp_shard=2`) and on two tensor-parallel ranks (`tp=2`), and losses, gradient norms,
+sets of gradients and the evaluation's loss are compared with one process in fp32. Examples have unlike numbers of
+targets, so that data ranks have, too, and the last batches of training and of evaluation are ragged (those of
+detection and segmentation are full). {tried} classes of {kinds} kinds were tried, last on {date}; one stands for
+others whose forward pass has the same code and loss (`--one-per-loss`).
+
+✓ the numbers of one process; – refused at the start, in words; ~ other numbers, and a line that says so; ✗ neither;
+empty: not tried.
+
+| kind of loss | `dp_shard=2` | `tp=2` | classes |
+| --- | --- | --- | --- |
+"""
+SIGNS = {"ok": "✓", "refused": "–", "told": "~", "wrong": "✗", "crash": "✗"}
+
+
+def page(results: dict[str, dict[str, Any]]) -> str:
+    """The table: classes of a kind that have the same outcome in one row."""
+    from importlib.metadata import version
+
+    rows: dict[tuple[str, ...], list[str]] = {}
+    skipped, unlike = [], []
+    for each in results.values():
+        if "cases" not in each:
+            skipped.append(each["class"])
+            continue
+        signs = tuple(SIGNS[each["cases"][spec]["class"]] if spec in each["cases"] else "" for spec in SPECS)
+        rows.setdefault((each["kind"], *signs), []).append(each["class"])
+        for spec, case in each["cases"].items():
+            if case["class"] in ("told", "wrong", "crash"):
+                text = next(iter(case.get("said") or ()), case["text"]).removeprefix("hf_parallel: ")
+                unlike.append(f"- `{each['class']}`, `{spec}`: {text[:200]}")
+    tried = [each for each in results.values() if "cases" in each]
+    facts = {"version": version("transformers"), "tried": len(tried), "kinds": len({each["kind"] for each in tried})}
+    lines = [f"| {' | '.join(key)} | {', '.join(sorted(names))} |" for key, names in rows.items()]
+    text = HEADER.format(**facts, date=max(each.get("date", "") for each in tried)) + "\n".join(lines) + "\n"
+    if unlike:
+        text += "\n## Other numbers, or an error\n\n" + "\n".join(unlike) + "\n"
+    return text + (
+        "\n## Not tried\n\nNot made small by the rules, in need of other inputs or packages, or with random numbers "
+        f"in training: {', '.join(sorted(set(skipped)))}\n"
+    )
 
 
 def main() -> None:
@@ -469,6 +562,8 @@ def main() -> None:
     logging.set_verbosity_error()
     results = read_results(options.results)
     if options.table:
+        PAGE.parent.mkdir(exist_ok=True)
+        PAGE.write_text(page(results))
         return
     types = [word for word in options.types.split(",") if word]
     done = set()
@@ -481,7 +576,8 @@ def main() -> None:
         if key in results and not types and not again:
             continue
         start = time.monotonic()
-        found = {"kind": kind, "type": model_type, "class": cls.__name__, **outcome_of(kind, cls, config_class)}
+        named = {"kind": kind, "type": model_type, "class": cls.__name__, "date": f"{date.today():%Y-%m-%d}"}
+        found = {**named, **outcome_of(kind, cls, config_class)}
         options.results.parent.mkdir(parents=True, exist_ok=True)
         with options.results.open("a") as file:
             file.write(json.dumps(found) + "\n")

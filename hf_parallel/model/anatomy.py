@@ -199,6 +199,12 @@ def attention_heads(model: nn.Module) -> tuple[int, int] | None:
     return heads, kv_heads
 
 
+def head_width(config: PretrainedConfig) -> int | None:
+    """`head_dim` of a config, where layers differ (Gemma 4) the widest; None if it has none."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return max((getattr(layer, "head_dim", None) or 0 for layer in layers), default=0) or None
+
+
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     """What the model names as its input embedding, or None: some that read images name none, not even None."""
     try:

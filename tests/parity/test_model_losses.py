@@ -1,6 +1,5 @@
 """Losses of models that divide by something of their own: data ranks with unlike counts, as in one process."""
 
-import os
 from functools import partial
 
 import pytest
@@ -53,7 +52,7 @@ def collate(rows: list[dict]) -> dict:
 
 def speech_model(reduction: str) -> Wav2Vec2ForCTC:
     """Two layers; none of its random masks."""
-    quiet = {name: 0.0 for name in ("hidden_dropout", "attention_dropout", "activation_dropout", "final_dropout")}
+    quiet = dict.fromkeys(("hidden_dropout", "attention_dropout", "activation_dropout", "final_dropout"), 0.0)
     config = Wav2Vec2Config(
         **{"vocab_size": 15, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
         **{"intermediate_size": 48, "conv_dim": (16, 16), "conv_stride": (16, 8), "conv_kernel": (16, 8)},
@@ -149,7 +148,7 @@ def seen(count: int) -> list[dict]:
 def normalised(spec: str | None, out: str) -> training.Outcome:
     """MobileNet, of which the last step has three images: none is left for the second data rank but one.
 
-    A learning rate at which it is no chaos: at 1e-2 weights that are 1e-7 apart give losses 5e-3 apart two steps later.
+    At this learning rate it is no chaos: at 1e-2 weights that are 1e-7 apart give losses 5e-3 apart two steps later.
     """
     data_ranks = training.activate(spec)
     torch.manual_seed(models.SEED)

@@ -1,8 +1,8 @@
 """BatchNorm over data ranks: mean and variance of the whole batch, as one process takes them.
 
-A data rank's own rows have another mean and another variance, so that the same row would be normalised by other numbers.
-Both are summed over the data ranks, in the forward and in the backward pass; the variance around the common mean, since
-a difference of squares would lose digits. Evaluation uses what training has collected, and sends nothing.
+A data rank's own rows have another mean and another variance, by which the same row would be normalised to other
+numbers. Both are summed over the data ranks, in the forward and in the backward pass; the variance around the common
+mean, since a difference of squares would lose digits. Evaluation uses what training has collected, and sends nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ class SharedBatchNorm(_BatchNorm):
     @torch.no_grad()
     def _collect(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
         """Move the running mean and variance (unbiased) as torch does."""
-        assert self.num_batches_tracked is not None and self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
         self.num_batches_tracked.add_(1)
         share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)

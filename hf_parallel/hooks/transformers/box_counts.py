@@ -1,15 +1,15 @@
 """Losses of detection and segmentation, which divide sums by how many boxes or masks there are.
 
-One process divides by those of its whole batch. Transformers divides by the average over processes: of a mean, which is
-divided once more (DETR, MaskFormer), of all ranks of one model too (LW-DETR), or of the rank's own (RT-DETR).
+One process divides by those of its whole batch. Transformers divides by the average over processes, divided once more
+by their number (DETR, MaskFormer), by that of all ranks of one model too (LW-DETR), or by the rank's own (RT-DETR).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
+from torch import nn
 
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.patching import patch
@@ -34,7 +34,7 @@ def get_num_masks(original: Callable, self: object, class_labels: list[torch.Ten
 @patch("transformers.loss.loss_lw_detr:LwDetrImageLoss.get_loss", "divides by the boxes of this rank", since="5.23")
 def get_loss(
     original: Callable,
-    self: Any,
+    self: nn.Module,
     loss: object,
     outputs: object,
     targets: list[dict[str, torch.Tensor]],
@@ -47,10 +47,11 @@ def get_loss(
 
     A criterion is made for each batch, and counts them once.
     """
-    if vars(self).get("_counted") is not targets:
+    counted: tuple[object, float] | None = vars(self).get("_counted")
+    if counted is None or counted[0] is not targets:
         own = torch.tensor(float(sum(len(target["class_labels"]) for target in targets)), device=runtime.mesh().device)
-        self._share_of_boxes, self._counted = float(means.normaliser(own) / own.clamp(min=1)), targets
-    return original(self, loss, outputs, targets, indices, num_boxes * self._share_of_boxes, *args, **kwargs)
+        counted = vars(self)["_counted"] = targets, float(means.normaliser(own) / own.clamp(min=1))
+    return original(self, loss, outputs, targets, indices, num_boxes * counted[1], *args, **kwargs)
 
 
 @patch("transformers.loss.loss_for_object_detection:reduce", "adds up what is shared out in `get_loss`")
