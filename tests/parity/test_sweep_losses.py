@@ -8,7 +8,7 @@ from tests import sweep_losses
 CLASSES = {
     "ctc": "Wav2Vec2BertForCTC",
     "detection": "YolosForObjectDetection",
-    "segments": "EomtForUniversalSegmentation",
+    "segments": "MaskFormerForInstanceSegmentation",
     "semantic": "SegformerForSemanticSegmentation",
     "answer": "BertForQuestionAnswering",
     "several classes": "BertForSequenceClassification",
