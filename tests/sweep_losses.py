@@ -46,7 +46,7 @@ WITH_LISTS = ("detection", "described detection", "segments")
 TOLERANCE = training.Tolerance(loss=3e-5, grad_norm=3e-4, eval_loss=3e-5)
 #: What a run says of numbers that are not those of one process.
 TOLD = r"not known|compares the rows|balances experts over its own|taken for a mean"
-LIMIT_S = 60.0
+LIMIT_S = 240.0  # of work that takes seconds, on a machine that others use, too
 
 # ---- examples -------------------------------------------------------------------------------------------------------
 
@@ -416,7 +416,8 @@ def script(spec: str | None, kind: str, cls: Any, config: PretrainedConfig, seed
         names = [key for key in rows[0] if "label" in key or "positions" in key or "values" in key]
         settings = {
             **{"per_device_train_batch_size": BATCH // data_ranks, "per_device_eval_batch_size": BATCH // data_ranks},
-            **{"learning_rate": 0.02, "remove_unused_columns": False, "prediction_loss_only": True},
+            # Normalisations of four rows, one after another, make chaos of greater steps.
+            **{"learning_rate": 1e-4, "remove_unused_columns": False, "prediction_loss_only": True},
             **{"label_names": names or None, "seed": seed, "data_seed": 0},
         }
         options = {"train_dataset": rows, "eval_dataset": held, "data_collator": collate}
@@ -506,7 +507,7 @@ What `python -m tests.sweep_losses` finds for the training losses of transformer
 and evaluates, on two data ranks (`dp_shard=2`) and on two tensor-parallel ranks (`tp=2`), and losses, gradient norms,
 sets of gradients and the evaluation's loss are compared with one process in fp32. Examples have unlike numbers of
 targets, so that data ranks have, too, and the last batches of training and of evaluation are ragged (those of
-detection and segmentation are full). {tried} classes of {kinds} kinds were tried, last on {date}; one stands for
+detection and segmentation are full). {tried} classes of {kinds} of {all} kinds were tried, last on {date}; one stands for
 others whose forward pass has the same code and loss (`--one-per-loss`).
 
 ✓ the numbers of one process; – refused at the start, in words; ~ other numbers, and a line that says so; ✗ neither;
@@ -536,6 +537,7 @@ def page(results: dict[str, dict[str, Any]]) -> str:
                 unlike.append(f"- `{each['class']}`, `{spec}`: {text[:200]}")
     tried = [each for each in results.values() if "cases" in each]
     facts = {"version": version("transformers"), "tried": len(tried), "kinds": len({each["kind"] for each in tried})}
+    facts["all"] = len(KINDS)
     lines = [f"| {' | '.join(key)} | {', '.join(sorted(names))} |" for key, names in rows.items()]
     text = HEADER.format(**facts, date=max(each.get("date", "") for each in tried)) + "\n".join(lines) + "\n"
     if unlike:

@@ -10,6 +10,7 @@ CLASSES = {
     "detection": "YolosForObjectDetection",
     "segments": "MaskFormerForInstanceSegmentation",
     "semantic": "SegformerForSemanticSegmentation",
+    "spoken": "SpeechT5ForTextToSpeech",
     "answer": "BertForQuestionAnswering",
     "several classes": "BertForSequenceClassification",
 }
