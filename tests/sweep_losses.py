@@ -507,8 +507,8 @@ What `python -m tests.sweep_losses` finds for the training losses of transformer
 and evaluates, on two data ranks (`dp_shard=2`) and on two tensor-parallel ranks (`tp=2`), and losses, gradient norms,
 sets of gradients and the evaluation's loss are compared with one process in fp32. Examples have unlike numbers of
 targets, so that data ranks have, too, and the last batches of training and of evaluation are ragged (those of
-detection and segmentation are full). {tried} classes of {kinds} of {all} kinds were tried, last on {date}; one stands for
-others whose forward pass has the same code and loss (`--one-per-loss`).
+detection and segmentation are full). {tried} classes of {kinds} of {all} kinds were tried, last on {date}; one stands
+for others whose forward pass has the same code and loss (`--one-per-loss`).
 
 ✓ the numbers of one process; – refused at the start, in words; ~ other numbers, and a line that says so; ✗ neither;
 empty: not tried.
@@ -536,8 +536,8 @@ def page(results: dict[str, dict[str, Any]]) -> str:
                 text = next(iter(case.get("said") or ()), case["text"]).removeprefix("hf_parallel: ")
                 unlike.append(f"- `{each['class']}`, `{spec}`: {text[:200]}")
     tried = [each for each in results.values() if "cases" in each]
-    facts = {"version": version("transformers"), "tried": len(tried), "kinds": len({each["kind"] for each in tried})}
-    facts["all"] = len(KINDS)
+    kinds = {each["kind"] for each in tried}
+    facts = {"version": version("transformers"), "tried": len(tried), "kinds": len(kinds), "all": len(KINDS)}
     lines = [f"| {' | '.join(key)} | {', '.join(sorted(names))} |" for key, names in rows.items()]
     text = HEADER.format(**facts, date=max(each.get("date", "") for each in tried)) + "\n".join(lines) + "\n"
     if unlike:
