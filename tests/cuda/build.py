@@ -1,10 +1,11 @@
 """Compile the pretended CUDA device once per torch and per source, with g++: half a minute of one core.
 
-    python -m tests.cuda.build        # prints where the library lies
+python -m tests.cuda.build        # prints where the library lies
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -50,12 +51,15 @@ def build() -> Path:
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+    with open(target.parent / "lock", "w") as lock, tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if target.exists():  # somebody else has
+            return target
         made = Path(folder) / target.name
         ran = subprocess.run(_command(made), capture_output=True, text=True, check=False)
         if ran.returncode != 0:
             raise RuntimeError(f"the pretended CUDA device does not compile:\n{ran.stderr[-6000:]}")
-        made.replace(target)  # at once, for whoever builds it beside this
+        made.replace(target)
     return target
 
 

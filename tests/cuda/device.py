@@ -1,6 +1,6 @@
 """Importing this before torch gives a CPU build of torch CUDA devices and NCCL; see `native/device.cpp`.
 
-    PRETENDED_CUDA_DEVICES=4    how many there are
+    PRETENDED_CUDA_DEVICES=8    how many there are
     PRETENDED_CUDA_BACKEND=…    what `init_process_group("gloo")` of a test makes instead, such as cpu:gloo,cuda:nccl
 
 In one process a script sees one device, as Trainer would spread its batch over all that it sees.
@@ -182,7 +182,12 @@ def _replace_memory() -> None:
         native.reset_peak()
 
     both = {
-        **{"memory_allocated": held, "memory_reserved": held, "max_memory_allocated": peak, "max_memory_reserved": peak},
+        **{
+            "memory_allocated": held,
+            "memory_reserved": held,
+            "max_memory_allocated": peak,
+            "max_memory_reserved": peak,
+        },
         **{"memory_stats": memory_stats, "empty_cache": nothing, "reset_peak_memory_stats": reset},
         "reset_accumulated_memory_stats": nothing,
     }
@@ -302,7 +307,14 @@ def _replace_nccl() -> None:
     c10d.init_process_group = dist.init_process_group = init_process_group
 
 
-for _replaced in (_replace_devices, _replace_streams, _replace_memory, _replace_random, _replace_storages, _replace_nccl):
+for _replaced in (
+    _replace_devices,
+    _replace_streams,
+    _replace_memory,
+    _replace_random,
+    _replace_storages,
+    _replace_nccl,
+):
     _replaced()
 
 import tests.cuda.kernels  # noqa: E402, F401

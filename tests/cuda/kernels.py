@@ -77,9 +77,7 @@ def efficient(q, k, v, bias, compute, dropout=0.0, causal=False, *, scale=None):
     return made, native.to_device(lse), seed, torch.empty_like(seed)
 
 
-def efficient_backward(
-    gradient, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale=None
-):
+def efficient_backward(gradient, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale=None):
     """Takes the log-sum-exp as it was given."""
     assert lse.shape[2] % 32 == 0, "log-sum-exp is not padded"
     assert lse.is_contiguous(), "log-sum-exp is not contiguous"

@@ -35,6 +35,7 @@ from hf_parallel.axes.pipeline.batches import (
     split_rows,
     tokens_of,
     without_count,
+    without_full_mask,
 )
 from hf_parallel.axes.pipeline.outputs import PipelineLoss, refuse_partial_outputs, wants
 from hf_parallel.axes.pipeline.recorder import Recorder
@@ -185,6 +186,7 @@ class PipelineEngine:
             return self._model_forward(**batch)
         if self.pipelines.session is not None:  # or another one
             return self.pipelines.session.within(self, lambda: self._model_forward(**batch))
+        batch = without_full_mask(batch)
         rows = tokens_of(batch).shape[0]
         if self._schedulable(batch, rows):
             batch = {"num_items_in_batch": count_targets(batch), **batch}

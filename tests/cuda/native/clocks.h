@@ -1,7 +1,8 @@
 // What happened before what, over streams and the host: vector clocks, as in torch.cuda._sanitizer, and two rules.
 //
 //   use        a tensor is read or written on a stream that has not waited for its last writer (a write: for its readers)
-//   give back  memory goes back to the stream that it was made on while another stream, not recorded, may still use it
+//   give back  memory goes back to the stream that it was made on while another one, not recorded, uses it, and that
+//              stream writes to memory that it has taken since without having waited for the other
 //
 // A stream's clock says how far it has waited for each other stream. An event is a copy of a clock. Memory is compared
 // byte by byte, so that two streams may work on two halves of one buffer.
@@ -104,7 +105,7 @@ class Clocks {
 
   void made(const void* memory, StreamId stream, Place place) {
     std::lock_guard<std::recursive_mutex> held(lock);
-    if (memory) blocks[memory] = Block{stream, std::move(place), {}, {}};
+    if (memory) blocks[memory] = Block{stream, ++births, std::move(place), {}, {}};
   }
   void record_stream(const void* memory, StreamId stream) {
     if (is_planted("record_stream")) return;
@@ -118,6 +119,7 @@ class Clocks {
     auto found = blocks.find(memory);
     if (found == blocks.end() || range.begin >= range.end) return;
     auto& clock = streams[launch.stream];
+    if (writes) taken_again(found->second, clock, launch);
     auto& all = found->second.accesses;
     for (size_t i = 0; i < all.size();) {
       auto& other = all[i];
@@ -138,21 +140,22 @@ class Clocks {
     all.push_back({range, writes, launch.stream, launch.time, launch.place});
   }
 
-  // What is wrong with it, without the line that gives the memory back.
-  std::vector<std::string> given_back(const void* memory) {
+  // Is it free of doubt? Otherwise `given_back` wants the line.
+  bool is_settled(const void* memory) {
     std::lock_guard<std::recursive_mutex> held(lock);
-    std::vector<std::string> wrong;
     auto found = blocks.find(memory);
-    if (found == blocks.end()) return wrong;
+    if (found == blocks.end()) return true;
+    auto open = open_accesses(found->second);
+    if (open.empty()) blocks.erase(found);
+    return open.empty();
+  }
+  void given_back(const void* memory, const Place& place) {
+    std::lock_guard<std::recursive_mutex> held(lock);
+    auto found = blocks.find(memory);
+    if (found == blocks.end()) return;
     auto& block = found->second;
-    auto& clock = streams[block.stream];
-    join(clock, host);
-    for (auto& access : block.accesses)
-      if (access.stream != block.stream && clock[access.stream] < access.time && !block.recorded.count(access.stream))
-        wrong.push_back("memory of " + name(block.stream) + ", made at " + *block.place + ", given back while " +
-                        name(access.stream) + " may still use it, since " + *access.place);
+    ghosts[block.stream].push_back({++births, block.place, place, open_accesses(block)});
     blocks.erase(found);
-    return wrong;
   }
   void forget_memory(const void* memory) {
     std::lock_guard<std::recursive_mutex> held(lock);
@@ -163,7 +166,7 @@ class Clocks {
     std::lock_guard<std::recursive_mutex> held(lock);
     if (active) faults[what]++;
   }
-  // A fault planted by a test: leave out waits or records, all of them or those of one line.
+  // A fault planted by a test: leave out the waits or records of one line ("axes/ring.py"), or the n-th one ("#n").
   void plant(const std::string& kind, const std::string& where) {
     std::lock_guard<std::recursive_mutex> held(lock);
     planted_kind = kind;
@@ -186,12 +189,48 @@ class Clocks {
 
  private:
   struct Block {
-    StreamId stream;
+    StreamId stream;  // that it is made on, and goes back to
+    int64_t born;
     Place place;
     std::vector<Access> accesses;
     std::set<StreamId> recorded;
   };
+  // Memory that was given back while another stream used it: whoever takes it next may overwrite it.
+  struct Ghost {
+    int64_t died;
+    Place made, given_back;
+    std::vector<Access> open;
+  };
+  std::vector<Access> open_accesses(const Block& block) {
+    auto& clock = streams[block.stream];
+    join(clock, host);
+    std::vector<Access> open;
+    for (auto& access : block.accesses)
+      if (access.stream != block.stream && clock[access.stream] < access.time && !block.recorded.count(access.stream))
+        open.push_back(access);
+    return open;
+  }
+  void taken_again(const Block& block, Clock& clock, const Launch& launch) {
+    auto found = ghosts.find(block.stream);
+    if (found == ghosts.end()) return;
+    auto& all = found->second;
+    for (size_t i = 0; i < all.size();) {
+      if (all[i].died > block.born) {
+        i++;
+        continue;
+      }
+      for (auto& access : all[i].open)
+        if (clock[access.stream] < access.time)
+          fault("memory of " + name(block.stream) + ", made at " + *all[i].made + " and given back at " +
+                *all[i].given_back + ", may be written at " + *launch.place + " while " + name(access.stream) +
+                " uses it, since " + *access.place);
+      all.erase(all.begin() + i);
+    }
+  }
+
   std::recursive_mutex lock;
+  int64_t births = 0;
+  std::unordered_map<StreamId, std::vector<Ghost>> ghosts;
   std::unordered_map<StreamId, Clock> streams;
   std::unordered_map<int64_t, Clock> events;
   std::unordered_map<const void*, Block> blocks;

@@ -373,7 +373,10 @@ at::Tensor sdpa(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                 bool causal, std::optional<double> scale, bool gqa) {
   for (auto& t : {k, v}) TORCH_CHECK(t.device() == q.device(), "attention: devices differ");
   if (mask) TORCH_CHECK(mask->device() == q.device(), "attention: mask on another device");
-  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, mask, p, causal, std::nullopt, scale, gqa));
+  auto added = mask;
+  if (mask && mask->dtype() == at::kBool)
+    added = at::zeros_like(*mask, q.options()).masked_fill_(mask->logical_not(), -INFINITY);
+  return std::get<0>(at::_scaled_dot_product_attention_math(q, k, v, added, p, causal, std::nullopt, scale, gqa));
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
@@ -456,6 +459,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("forget_waits", [] { Counts::get().waits.clear(); });
   m.def("faults", [] { return Clocks::get().faults; });
   m.def("plant", [](std::string kind, std::string where) { Clocks::get().plant(kind, where); });
-  m.def("planted", [] { return Clocks::get().planted; });
   bind_nccl(m);
 }
