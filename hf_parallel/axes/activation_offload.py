@@ -7,10 +7,10 @@ On a GPU copies run on a stream of their own, from and to pinned memory: out whi
 the layer above computes its gradients. Of a checkpointed layer it is the input that goes. Small tensors, weights and
 what is no plain tensor stay.
 
-The host enqueues a whole forward pass in milliseconds, long before the first copy is done. So the stream that computes
-waits, at the end of layer k, for the copies of layer k - `AHEAD`, and only then the device's tensors of that layer are
-dropped: memory in flight is that of `AHEAD` layers. Copies back go to memory of the stream that computes, which is free
-in its order.
+The host enqueues a whole forward pass in milliseconds, long before the first copy is done. So the stream that
+computes waits, at the end of layer k, for the copies of layer k - `AHEAD`, and only then the device's tensors of that
+layer are dropped: memory in flight is that of `AHEAD` layers. Copies back go to memory of the stream that computes,
+which is free in its order.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from tests.cuda.build import NAME, build
 
 assert "torch" not in sys.modules, "import tests.cuda.device before torch, which asks once whether there is CUDA"
 _library = build()
+os.environ.setdefault("PRETENDED_CUDA_DEVICES", "8")
 _torch = Path(importlib.util.find_spec("torch").origin).parent
 ctypes.CDLL(str(_torch / "lib" / "libtorch_global_deps.so"), mode=ctypes.RTLD_GLOBAL)
 ctypes.CDLL(str(_library))  # before `import torch` its hooks are taken

@@ -1,7 +1,7 @@
 """Kernels that CUDA has and the CPU lacks, with CUDA's own conditions: computed on the host in fp64.
 
-Registered as torch's operators when this is imported. They wait for nothing: `native.touch` tells the clocks of streams
-what they read, `native.to_device` what they make.
+Registered as torch's operators when this is imported. They wait for nothing: `native.touch` tells the clocks of
+streams what they read, `native.to_device` what they make.
 """
 
 from __future__ import annotations

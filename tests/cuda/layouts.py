@@ -42,13 +42,13 @@ class Layout:
         marks += [name for name in ("autocast", "scaler", "lora", "evaluate", "padded") if getattr(self, name)]
         marks += ["bf16"] if self.dtype == "bfloat16" else []
         marks += [f"{self.accumulate}steps"] if self.accumulate > 1 else []
-        return "-".join([re.sub(r":[^,]*/[^,]*", "", self.spec).replace("=", "").replace(",", "_"), *marks])
+        return "-".join([self.spec.replace(":FOLDER", "").replace("=", "").replace(",", "_"), *marks])
 
     @property
     def ranks(self) -> int:
         """How many processes it takes."""
         total = 1
-        for axis, size in re.findall(r"\b(dp_replicate|dp_shard|pp|tp|cp)=(\d+)", self.spec):
+        for _axis, size in re.findall(r"\b(dp_replicate|dp_shard|pp|tp|cp)=(\d+)", self.spec):
             total *= int(size)
         return total
 
@@ -62,7 +62,9 @@ class Layout:
         return BF16 if self.autocast or self.scaler or self.dtype != "float32" else FP32
 
 
-_NORM = "documents of rows: sizes of a batch come to the host once"
+_DOCUMENTS = "the documents of the batch, which the host cuts, and transformers' own search for packs"
+_UNEVEN = "of a length that tp does not divide: transformers asks the mask twice"
+_HOST_GRADIENTS = "FSDP2 waits for each parameter's gradient on the host"
 _CHUNKS = "an event per chunk of 64 MiB, which the optimizer on the host waits for"
 _SIZES = "sizes that the router chose, per layer"
 
@@ -84,28 +86,28 @@ COMPRESSED = [
     Layout("dp_shard=4,hierarchical_shard=2,quantize_weights=int8,quantize_gradients=int8"),
 ]
 OFFLOAD = [
-    Layout("dp_shard=2,offload=cpu", 4, _CHUNKS, adam=True),
-    Layout("dp_shard=2,offload=optimizer", 4, _CHUNKS, adam=True),
-    Layout("dp_shard=2,offload=nvme:FOLDER", 4, _CHUNKS, adam=True),
-    Layout("dp_shard=2,offload=nvme_all:FOLDER", 4, _CHUNKS, adam=True),
-    Layout("tp=2,offload=optimizer", 4, _CHUNKS, adam=True),
-    Layout("tp=2,activation_offload=true", small=64),
+    Layout("dp_shard=2,offload=cpu", 23, _HOST_GRADIENTS, adam=True),
+    Layout("dp_shard=2,offload=optimizer", 1, _CHUNKS, adam=True),
+    Layout("dp_shard=2,offload=nvme:FOLDER", 1, _CHUNKS, adam=True),
+    Layout("dp_shard=2,offload=nvme_all:FOLDER", 26, _HOST_GRADIENTS, adam=True),
+    Layout("tp=2,offload=optimizer", 2, _CHUNKS, adam=True),
+    Layout("tp=2,activation_offload=true", 1, _UNEVEN, small=64),
     Layout("dp_shard=2,activation_offload=true", small=64),
     Layout("dp_shard=2,activation_offload=true,activation_checkpointing=full", small=64),
 ]
 TENSOR = [
-    Layout("tp=2"),
+    Layout("tp=2", 1, _UNEVEN),
     Layout("tp=2,sequence_parallel=false"),
-    Layout("tp=4"),
-    Layout("tp=2,tp_overlap=true"),
-    Layout("tp=2,dp_shard=2"),
-    Layout("tp=2", model="gpt2"),
-    Layout("tp=2,lean_loss=true"),
+    Layout("tp=4", 1, _UNEVEN),
+    Layout("tp=2,tp_overlap=true", 1, _UNEVEN),
+    Layout("tp=2,dp_shard=2", 1, _UNEVEN),
+    Layout("tp=2", 1, _UNEVEN, model="gpt2"),
+    Layout("tp=2,lean_loss=true", 1, _UNEVEN),
 ]
 RECOMPUTED = [
-    Layout("tp=2,activation_checkpointing=full"),
+    Layout("tp=2,activation_checkpointing=full", 1, _UNEVEN),
     Layout("dp_shard=2,activation_checkpointing=selective"),
-    Layout("tp=2,activation_checkpointing=selective"),
+    Layout("tp=2,activation_checkpointing=selective", 1, _UNEVEN),
     Layout("tp=2,activation_checkpointing=full,partition_activations=true,sequence_parallel=false"),
 ]
 PIPELINE = [
@@ -125,14 +127,14 @@ PIPELINE = [
     Layout("tp=2,pp=2,dp_shard=2", autocast=True),
 ]
 CONTEXT = [
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _NORM),
-    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 1, _NORM),
-    Layout("cp=2,dp_shard=1,context_parallel=allgather", 1, _NORM),
-    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 1, _NORM),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _NORM, autocast=True),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _NORM, padded=True),
-    Layout("cp=2,tp=2,dp_shard=1", 1, _NORM),
-    Layout("cp=2,dp_shard=2", 1, _NORM),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=allgather", 1, _DOCUMENTS),
+    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS, autocast=True),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS, padded=True),
+    Layout("cp=2,tp=2,dp_shard=1", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=2", 1, _DOCUMENTS),
 ]
 EXPERTS = [
     Layout("dp_shard=2,ep=2", 8, _SIZES, model="qwen3_moe"),

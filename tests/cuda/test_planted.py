@@ -1,4 +1,4 @@
-"""Faults planted one by one: a wait that is left out is found, as a NaN, as a fault of streams, or as wrong numbers.
+"""Faults planted one by one: a wait that is left out is found, as a NaN or as a fault of streams that names two lines.
 
 `work_wait` waits for a collective, `wait_event` lets one stream wait for another, `synchronize` lets the host wait.
 """
@@ -7,16 +7,57 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = pytest.mark.timeout(600)
+from tests.cuda.layouts import Layout
+from tests.cuda.worker import ROOT, run_pytest
 
-#: Layout, what is left out, at which line of the package or as the how many-th; one of the ways in which it is found.
+pytestmark = pytest.mark.timeout(900)
+
+_OFFLOADED = "dp_shard=2,activation_offload=true"
+#: Layout; what is left out; in which function of the package, or as the how many-th one; how that is found.
 PLANTED = {
-    "all-reduce of replicas": ("dp_replicate=2", "work_wait", "collectives/kept.py", "nan"),
-    "gather of FSDP2": ("dp_shard=2", "wait_event", "#3", "stream"),
-    "any wait of FSDP2's streams": ("dp_shard=2", "wait_event", "", "stream"),
-    "a collective of FSDP2": ("dp_shard=2,zero_stage=0", "work_wait", "", "nan"),
-    "overlap, forward": ("tp=2,tp_overlap=true", "work_wait", "axes/tensor/overlap.py:111", "nan"),
-    "overlap, gradient": ("tp=2,tp_overlap=true", "work_wait", "axes/tensor/overlap.py:125", "nan"),
-    "overlap, gathered again": ("tp=2,tp_overlap=true", "work_wait", "axes/tensor/overlap.py:138", "nan"),
-    "gather of a sequence": ("tp=2", "work_wait", "collectives/asynchronous.py", "nan"),
+    "overlap, sum": ("tp=2,tp_overlap=true,sequence_parallel=false", "work_wait", "in _reduced_product", "nan"),
+    "overlap, scatter": ("tp=2,tp_overlap=true", "work_wait", "in _scattered_product", "nan"),
+    "overlap, gather": ("tp=2,tp_overlap=true", "work_wait", "in _gathered_product", "nan"),
+    "sequence": ("tp=2", "work_wait", "#5", "nan"),
+    "FSDP2, its third wait": ("dp_shard=2", "wait_event", "#3", "stream"),
+    "FSDP2, its tenth wait": ("dp_shard=2", "wait_event", "#10", "stream"),
+    "FSDP2, every wait": ("dp_shard=2", "wait_event", "", "stream"),
+    "replicas, every wait": ("dp_replicate=2", "wait_event", "", "stream"),
+    "ring, keys": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "in _blocks", "nan"),
+    "ring, gradients": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "in _backward", "nan"),
+    "ulysses": ("cp=2,dp_shard=1,context_parallel=ulysses", "work_wait", "collectives/all_to_all.py", "nan"),
+    "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "#4", "nan"),
+    "optimizer on the host": ("dp_shard=2,offload=optimizer", "synchronize", "axes/data/host_step.py", "nan"),
+    "activations out": (_OFFLOADED, "wait_event", "in drop", "stream"),
+    "activations in": (_OFFLOADED, "wait_event", "in take", "stream"),
+    "activations, memory": (_OFFLOADED, "wait_event", "in fetch", "stream"),
+    "activations, before they are made": (_OFFLOADED, "wait_event", "in __init__", "stream"),
+    "int8 gather": ("dp_shard=2,quantize_weights=int8", "wait_event", "axes/data/compressed.py", "stream"),
 }
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_wait_left_out_is_found(worker, fault):
+    spec, kind, where, found = PLANTED[fault]
+    name = Layout(spec).name.replace("=FOLDER", "")
+    row = worker.row(name, (kind, where))
+    shown = {"nan": row["nan"], "stream": bool(row["faults"])}
+    assert shown[found], f"not found: {shown}, losses off by {row['gap']}, {row['wrong']}"
+    print(fault, shown, row["faults"][:1])
+
+
+def test_a_save_that_does_not_wait_is_found(monkeypatch):
+    """The writer beside the training would write what has not arrived."""
+    monkeypatch.setenv("PRETENDED_CUDA_PLANT", "synchronize|checkpoint/saving.py")
+    ran = run_pytest("tests/parity/test_async_save.py", "-k", "test_the_same_checkpoints")
+    assert "1 failed" in ran.stdout, ran.stdout[-3000:]
+    assert "nan" in ran.stdout
+
+
+def test_rules_of_streams():
+    """On the device alone: `rules.py` says what each is."""
+    import subprocess
+    import sys
+
+    ran = subprocess.run([sys.executable, "-m", "tests.cuda.rules"], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -1,4 +1,4 @@
-"""A process that has the pretended device, for tests that run in one without it: layouts by name, and pytest itself."""
+"""A process that has the pretended device, for tests in a process without it: layouts by name, and pytest itself."""
 
 from __future__ import annotations
 

@@ -106,5 +106,5 @@ def _place(parts: list[tuple[int, int]], device: torch.device) -> Place:
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a table of the host on the device without waiting: CUDA copies pinned memory in the order of its stream."""
+    """Return a table of the host on the device, without waiting: CUDA copies pinned memory in its stream's order."""
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

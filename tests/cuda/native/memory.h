@@ -14,7 +14,7 @@ using c10::DeviceType;
 
 constexpr int kMaxDevices = 16;
 inline int device_count() {
-  static const int n = std::getenv("PRETENDED_CUDA_DEVICES") ? atoi(std::getenv("PRETENDED_CUDA_DEVICES")) : 8;
+  static const int n = std::getenv("PRETENDED_CUDA_DEVICES") ? atoi(std::getenv("PRETENDED_CUDA_DEVICES")) : 4;
   return n;
 }
 inline thread_local DeviceIndex current_device = 0;
