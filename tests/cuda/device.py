@@ -62,32 +62,36 @@ def exchange_device(index: int) -> int:
 
 
 class _Instances(type):
-    """A class whose instances are those of torch's own one."""
+    """A class that torch's own streams are instances of too: those that C++ makes."""
 
     def __instancecheck__(cls, value):
-        return isinstance(value, cls.real)
-
-    def __call__(cls, *args, **kwargs):
-        return cls.make(*args, **kwargs)
+        return isinstance(value, torch.Stream)
 
 
-def _stream(device=None, priority=0, **kwargs):
-    if "stream_id" in kwargs:
-        return torch.Stream(**kwargs)
-    return torch.Stream(torch.device("cuda", index_of(device)), priority=priority)
-
-
-class Stream(metaclass=_Instances):
+class Stream(torch.Stream, metaclass=_Instances):
     """`torch.cuda.Stream`."""
 
-    real, make = torch.Stream, staticmethod(_stream)
+    def __new__(cls, device=None, priority=0, **kwargs):
+        if "stream_id" not in kwargs:
+            kwargs = {"device": torch.device("cuda", index_of(device)), "priority": priority}
+        return super().__new__(cls, **kwargs)
 
 
-class Event(metaclass=_Instances):
+def stream_of(device, stream_id: int) -> Stream:
+    """The stream of that number."""
+    return Stream(stream_id=stream_id, device_index=index_of(device), device_type=1)
+
+
+def current_stream(device=None) -> Stream:
+    """`torch.cuda.current_stream`."""
+    return stream_of(device, torch.accelerator.current_stream(index_of(device)).stream_id)
+
+
+class Event(torch.Event):
     """`torch.cuda.Event`."""
 
-    real = torch.Event
-    make = staticmethod(lambda enable_timing=False, **kwargs: torch.Event("cuda", enable_timing=enable_timing))
+    def __new__(cls, enable_timing=False, blocking=False, interprocess=False, external=False):
+        return super().__new__(cls, "cuda", enable_timing=enable_timing)
 
 
 class StreamContext:
@@ -110,8 +114,8 @@ def _replace_streams() -> None:
     cuda.Stream = cuda.streams.Stream = Stream
     cuda.Event = cuda.streams.Event = Event
     cuda.stream = cuda.StreamContext = StreamContext
-    cuda.current_stream = lambda device=None: torch.accelerator.current_stream(index_of(device))
-    cuda.default_stream = lambda device=None: torch.Stream(stream_id=0, device_index=index_of(device), device_type=1)
+    cuda.current_stream = current_stream
+    cuda.default_stream = lambda device=None: stream_of(device, 0)
     cuda.set_stream = torch.accelerator.set_stream
     cuda.synchronize = lambda device=None: torch.accelerator.synchronize(index_of(device))
 

@@ -35,6 +35,10 @@ class Layout:
     padded: bool = False
     tolerance: float | None = None
 
+    def __post_init__(self) -> None:
+        if (self.waits > 0) != bool(self.why):
+            raise ValueError(f"{self.spec}: say what its {self.waits} waits are for")
+
     @property
     def name(self) -> str:
         """`tp2_pp2-bf16`: what `-k` selects."""
@@ -66,7 +70,8 @@ _DOCUMENTS = "the documents of the batch, which the host cuts, and transformers'
 _UNEVEN = "of a length that tp does not divide: transformers asks the mask twice"
 _HOST_GRADIENTS = "FSDP2 waits for each parameter's gradient on the host"
 _CHUNKS = "an event per chunk of 64 MiB, which the optimizer on the host waits for"
-_SIZES = "sizes that the router chose, per layer"
+_SIZES = "sizes that the router chose, per layer of experts"
+_SIZES_OF_PARTS = "the same per micro-batch, with those that transformers' grouped products ask for"
 
 DATA = [
     Layout("dp_replicate=2"),
@@ -137,24 +142,23 @@ CONTEXT = [
     Layout("cp=2,dp_shard=2", 1, _DOCUMENTS),
 ]
 EXPERTS = [
-    Layout("dp_shard=2,ep=2", 8, _SIZES, model="qwen3_moe"),
-    Layout("dp_shard=1,tp=2,ep=2", 8, _SIZES, model="qwen3_moe"),
-    Layout("dp_shard=2,ep=2,expert_capacity_factor=1.5", 8, _SIZES, model="qwen3_moe", tolerance=1e-1),
-    Layout("dp_shard=2,ep=2,pp=2", 64, _SIZES, model="qwen3_moe"),
-    Layout("tp=2", 8, _SIZES, model="qwen3_moe"),
+    Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe"),
+    Layout("dp_shard=1,tp=2,ep=2", 2, _SIZES, model="qwen3_moe"),
+    Layout("dp_shard=2,ep=2,expert_capacity_factor=1.5", 1, _SIZES, model="qwen3_moe", tolerance=1e-1),
+    Layout("dp_shard=2,ep=2,pp=2", 16, _SIZES_OF_PARTS, model="qwen3_moe"),
+    Layout("tp=2", 1, _UNEVEN, model="qwen3_moe"),
 ]
-ADAPTERS = [Layout("tp=2", lora=True), Layout("dp_shard=2", lora=True)]
+ADAPTERS = [Layout("tp=2", 1, _UNEVEN, lora=True), Layout("dp_shard=2", lora=True)]
 PRECISION = [
     Layout("dp_shard=2", autocast=True),
-    Layout("tp=2", autocast=True),
-    Layout("tp=2,tp_overlap=true", autocast=True),
+    Layout("tp=2", 1, _UNEVEN, autocast=True),
+    Layout("tp=2,tp_overlap=true", 1, _UNEVEN, autocast=True),
     Layout("dp_shard=2", dtype="bfloat16"),
-    Layout("tp=2", dtype="bfloat16"),
+    Layout("tp=2", 1, _UNEVEN, dtype="bfloat16"),
     Layout("pp=2", autocast=True),
-    Layout("tp=2", scaler=True),
     Layout("dp_shard=2", scaler=True),
-    Layout("dp_shard=2,ep=2", 8, _SIZES, model="qwen3_moe", autocast=True),
-    Layout("dp_shard=2,attention=torch_flash", 2, "`.all()` of the mask, as transformers' own", dtype="bfloat16"),
+    Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe", autocast=True),
+    Layout("dp_shard=2,attention=torch_flash", dtype="bfloat16"),
     Layout("dp_shard=2,precision=fp8", dtype="bfloat16"),
 ]
 GROUPS = {

@@ -19,7 +19,7 @@ from transformers import TrainingArguments  # isort: skip
 
 def _checked(fork_all):
     @functools.wraps(fork_all)
-    def forked(call, *rest):
+    def forked(call, *rest, **settings):
         def checked():
             if "PRETENDED_CUDA_PLANT" in os.environ:
                 native.plant(*os.environ["PRETENDED_CUDA_PLANT"].split("|"))
@@ -29,7 +29,7 @@ def _checked(fork_all):
                 raise AssertionError("streams:\n" + "\n".join(found))
             return value
 
-        return fork_all(checked, *rest)
+        return fork_all(checked, *rest, **settings)
 
     return forked
 

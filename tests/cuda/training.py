@@ -10,11 +10,11 @@ from typing import Any
 import pretended_cuda as native
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import hf_parallel
 from hf_parallel.axes import activation_offload
-from hf_parallel.hooks.peft.planned_adapters import lora
 from tests import distributed, models
 from tests.cuda.layouts import Layout
 
@@ -153,7 +153,7 @@ def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
         share, shares, group = mesh.data_rank, mesh.data_size, mesh.data_group
     if layout.lora:
         torch.manual_seed(3)
-        lora(4, lora_dropout=0.0)(model)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]))
     return model, share, shares, group
 
 

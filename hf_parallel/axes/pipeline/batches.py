@@ -27,17 +27,6 @@ def without_count(batch: Batch) -> Batch:
     return {key: value for key, value in batch.items() if key != COUNTED}
 
 
-def without_full_mask(batch: Batch) -> Batch:
-    """Drop a padding mask of ones, which stands for none: each micro-batch would ask the device for it in each stage.
-
-    It stays beside positions: without a mask they tell where packed sequences start.
-    """
-    mask = batch.get("attention_mask")
-    if not torch.is_tensor(mask) or mask.dim() != 2 or batch.get("position_ids") is not None or not bool(mask.all()):
-        return batch
-    return {key: value for key, value in batch.items() if key != "attention_mask"}
-
-
 def counted_tokens(batch: Batch) -> torch.Tensor | None:
     """Which tokens [rows, length] are no padding; None: all."""
     return batch.get(COUNTED, batch.get("attention_mask"))
