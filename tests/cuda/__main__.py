@@ -20,7 +20,7 @@ for _name, _value in {
     os.environ.setdefault(_name, _value)
 
 import tests.cuda.device  # noqa: E402, F401
-from tests.cuda.layouts import ALL, GROUPS  # noqa: E402
+from tests.cuda.layouts import ALL, GROUPS, Layout  # noqa: E402
 from tests.cuda.training import Row, compare  # noqa: E402
 
 
@@ -73,7 +73,7 @@ def _serve() -> int:
     references: dict = {}
     for line in sys.stdin:
         asked = json.loads(line)
-        row = compare(ALL[asked["name"]], references, asked.get("planted"))
+        row = compare(ALL.get(asked["name"]) or Layout(asked["name"]), references, asked.get("planted"))
         print(
             "\n" + json.dumps({"row": {"wrong": row.wrong, "faults": row.faults, "nan": row.nan, "gap": row.gap}}),
             flush=True,

@@ -9,12 +9,17 @@ from __future__ import annotations
 import functools
 import os
 
-import tests.cuda.device  # noqa: F401 - before torch
-from tests import distributed
+from tests.cuda.worker import ENVIRONMENT
 
-import pretended_cuda as native  # isort: skip - the device makes it known
-from accelerate import Accelerator  # isort: skip
-from transformers import TrainingArguments  # isort: skip
+for _name, _value in ENVIRONMENT.items():
+    os.environ.setdefault(_name, _value)
+
+import tests.cuda.device  # noqa: E402, F401 - before torch
+from tests import distributed  # noqa: E402
+
+import pretended_cuda as native  # noqa: E402 # isort: skip - the device makes it known
+from accelerate import Accelerator  # noqa: E402 # isort: skip
+from transformers import TrainingArguments  # noqa: E402 # isort: skip
 
 
 def _checked(fork_all):

@@ -20,7 +20,6 @@ SCRIPTS = {
     "async save": ("test_async_save.py", "test_the_same_checkpoints"),
     "resume": ("test_resume.py", "bit_for_bit or a_stream_goes_on"),
     "save_state": ("test_save_state.py", "from_layout_to_layout"),
-    "generation": ("test_saving.py", "generation or evaluation"),
     "fp16": ("test_fp16.py", ""),
     "lora": ("test_lora.py", "bf16 or dora or best_checkpoint"),
     "mixed precision": ("test_mixed_precision.py", ""),

@@ -32,6 +32,7 @@ class Run:
     launches: int
     sent: int
     faults: dict[str, int]
+    tokens: list[list[int]] | None = None
 
 
 @dataclass
@@ -73,7 +74,7 @@ def compare(layout: Layout, references: dict[Any, Run], planted: tuple[str, str]
     row = Row(layout)
     try:
         key = (layout.model, layout.dtype, layout.autocast, layout.scaler, layout.lora, layout.adam, layout.accumulate)
-        key += (layout.padded, _layers(layout))
+        key += (layout.padded, layout.evaluate, _layers(layout))
         if key not in references:
             references[key] = distributed.run_alone(train, layout, None, timeout=200)
         alone = references[key]
@@ -84,6 +85,8 @@ def compare(layout: Layout, references: dict[Any, Run], planted: tuple[str, str]
         row.error = f"{error.kind}: {error}"[-3000:]
         return row
     first = ranks[0]
+    if first.tokens != alone.tokens:
+        row.error = f"generated {first.tokens}, one process {alone.tokens}"
     numbers = torch.tensor([*first.losses, first.norm])
     row.nan = bool(numbers.isnan().any())
     pairs = list(zip(alone.losses, first.losses, strict=True))
@@ -124,11 +127,10 @@ def train(layout: Layout, spec: str | None, planted: tuple[str, str] | None = No
     if shares > 1:
         dist.all_reduce(total, group=group)
         total /= shares
-    if layout.evaluate and spec is not None:
-        _evaluate(model, device)
+    tokens = _evaluate(model, device, "pp" in layout.spec) if layout.evaluate else None
     norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     counted = {"waits": dict(native.waits()), "launches": ended[0] - begun[0], "sent": ended[1] - begun[1]}
-    return Run(total.tolist(), float(norm), **counted, faults=dict(native.faults()))
+    return Run(total.tolist(), float(norm), **counted, faults=dict(native.faults()), tokens=tokens)
 
 
 def _layers(layout: Layout) -> int | None:
@@ -185,10 +187,16 @@ def _batch(layout, seed, shares, device, vocabulary) -> tuple[torch.Tensor, torc
     return ids[share::count].to(device), mask[share::count].to(device)
 
 
-def _evaluate(model: Any, device: torch.device) -> None:
-    ids = torch.zeros(4, LENGTH, dtype=torch.long, device=device)
+def _evaluate(model: Any, device: torch.device, pipelined: bool) -> list[list[int]] | None:
+    """Logits of a batch; greedy tokens, which a pipeline takes no part in here."""
+    ids = torch.arange(4 * LENGTH, device=device).view(4, LENGTH) % model.config.vocab_size
     model.eval()
     with torch.no_grad():
-        outputs = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
-    if outputs.logits.device != device or not outputs.logits.isfinite().all():
-        raise AssertionError(f"logits of an evaluation are on {outputs.logits.device}, or not finite")
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).logits
+    if logits.device != device or not logits.isfinite().all():
+        raise AssertionError(f"logits of an evaluation are on {logits.device}, or not finite")
+    if pipelined:
+        return None
+    return model.generate(
+        ids[:, :5], attention_mask=torch.ones_like(ids[:, :5]), max_new_tokens=4, do_sample=False
+    ).tolist()

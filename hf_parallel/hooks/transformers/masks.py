@@ -12,9 +12,12 @@ from hf_parallel.model.known_masks import what_is_known
 
 @patch("transformers.masking_utils:_ignore_causal_mask_sdpa", "would wait for the device per micro-batch and stage")
 def ignore_causal_mask(original: Callable, padding_mask: torch.Tensor | None, *args: object, **kwargs: object) -> bool:
-    """A mask that hides nothing is none; one that hides something is made, also for rows without padding."""
+    """A mask that hides nothing is none; one that hides something is made, also for rows without padding.
+
+    Sequence parallelism pads rows at their end, where no token of a causal model sees: such a mask hides no more.
+    """
     known = what_is_known()
-    if known is None or known.hides is None or padding_mask is None or padding_mask.shape[-1] != known.length:
+    if known is None or known.hides is None or padding_mask is None:
         return original(padding_mask, *args, **kwargs)
     return False if known.hides else original(None, *args, **kwargs)
 
