@@ -73,7 +73,11 @@ class Groups:
         if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None and not apart:
             return default
         if _is_split(default):
-            told = {"timeout": time_out(), "pg_options": options, **_of_nccl_alone(default, self.device)}
+            told: dict[str, Any] = {
+                "timeout": time_out(),
+                "pg_options": options,
+                **_of_nccl_alone(default, self.device),
+            }
             return dist.split_group(split_ranks=partition, **told)
         return _own(partition, self.rank, pg_options=options)
 

@@ -1,4 +1,5 @@
-"""Faults planted one by one: a wait that is left out is found, as a NaN or as a fault of streams that names two lines.
+"""Faults planted one by one. A wait that is left out is found: as a NaN, as a fault of streams that names two lines, or
+by the numbers, where the host has overwritten what had not arrived.
 
 `work_wait` waits for a collective, `wait_event` lets one stream wait for another, `synchronize` lets the host wait.
 """
@@ -19,19 +20,18 @@ PLANTED = {
     "overlap, gather": ("tp=2,tp_overlap=true", "work_wait", "in _gathered_product", "nan"),
     "sequence": ("tp=2", "work_wait", "#5", "nan"),
     "FSDP2, its third wait": ("dp_shard=2", "wait_event", "#3", "stream"),
-    "FSDP2, its tenth wait": ("dp_shard=2", "wait_event", "#10", "stream"),
     "FSDP2, every wait": ("dp_shard=2", "wait_event", "", "stream"),
     "replicas, every wait": ("dp_replicate=2", "wait_event", "", "stream"),
-    "ring, keys": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "in _blocks", "nan"),
-    "ring, gradients": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "in _backward", "nan"),
+    "ring": ("cp=2,dp_shard=1,context_parallel=ring", "work_wait", "axes/context/ring.py", "nan"),
+    "gathered keys": ("cp=2,dp_shard=1,context_parallel=allgather", "work_wait", "in _blocks", "nan"),
+    "gradients of keys": ("cp=2,dp_shard=1,context_parallel=allgather", "work_wait", "in _backward", "nan"),
     "ulysses": ("cp=2,dp_shard=1,context_parallel=ulysses", "work_wait", "collectives/all_to_all.py", "nan"),
-    "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "#4", "nan"),
-    "optimizer on the host": ("dp_shard2_offloadoptimizer", "synchronize", "axes/data/host_step.py", "nan"),
+    "pipeline": ("pp=2,pipeline_schedule=1f1b", "work_wait", "", "nan"),
+    "optimizer on the host": ("dp_shard2_offloadoptimizer", "synchronize", "axes/data/host_step.py", "numbers"),
     "activations out": (_OFFLOADED, "wait_event", "in drop", "stream"),
     "activations in": (_OFFLOADED, "wait_event", "in take", "stream"),
-    "activations, memory": (_OFFLOADED, "wait_event", "in fetch", "stream"),
     "activations, before they are made": (_OFFLOADED, "wait_event", "in __init__", "stream"),
-    "int8 gather": ("dp_shard=2,quantize_weights=int8", "wait_event", "axes/data/compressed.py", "stream"),
+    "int8 gather": ("dp_shard=2,quantize_weights=int8", "work_wait", "axes/data/compressed.py", "nan"),
 }
 
 
@@ -39,7 +39,7 @@ PLANTED = {
 def test_a_wait_left_out_is_found(worker, fault):
     spec, kind, where, found = PLANTED[fault]
     row = worker.row(spec, (kind, where))
-    shown = {"nan": row["nan"], "stream": bool(row["faults"])}
+    shown = {"nan": row["nan"], "stream": bool(row["faults"]), "numbers": not row["gap"] < 1e-3}
     assert shown[found], f"not found: {shown}, losses off by {row['gap']}, {row['wrong']}"
     print(fault, shown, row["faults"][:1])
 

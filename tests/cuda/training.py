@@ -134,8 +134,8 @@ def train(layout: Layout, spec: str | None, planted: tuple[str, str] | None = No
 
 
 def _layers(layout: Layout) -> int | None:
-    """Pipelines of two ranks with two stages each need four layers."""
-    return 4 if "pp" in layout.spec else 2
+    """Two stages on each of two ranks need four; more layers than may be on their way, where activations are offloaded."""
+    return 4 if "pp" in layout.spec or layout.small is not None else 2
 
 
 def _built(layout: Layout, spec: str | None, device: torch.device) -> tuple:
