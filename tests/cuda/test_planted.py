@@ -1,5 +1,5 @@
-"""Faults planted one by one. A wait that is left out is found: as a NaN, as a fault of streams that names two lines, or
-by the numbers, where the host has overwritten what had not arrived.
+"""Faults planted one by one. A wait that is left out is found: as a NaN, as a fault of streams that names two lines,
+or by the numbers, where the host has overwritten what had not arrived.
 
 `work_wait` waits for a collective, `wait_event` lets one stream wait for another, `synchronize` lets the host wait.
 """

@@ -197,6 +197,5 @@ def _evaluate(model: Any, device: torch.device, pipelined: bool) -> list[list[in
         raise AssertionError(f"logits of an evaluation are on {logits.device}, or not finite")
     if pipelined:
         return None
-    return model.generate(
-        ids[:, :5], attention_mask=torch.ones_like(ids[:, :5]), max_new_tokens=4, do_sample=False
-    ).tolist()
+    prompt = ids[:, :5]
+    return model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=4, do_sample=False).tolist()
