@@ -133,8 +133,8 @@ def train(layout: Layout, spec: str | None, planted: tuple[str, str] | None = No
     return Run(total.tolist(), float(norm), **counted, faults=dict(native.faults()), tokens=tokens)
 
 
-def _layers(layout: Layout) -> int | None:
-    """Two stages on each of two ranks need four; more layers than may be on their way, where activations are offloaded."""
+def _layers(layout: Layout) -> int:
+    """Two stages on each of two ranks need four; so do activations, of which two layers may be on their way."""
     return 4 if "pp" in layout.spec or layout.small is not None else 2
 
 
