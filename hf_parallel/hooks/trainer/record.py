@@ -47,6 +47,7 @@ class TrainerRecord:
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
+        told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         profile: of the step in progress, if it is one of them.
         upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
@@ -60,6 +61,7 @@ class TrainerRecord:
     weighs: bool | None = None
     told_unknown: bool = False
     told_unreached: bool = False
+    told_to_differ: set[str] = field(default_factory=set)
     drawn_steps: set[int] = field(default_factory=set)
     profile: Profile | None = None
     upcoming: list[dict[str, object]] | None = None

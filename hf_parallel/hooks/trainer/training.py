@@ -15,7 +15,16 @@ from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_par
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
+from hf_parallel.hooks.trainer import (
+    bad_numbers,
+    evaluation,
+    losses,
+    profiling,
+    ragged,
+    save_callbacks,
+    stopping,
+    token_budget,
+)
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -58,6 +67,9 @@ def init(
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
     self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
+    for event in ("on_evaluate", "on_epoch_end"):
+        agreed = functools.partial(stopping.agree_after, self, getattr(self.callback_handler, event))
+        setattr(self.callback_handler, event, agreed)
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check(self)
     losses.prepare(self)
