@@ -23,7 +23,16 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
     token_budget,
     training,
 )
-from hf_parallel.hooks.transformers import box_counts, checkpointed, from_pretrained, kernels, loading, neftune, parts  # noqa: F401
+from hf_parallel.hooks.transformers import (
+    box_counts,
+    checkpointed,
+    from_pretrained,
+    kernels,
+    loading,
+    masks,
+    neftune,
+    parts,
+)  # noqa: F401
 from hf_parallel.hooks.trl import ahead, online, reference, server_mode, trainers  # noqa: F401
 
 
