@@ -61,12 +61,13 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def whole_number(tensor: DTensor) -> torch.Tensor:
+def whole_number(tensor: Any) -> torch.Tensor:
     """The one number of a DTensor as a plain tensor, such as a sum over a parameter of which ranks hold parts.
 
     Collective over the ranks that have a part, in groups apart from training's; none where each has the number.
     """
-    groups = next((model._hf_parallel.mesh.groups for model in _models if hasattr(model, "_hf_parallel")), None)
+    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
+    groups = states[0].mesh.groups if states else None
     if groups is None or all(placement.is_replicate() for placement in tensor.placements):
         return tensor.detach().full_tensor()
     own = stored(tensor.detach())
@@ -82,7 +83,13 @@ def whole_number(tensor: DTensor) -> torch.Tensor:
 
 
 _EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-_COMBINED = {"sum": torch.sum, "avg": torch.mean, "product": torch.prod, "max": torch.amax, "min": torch.amin}
+_COMBINED: dict[str, Any] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "product": torch.prod,
+    "max": torch.amax,
+    "min": torch.amin,
+}
 
 
 def _combined(numbers: torch.Tensor, placement: Placement) -> torch.Tensor:
