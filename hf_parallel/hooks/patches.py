@@ -23,7 +23,7 @@ from hf_parallel.hooks.trainer import (  # noqa: F401
     token_budget,
     training,
 )
-from hf_parallel.hooks.transformers import (
+from hf_parallel.hooks.transformers import (  # noqa: F401
     box_counts,
     checkpointed,
     from_pretrained,
@@ -32,7 +32,7 @@ from hf_parallel.hooks.transformers import (
     masks,
     neftune,
     parts,
-)  # noqa: F401
+)
 from hf_parallel.hooks.trl import ahead, online, reference, server_mode, trainers  # noqa: F401
 
 
