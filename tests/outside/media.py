@@ -3,6 +3,7 @@
 import io
 import json
 import random
+import shutil
 import wave
 from pathlib import Path
 
@@ -250,7 +251,8 @@ def write_speech_models(root: str) -> None:
     """wav2vec 2.0 for CTC, for classes and for pretraining, and a Whisper."""
     sounds = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=True, do_normalize=True)
     for name, kind in (("wav2vec2", "Wav2Vec2ForCTC"), ("wav2vec2-pretraining", "Wav2Vec2ForPreTraining")):
-        config = transformers.Wav2Vec2Config(**SPEECH, vocab_size=32, pad_token_id=0)
+        masked = {"mask_time_prob": 0.05} if "pretraining" in name else {}
+        config = transformers.Wav2Vec2Config(**{**SPEECH, **masked}, vocab_size=13, pad_token_id=0)
         saved(seeded(getattr(transformers, kind), config), f"{root}/{name}", sounds)
     classes = transformers.Wav2Vec2Config(**SPEECH, num_labels=len(CLASSES))
     saved(seeded(transformers.Wav2Vec2ForSequenceClassification, classes), f"{root}/wav2vec2-classes", sounds)
@@ -403,6 +405,9 @@ def write_text_models(root: str) -> None:
         vocab_size=materials.VOCABULARY, d_model=32, n_layer=3, n_head=4, d_inner=48, dropout=0.0
     )
     saved(seeded(transformers.XLNetLMHeadModel, xlnet), f"{root}/xlnet", tokenizer)
+    shutil.copytree(f"{root}/llama", f"{root}/tagger", dirs_exist_ok=True)
+    tagger = Path(root, "tagger", "config.json")  # a mask drawn for part of a sequence is another one
+    tagger.write_text(json.dumps({**json.loads(tagger.read_text()), "classifier_dropout": 0.0}))
     filling = materials.tokenizer("plain")
     filling.add_tokens(["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>"], special_tokens=True)
     small = {**materials.SMALL, "num_hidden_layers": 3}

@@ -23,7 +23,11 @@ def json_files(kind: str, train: str) -> str:
 
 #: A name that these scripts use and do not import.
 OPTIONAL = (
-    ("import logging\n", "import logging\nfrom typing import Any, Optional, Union\nfrom transformers import AutoFeatureExtractor\n"),
+    (
+        "import logging\n",
+        "import logging\nfrom typing import Any, Optional, Union\nfrom transformers import AutoFeatureExtractor, "
+        "AutoTokenizer\n",
+    ),
     ("config.tokenizer_class", "None"),  # which Transformers 5 has no more
 )
 OLD_NAMES = (("DistributedType.TPU", "DistributedType.XLA"),)
@@ -56,7 +60,8 @@ TRANSFORMERS = {
     "speech-pretraining/run_wav2vec2_pretraining_no_trainer": Case(
         f"{PYTORCH}/speech-pretraining/run_wav2vec2_pretraining_no_trainer.py",
         "--dataset_name ROOT/media/sounds-full --dataset_config_names clean --dataset_split_names train "
-        "--validation_split_percentage 35 --model_name_or_path ROOT/wav2vec2-pretraining --max_duration_in_seconds 1 "
+        "--validation_split_percentage 35 --model_name_or_path ROOT/wav2vec2-pretraining --max_duration_in_seconds "
+        "1 --min_duration_in_seconds 0 "
         f"{LOOP} --logging_steps 1 --saving_steps 100 --mask_time_prob 0.3 --mask_time_length 2",
         edits=(("import aiohttp\n", ""), ("aiohttp.ClientTimeout(total=60 * 60)", "3600")),
     ),
@@ -93,13 +98,15 @@ TRANSFORMERS = {
     ),
     "instance-segmentation/run_instance_segmentation": Case(
         f"{PYTORCH}/instance-segmentation/run_instance_segmentation.py",
-        f"--dataset_name ROOT/media/instances-train --model_name_or_path ROOT/mask2former {MEDIA} --image_height 32 "
+        f"--dataset_name ROOT/media/instances-train --model_name_or_path ROOT/mask2former "
+        f"{MEDIA.replace('--do_eval', '')} --image_height 32 "
         "--image_width 32",
     ),
     "instance-segmentation/run_instance_segmentation_no_trainer": Case(
         f"{PYTORCH}/instance-segmentation/run_instance_segmentation_no_trainer.py",
         f"--dataset_name ROOT/media/instances-full --model_name_or_path ROOT/mask2former {LOOP} --image_height 32 "
         "--image_width 32 --dataloader_num_workers 0",
+        edits=(('"persistent_workers": True', '"persistent_workers": False'),),
     ),
     "contrastive-image-text/run_clip": Case(
         f"{PYTORCH}/contrastive-image-text/run_clip.py",
@@ -108,7 +115,8 @@ TRANSFORMERS = {
     ),
     "image-pretraining/run_mae": Case(
         f"{PYTORCH}/image-pretraining/run_mae.py",
-        f"--dataset_name ROOT/media/classes-train --model_name_or_path ROOT/mae {MEDIA} --base_learning_rate 1e-2",
+        f"--dataset_name ROOT/media/classes-train --model_name_or_path ROOT/mae {MEDIA} --base_learning_rate 1e-2 "
+        f"--norm_pix_loss false",
     ),
     "image-pretraining/run_mim": Case(
         f"{PYTORCH}/image-pretraining/run_mim.py",
@@ -136,7 +144,7 @@ TRANSFORMERS = {
     ),
     "token-classification/run_ner, decoder": Case(
         f"{PYTORCH}/token-classification/run_ner.py",
-        f"{json_files('names', 'train')} --model_name_or_path ROOT/llama --max_seq_length 33 {RUN}",
+        f"{json_files('names', 'train')} --model_name_or_path ROOT/tagger --max_seq_length 33 {RUN}",
     ),
     "token-classification/run_ner_no_trainer": Case(
         f"{PYTORCH}/token-classification/run_ner_no_trainer.py",
@@ -144,7 +152,7 @@ TRANSFORMERS = {
     ),
     "token-classification/run_ner_no_trainer, decoder": Case(
         f"{PYTORCH}/token-classification/run_ner_no_trainer.py",
-        f"{json_files('names', 'full')} --model_name_or_path ROOT/llama --max_length 33 {LOOP}",
+        f"{json_files('names', 'full')} --model_name_or_path ROOT/tagger --max_length 33 {LOOP}",
     ),
     "language-modeling/run_plm": Case(
         f"{PYTORCH}/language-modeling/run_plm.py",
@@ -209,7 +217,8 @@ TRANSFORMERS = {
     "translation/run_translation_no_trainer": Case(
         f"{PYTORCH}/translation/run_translation_no_trainer.py",
         f"{json_files('translations', 'full')} --model_name_or_path ROOT/t5 --source_lang en --target_lang de "
-        f"--source_prefix translate: --predict_with_generate True --max_source_length 40 --max_target_length 12 {LOOP}",
+        f"--source_prefix translate: --predict_with_generate True --max_source_length 40 --max_target_length 12 "
+        f"{LOOP}",
     ),
 }
 
@@ -218,12 +227,19 @@ FIXED = (
     ("bert-base-cased", "ROOT/scores"),
     ("HuggingFaceTB/SmolLM-360M", "ROOT/llama"),
     ('load_dataset("nyu-mll/glue", "mrpc")', 'load_dataset("json", data_files=PAIRS)'),
-    ("EVAL_BATCH_SIZE = 32", "EVAL_BATCH_SIZE = ROWS\nPAIRS = {'train': 'ROOT/pairs/full.jsonl', 'validation': 'ROOT/pairs/validation.jsonl'}"),
+    (
+        "EVAL_BATCH_SIZE = 32",
+        "EVAL_BATCH_SIZE = ROWS\n"
+        "PAIRS = {'train': 'ROOT/pairs/full.jsonl', 'validation': 'ROOT/pairs/validation.jsonl'}\n"
+        "TEXTS = {'train': 'ROOT/texts/full.jsonl', 'validation': 'ROOT/texts/validation.jsonl'}",
+    ),
+    ('load_dataset("Salesforce/wikitext", "wikitext-2-v1")', 'load_dataset("json", data_files=TEXTS)'),
     ("num_warmup_steps=100", "num_warmup_steps=0"),
     ('"lr": 2e-5', '"lr": 1e-2'),
     ('"num_epochs": 3', '"num_epochs": 2'),
     ('"batch_size": 16', '"batch_size": ROWS'),
     ('"batch_size": 256', '"batch_size": ROWS'),
+    ("max_training_samples=500", "max_training_samples=32"),
     ("batch_size: int = 16,", "batch_size: int = ROWS,"),
     ("self.process = psutil.Process()", "self.process, self.begin, self.end, self.peak = psutil.Process(), 0, 0, 0"),
 )
@@ -243,9 +259,11 @@ FEATURES = {
     "profiler": "--record_shapes",
     "schedule_free": "",
     "tracking": "--with_tracking --project_dir OUT",
-    "deepspeed_with_config_support": "--model_name_or_path ROOT/llama --train_file ROOT/texts/full.json --validation_file "
+    "deepspeed_with_config_support": "--model_name_or_path ROOT/llama --train_file ROOT/texts/full.json "
+    "--validation_file "
     f"ROOT/texts/validation.json --block_size 33 {LOOP}",
-    "megatron_lm_gpt_pretraining": "--model_name_or_path ROOT/gpt2 --train_file ROOT/texts/full.json --validation_file "
+    "megatron_lm_gpt_pretraining": "--model_name_or_path ROOT/gpt2 --train_file ROOT/texts/full.json "
+    "--validation_file "
     f"ROOT/texts/validation.json --block_size 33 {LOOP}",
 }
 ACCELERATE = {
@@ -258,7 +276,9 @@ ACCELERATE = {
 }
 ENCODERS = tuple((old, "ROOT/bert" if new == "ROOT/scores" else new) for old, new in FIXED)
 ACCELERATE["by_feature/checkpointing, BERT"] = Case(
-    "accelerate/examples/by_feature/checkpointing.py", "--checkpointing_steps epoch --output_dir OUT --cpu", edits=ENCODERS
+    "accelerate/examples/by_feature/checkpointing.py",
+    "--checkpointing_steps epoch --output_dir OUT --cpu",
+    edits=ENCODERS,
 )
 ACCELERATE["nd_parallel_trainer"] = Case(
     "accelerate/examples/torch_native_parallelism/nd_parallel_trainer.py", "--model-name ROOT/llama"
@@ -279,21 +299,85 @@ TRL = {
 ALIGNING = {
     name: Case(f"trl/examples/scripts/{name.removeprefix('trl ')}.py", arguments) for name, arguments in TRL.items()
 }
-LOSSES = (
-    "CosineSimilarityLoss CoSENTLoss AnglELoss ContrastiveLoss OnlineContrastiveLoss SoftmaxLoss BatchAllTripletLoss "
-    "BatchHardTripletLoss BatchHardSoftMarginTripletLoss BatchSemiHardTripletLoss TripletLoss MSELoss EmbedDistillLoss "
-    "MarginMSELoss DistillKLDivLoss DenoisingAutoEncoderLoss MultipleNegativesRankingLoss "
-    "MultipleNegativesSymmetricRankingLoss CachedMultipleNegativesRankingLoss "
-    "CachedMultipleNegativesSymmetricRankingLoss GISTEmbedLoss CachedGISTEmbedLoss MegaBatchMarginLoss MatryoshkaLoss "
-    "Matryoshka2dLoss AdaptiveLayerLoss GlobalOrthogonalRegularizationLoss"
-).split()
+OURS = Path(__file__).parent / "scripts"
+LOSSES = [
+    "CosineSimilarityLoss",
+    "CoSENTLoss",
+    "AnglELoss",
+    "ContrastiveLoss",
+    "OnlineContrastiveLoss",
+    "SoftmaxLoss",
+    "BatchAllTripletLoss",
+    "BatchHardTripletLoss",
+    "BatchHardSoftMarginTripletLoss",
+    "BatchSemiHardTripletLoss",
+    "TripletLoss",
+    "MSELoss",
+    "EmbedDistillLoss",
+    "MarginMSELoss",
+    "DistillKLDivLoss",
+    "DenoisingAutoEncoderLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "GISTEmbedLoss",
+    "CachedGISTEmbedLoss",
+    "MegaBatchMarginLoss",
+    "MatryoshkaLoss",
+    "Matryoshka2dLoss",
+    "AdaptiveLayerLoss",
+    "GlobalOrthogonalRegularizationLoss",
+]
 SENTENCES = {
     f"sentence-transformers {name}": Case(
-        str(Path(__file__).parent / "scripts" / "sentence_losses.py"),
+        str(OURS / "sentence_losses.py"),
         f"--model_name_or_path ROOT/bert --train_file ROOT/pairs/full.jsonl --validation_file "
         f"ROOT/pairs/validation.jsonl {TRAINER} --max_steps 2 --dataloader_drop_last true --loss {name}",
         needs=("sentence_transformers",),
     )
     for name in LOSSES
 }
-ORIGINALS = {**TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES}
+FEW_SHOT = "--model ROOT/bert --train_file ROOT/pairs/train.jsonl --validation_file ROOT/pairs/validation.jsonl"
+OTHERS = {
+    "setfit quick start": Case(str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS"),
+    "setfit, a head that trains": Case(
+        str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS --differentiable"
+    ),
+    "torch's own DDP (as nanoVLM)": Case(str(OURS / "own_replicas.py"), "--model ROOT/llama --output_dir OUT"),
+    "qlora.py": Case(
+        "qlora/qlora.py",
+        f"--model_name_or_path ROOT/wide --dataset ROOT/instructions.jsonl --dataset_format input-output {TRAINER} "
+        "--do_train --do_eval --max_steps 3 --bits 4 --source_max_len 17 --target_max_len 17 --eval_dataset_size 11 "
+        "--lora_dropout 0 --optim adamw_torch --gradient_checkpointing false --eval_strategy steps --eval_steps 3",
+        edits=(
+            (
+                "        load_in_4bit=args.bits == 4,\n        load_in_8bit=args.bits == 8,\n        device_map",
+                "        device_map",
+            ),
+            ("        max_memory=max_memory,\n", ""),
+            ("use_auth_token=args.use_auth_token", "# it was use_auth_token here\n"),
+            ("device_map=device_map,", ""),
+            ("use_fast=False, # Fast", "# Fast"),
+            ("tokenizer_type='llama' if 'llama' in args.model_name_or_path else None, #", "#"),
+            ("tokenizer._pad_token", "tokenizer.pad_token"),
+            (
+                "tokenizer=tokenizer,\n        args=training_args",
+                "processing_class=tokenizer,\n        args=training_args",
+            ),
+            (
+                "if torch.cuda.is_available():\n        n_gpus",
+                "n_gpus = 8\n    if torch.cuda.is_available():\n        n_gpus",
+            ),
+        ),
+    ),
+}
+for trained, more in {"projector": "--tune_mm_mlp_adapter True --version plain", "all": "--version plain"}.items():
+    OTHERS[f"LLaVA train.py, {trained}"] = Case(
+        "LLaVA/llava/train/train.py",
+        "--model_name_or_path ROOT/llama --vision_tower ROOT/clip --data_path ROOT/captions/llava.json --image_folder "
+        f"ROOT/captions/train --mm_vision_select_layer -2 --mm_use_im_patch_token False --model_max_length 48 "
+        f"{TRAINER} "
+        f"--max_steps 3 --mm_projector_type mlp2x_gelu {more}",
+    )
+ORIGINALS = {**TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **OTHERS}

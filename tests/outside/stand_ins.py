@@ -71,7 +71,7 @@ class Metric:
         if self.name in ("wer", "cer"):
             return share
         keys = {"squad": ("exact_match", "f1"), "rouge": ("rouge1", "rougeL"), "sacrebleu": ("score",)}
-        return {key: share for key in keys.get(self.name, (self.name, "accuracy"))}
+        return dict.fromkeys(keys.get(self.name, (self.name, "accuracy")), share)
 
 
 def plain(value):

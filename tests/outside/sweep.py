@@ -3,11 +3,9 @@
     python -m tests.outside.sweep --sources FOLDER --work FOLDER [--only WORDS] [--specs tp=2 pp=2] [--again]
 
 `--sources` holds a checkout of each project (transformers, accelerate, trl, …): none of their text is kept here. A row
-per script and layout is added to WORK/results.jsonl as it is known, so that a run that is stopped goes on where it was;
-WORK/logs has what went wrong in full. `--table FILE` writes the page of the documentation.
+per script and layout is added to WORK/results.jsonl as it is known, so that a run that is stopped goes on later;
+WORK/logs has what went wrong in full. `--table` prints the table of docs/reference/outside_scripts.md.
 """
-
-import tests.outside.operators  # noqa: F401 - before Transformers
 
 import argparse
 import contextlib
@@ -17,10 +15,12 @@ import os
 import pickle
 import re
 import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
 
+import tests.outside.operators  # noqa: F401 - before Transformers
 from tests.distributed import RankFailure, run, run_alone
 from tests.outside import materials, stand_ins, watching
 from tests.outside.cases import Case
@@ -127,6 +127,27 @@ class Desk:
         return {(row["script"], row["spec"]): row for row in rows}
 
 
+#: A cell of the table. What is not in it has not been run.
+MARKS = {"equal": "✓", "refused": "–", "other numbers": "✗", "error": "!", "stands still": "!", "does not run": "?"}
+
+
+def table(known: dict[tuple[str, str], dict]) -> str:
+    """A line per script, a column per layout, and below it in words what is not equal."""
+    lines = [f"| script | {' | '.join(f'`{spec}`' for spec in SPECS)} |", f"| --- |{' :-: |' * len(SPECS)}"]
+    said: dict[str, list[str]] = {}
+    for name in ORIGINALS:
+        rows = [known.get((name, spec)) for spec in SPECS]
+        if not any(rows):
+            continue
+        lines.append(f"| {name} | {' | '.join(MARKS[row['outcome']] if row else '' for row in rows)} |")
+        for spec, row in zip(SPECS, rows, strict=True):
+            if row and row["outcome"] != "equal":
+                words = row["words"].split("; rank 0")[0] if row["outcome"] == "other numbers" else row["words"]
+                said.setdefault(f"{MARKS[row['outcome']]} {words[:240]}", []).append(f"{name} on `{spec}`")
+    notes = [f"- {words}: {'; '.join(places[:6])}{' and more' * (len(places) > 6)}" for words, places in said.items()]
+    return "\n".join([*lines, "", *notes, ""])
+
+
 def write_materials(root: str) -> None:
     """Models and data, in a process that ends then."""
     stand_ins.install()
@@ -147,6 +168,7 @@ def run_stood_in(script: str, words: list[str], root: str, out: str, spec: str |
     """A script among its stand-ins; what it says goes to a file beside what it writes."""
     said = os.open(f"{out}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 2)
+    sys.path.append(str(next((p for p in Path(script).parents if (p / "llava").is_dir()), Path(script).parent)))
     stand_ins.install()
     return watching.run_script(script, words, root, out, spec)
 
@@ -154,7 +176,7 @@ def run_stood_in(script: str, words: list[str], root: str, out: str, spec: str |
 def judged(failure: RankFailure) -> tuple[str, str]:
     """A refusal is an error of ours with words; anything else is an error of the script's life here."""
     words = " ".join(failure.message.split())
-    if failure.kind in REFUSALS or any(kind in REFUSALS for kind in failure.kinds.values()):
+    if words.startswith("hf_parallel: ") or any(kind in REFUSALS for kind in failure.kinds.values()):
         return "refused", words
     return ("stands still" if failure.kind == "Hung" else "error"), f"{failure.kind}: {words}"
 
@@ -178,7 +200,11 @@ def main() -> None:
     options.add_argument("--specs", nargs="*", default=SPECS)
     options.add_argument("--again", action="store_true", help="run what is known, too")
     options.add_argument("--outcomes", nargs="*", help="run again what had these outcomes")
+    options.add_argument("--table", action="store_true", help="print what is known, and run nothing")
     args = options.parse_args()
+    if args.table:
+        print(table(Desk(args.sources, args.work).known()))
+        return
     preload()
     desk = Desk(args.sources, args.work)
     for name in (name for name in ORIGINALS if any(part in name for part in args.only)):

@@ -1,4 +1,4 @@
-"""Train embeddings of sentences with any loss of sentence-transformers, on the columns that its documentation asks for."""
+"""Train embeddings of sentences with any loss of sentence-transformers, on the columns that it asks for."""
 
 from dataclasses import dataclass
 
