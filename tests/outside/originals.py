@@ -9,7 +9,7 @@ SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
 PYTORCH = "transformers/examples/pytorch"
 RUN = f"{TRAINER} --do_train --do_eval --max_steps 3"
 MEDIA = f"{RUN} --remove_unused_columns false"
-#: Their learning rate's schedule counts steps of all processes. Sets are of 32: a loop of its own trains on full batches.
+#: Loops' schedules count steps of all processes. Sets are of 32: a loop of its own trains on full batches.
 LOOP = (
     "--output_dir OUT --per_device_train_batch_size ROWS --per_device_eval_batch_size ROWS --learning_rate 1e-2 "
     "--lr_scheduler_type constant --max_train_steps 3 --seed 1"
@@ -28,6 +28,7 @@ OPTIONAL = (
         "import logging\nfrom typing import Any, Optional, Union\nfrom transformers import AutoFeatureExtractor, "
         "AutoTokenizer\n",
     ),
+    ("if os.path.isdir(model_args.model_name_or_path):", "if False:"),  # a local model is no checkpoint
     ("config.tokenizer_class", "None"),  # which Transformers 5 has no more
 )
 OLD_NAMES = (("DistributedType.TPU", "DistributedType.XLA"),)
@@ -50,7 +51,7 @@ TRANSFORMERS = {
     "speech-recognition/run_speech_recognition_seq2seq": Case(
         f"{PYTORCH}/speech-recognition/run_speech_recognition_seq2seq.py",
         f"{SPEECH} --model_name_or_path ROOT/whisper --text_column_name text {RUN} --freeze_feature_encoder false "
-        "--predict_with_generate --generation_max_length 12 --generation_num_beams 1 --language en",
+        "--predict_with_generate --generation_max_length 12 --generation_num_beams 1",
         edits=OPTIONAL,
     ),
     "audio-classification/run_audio_classification": Case(
@@ -356,7 +357,8 @@ OTHERS = {
                 "        device_map",
             ),
             ("        max_memory=max_memory,\n", ""),
-            ("use_auth_token=args.use_auth_token", "# it was use_auth_token here\n"),
+            ("use_auth_token=args.use_auth_token,", ""),
+            ("use_auth_token=args.use_auth_token", ""),
             ("device_map=device_map,", ""),
             ("use_fast=False, # Fast", "# Fast"),
             ("tokenizer_type='llama' if 'llama' in args.model_name_or_path else None, #", "#"),
