@@ -181,6 +181,11 @@ class ParallelConfig(
         values = ((name, getattr(self, name)) for name in _names(type(self)))
         return {name: spell(value) for name, value in values if value != default[name]}
 
+    def settings_alone(self) -> dict[str, str]:
+        """Those of the spelled keys that hold in one process too, and ask for something."""
+        names = {key.name for base in type(self).__mro__ if _holds_alone(base) for key in dataclasses.fields(base)}
+        return {name: value for name, value in self.spelled().items() if name in names and value != "off"}
+
     def to_spec(self) -> str:
         """The shortest spec string that parses back to this value."""
         changed = (f"{name.removesuffix('_size')}={value}" for name, value in self.spelled().items())
@@ -209,6 +214,10 @@ def _sized(config: ParallelConfig) -> ParallelConfig:
     for axis in config.axes():
         config = axis.sized(config)
     return config
+
+
+def _holds_alone(base: type) -> bool:
+    return "axis" in vars(base) and vars(base)["axis"].alone
 
 
 @_cached

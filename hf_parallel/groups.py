@@ -63,6 +63,19 @@ class Groups:
         assert own is not None
         return own
 
+    def for_numbers(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A group over host memory for what a script asks at any time. Collective over its ranks at the first time.
+
+        One rank that asks alone waits for the others, whose collectives it leaves as they are.
+        """
+        key = ("numbers", *ranks)
+        if key not in self._known:
+            timeout = time_out()
+            self._known[key] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        own = self._known[key]
+        assert own is not None
+        return own
+
     def made(self) -> list[dist.ProcessGroup]:
         """All that this rank is in."""
         return [group for group in self._known.values() if group is not None]

@@ -91,6 +91,7 @@ class Axis(Generic[Facts, Part]):
     name: ClassVar[str]
     mesh_axes: ClassVar[tuple[MeshAxis, ...]] = ()
     inside: ClassVar[bool] = False  # does it cut a model inside, so that it must be one of transformers?
+    alone: ClassVar[bool] = False  # do its keys hold in one process too?
 
     def check(self, config: ParallelConfig) -> None:
         """Refuse values of its keys that hold for no model."""

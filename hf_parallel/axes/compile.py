@@ -36,6 +36,7 @@ class Compile(Axis[None, None]):
     """Compiles layers once every other axis has been applied."""
 
     name = "compile"
+    alone = True
 
     def check(self, config: ParallelConfig) -> None:
         """Not what communicates inside of layers, nor schedules that take a backward pass apart."""

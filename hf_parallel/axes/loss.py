@@ -29,7 +29,8 @@ class LossKeys(Keys):
     lean_loss: str = key(
         "auto",
         "head and loss in chunks of tokens: `auto` where a Trainer or a pipeline takes the model's own loss alone and "
-        "chunks need less memory, `true` in loops too, where logits are made when read, before the optimizer's step",
+        "chunks need less memory (over data ranks for any number of tokens), `true` in loops too, where logits are "
+        "made when read, before the optimizer's step",
         choices=("auto", "true", "false"),
     )
 
@@ -46,6 +47,7 @@ class Loss(Axis[str, LossPart]):
     """Changes nothing that a script sees."""
 
     name = "loss"
+    alone = True
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.lean_loss != "false"
@@ -74,7 +76,9 @@ class Loss(Axis[str, LossPart]):
         from hf_parallel.axes.tensor.lean_loss import attach
 
         if part.why_not is None:
-            attach(model, part.always, in_loops=part.always and building.mesh.size("pp") == 1)
+            # Chunks and whole logits order FSDP2's collectives differently: no data rank may go by its own tokens.
+            any_number = part.always or building.mesh.data_size > 1
+            attach(model, any_number, in_loops=part.always and building.mesh.size("pp") == 1)
 
     def finish(self, model: PreTrainedModel, part: LossPart, building: Building) -> None:
         """After it."""

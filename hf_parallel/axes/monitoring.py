@@ -28,6 +28,7 @@ class Monitoring(Axis[None, None]):
     """Read by the hooks when training begins; see docs/monitoring.md."""
 
     name = "monitoring"
+    alone = True
 
     def check(self, config: ParallelConfig) -> None:
         """Steps that there are."""

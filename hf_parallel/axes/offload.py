@@ -34,6 +34,7 @@ class Offload(Axis[None, list[str]]):
     """An optimizer that steps on the host; parameters on the host are the data axes' doing."""
 
     name = "offload"
+    alone = True
 
     def check(self, config: ParallelConfig) -> None:
         """One of the ways that there are."""

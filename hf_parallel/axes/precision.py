@@ -80,6 +80,7 @@ class Precision(Axis[PrecisionFacts, PrecisionPart]):
     """torchao's float8 and int8 training, for linears that other axes split, gather and wrap."""
 
     name = "precision"
+    alone = True
 
     def is_on(self, config: ParallelConfig) -> bool:
         return config.precision != "auto"

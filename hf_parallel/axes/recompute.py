@@ -57,6 +57,7 @@ class Recompute(Axis[RecomputeFacts, str]):
     """Transformers' own checkpointing of layers, told which and how."""
 
     name = "recompute"
+    alone = True
 
     def check(self, config: ParallelConfig) -> None:
         """A known way; compiled layers are checkpointed inside of their graph."""

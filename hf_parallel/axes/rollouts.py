@@ -35,6 +35,7 @@ class Rollouts(Axis[None, None]):
     """Read by the hooks of TRL; see docs/rl.md."""
 
     name = "rollouts"
+    alone = True
 
     def check(self, config: ParallelConfig) -> None:
         """An address, and whole rows to ask about."""

@@ -16,6 +16,7 @@ class Saving(Axis[None, None]):
     """Read by the checkpoint room at each save."""
 
     name = "saving"
+    alone = True
 
 
 SAVING = SavingKeys.axis = Saving()

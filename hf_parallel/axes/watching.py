@@ -33,6 +33,7 @@ class Watch(Axis[None, None]):
     """Read by the monitor room while a Trainer trains."""
 
     name = "watch"
+    alone = True
 
     def check(self, config: ParallelConfig) -> None:
         """Refuse what is no number of seconds."""

@@ -50,6 +50,7 @@ _WAITING = (
     *(os.path.join(_OWN, place) for place in ("collectives", "axes", "hooks/trainer/stopping.py")),
     *(os.path.join(_TORCH, place) for place in ("distributed", "autograd")),
 )
+_OPERATORS = os.path.join(_TORCH, "_ops.py")
 #: Code that is not the user's.
 LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
@@ -278,18 +279,29 @@ class _Rest:
 
 def waits_for_others(frame: FrameType) -> bool:
     """Is it code in which a process waits for others, when it does not move?"""
+    if frame.f_code.co_filename == _OPERATORS and frame.f_back is not None:
+        frame = frame.f_back  # an operator that communicates, as DTensors call
     return frame.f_code.co_filename.startswith(_WAITING)
 
 
 def _script_line(frame: FrameType) -> str:
-    """The innermost line of the user's own code."""
+    """The innermost line of the user's own code, the call that waits, and who makes it.
+
+    Two calls of one line of a script, such as `trainer.train()`, differ in who makes them.
+    """
     outer: FrameType | None = frame
     while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
         outer = outer.f_back
     found = outer or frame
     if frame.f_code.co_filename == observed.__file__ and frame.f_back is not None:
         frame = frame.f_back  # the call that is observed
-    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
+    caller: FrameType | None = frame
+    while caller is not None and caller is not found and waits_for_others(caller):
+        caller = caller.f_back
+    call = frame.f_code.co_name
+    if caller is not None and caller not in (found, frame):
+        call += f" in {caller.f_code.co_name}"
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({call})"
 
 
 def _deadlock(places: list[str]) -> str:

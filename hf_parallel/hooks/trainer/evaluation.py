@@ -37,7 +37,7 @@ def prediction_step(
     count = rows.count(batch, blocks) or 0
     step = _step(self, count)
     real = count if step.real_rows is None else step.real_rows
-    kept = rows.opened(batch if real == count else rows.trim(batch, real, count, blocks))
+    kept = rows.opened(_real(self, batch, real, count, blocks))
     with record_of(self).during(step), _computing(model, step, prediction_loss_only):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     if loss is not None and runtime.mesh().data_size > 1:
@@ -47,6 +47,15 @@ def prediction_step(
     _inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
+
+
+def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
+    """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
+    if real == count:
+        return batch
+    if ragged.must_be_whole(trainer, batch, count * blocks):
+        return rows.without_targets(batch, real, count)
+    return rows.trim(batch, real, count, blocks)
 
 
 def _step(trainer: Trainer, count: int) -> StepRecord:

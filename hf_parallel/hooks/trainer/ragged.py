@@ -10,6 +10,7 @@ from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_e
 from hf_parallel.hooks.trainer import losses, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,11 +53,29 @@ def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> LastB
     real = real_rows(state, count)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
-    keep = _runs_scheduled(trainer, batch) and rows.JOINED not in batch
+    keep = (_runs_scheduled(trainer, batch) and rows.JOINED not in batch) or must_be_whole(
+        trainer, batch, count * blocks
+    )
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
     last = LastBatch(rows.opened(kept))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
+
+
+def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
+    """Does a batch of `held` rows have parts that no row tells apart? Then repeated rows can only lose their targets.
+
+    Raises:
+        SpecError: the loss does not go by targets, and would count repeated rows.
+    """
+    key = rows.not_by_row(batch, held)
+    if key is None or not is_ragged(trainer.accelerator.gradient_state):
+        return False
+    state = runtime.parallel_state(trainer.model)
+    if state is None or not state.sums_over_tokens or losses.is_own(trainer) or "labels" not in batch:
+        what = f"a ragged last batch with {len(batch[key])} entries of {key} for {held} rows"
+        refuse(what, "repeated rows cannot be told apart, and this loss counts them", "dataloader_drop_last=True")
+    return True
 
 
 def _runs_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:
