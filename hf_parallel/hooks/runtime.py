@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.collectives import objects
 from hf_parallel.config import ParallelConfig
@@ -131,7 +132,7 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     global _current
     environment = _set_environment()
     connect()
-    balance.is_absent = is_absent
+    balance.is_absent = batch_norm.is_absent = is_absent
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
     atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()

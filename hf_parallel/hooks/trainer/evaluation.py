@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, replacing, share_of_rows
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means, ragged, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 T = TypeVar("T")
+
+
+@patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
+def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
+    """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts."""
+    split, sizes = self.args.accelerator_config.split_batches, {}
+    if split and runtime.mesh().data_size > 1:
+        sizes["per_device_eval_batch_size"] = self.args.per_device_eval_batch_size // runtime.mesh().data_size
+    with replacing(self.args, **sizes):
+        return original(self, *args, **kwargs)
 
 
 def prediction_step(

@@ -100,7 +100,8 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
     """
     kept = dict(batch)
     for key in ("labels", "shift_labels", LABELS_COUNTED):
-        if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
+        labels = kept.get(key)
+        if torch.is_tensor(labels) and labels.ndim < 3 and not labels.is_floating_point():  # pixels ignore others
             kept[key] = kept[key].clone()
             kept[key][torch.arange(len(kept[key])) % rows >= real] = -100
     return kept

@@ -56,6 +56,7 @@ def init(
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
+    _count_all_targets(args)
     _make_folder(args.output_dir)
     given = by_name(original, (self, model, args, *rest), kwargs)
     trl.check(self, args, given.get("eval_dataset"), model)
@@ -75,6 +76,16 @@ def init(
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check(self)
     losses.prepare(self)
+
+
+def _count_all_targets(args: TrainingArguments) -> None:
+    """Divide by the targets of all data ranks, as one process does, also where a script asks for means of means."""
+    if runtime.mesh().data_size > 1 and not args.average_tokens_across_devices:
+        args.average_tokens_across_devices = True
+        report.say(
+            "average_tokens_across_devices=False would make the loss the mean of data ranks' means: "
+            "it is the mean over the targets of all of them, as in one process"
+        )
 
 
 def _make_folder(path: str) -> None:
@@ -130,9 +141,7 @@ def get_batch_samples(
 def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
     items = original(self, with_counted_labels(batch_samples), device)
-    if items is not None and self.args.average_tokens_across_devices:
-        return items / runtime.mesh().data_size
-    return items
+    return None if items is None else items / runtime.mesh().data_size
 
 
 @patch("transformers.trainer:Trainer.training_step", "does not know which rows are repeated")
