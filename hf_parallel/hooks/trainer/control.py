@@ -1,28 +1,25 @@
-"""What callbacks and metrics decide in a Trainer's loop: rank 0's word on every rank.
+"""What callbacks ask of Trainer in its loop: rank 0's word on every rank.
 
-A callback may go by a clock, a file or `state.is_world_process_zero`, and `compute_metrics` may give another value on
-each rank. Then some ranks would save, evaluate or stop alone, and all would wait for each other.
+A callback may go by a clock, a file or `state.is_world_process_zero`. Then some ranks would save, evaluate or stop
+alone, and all would wait for each other.
 
     rank 0    control.should_save = True     ┐ one all-reduce of   ┌ saves
-    rank 1    control.should_save = False    ┘ 16 small numbers    └ saves; rank 0 prints a line
+    rank 1    control.should_save = False    ┘ 15 small numbers    └ saves; rank 0 prints a line
 
-Metrics are exchanged at each evaluation. The control is exchanged after events that a callback of the script's own
-handles, on any rank. Ordinary steps exchange nothing: Transformers' own callbacks go by what all ranks know.
+Ranks agree after the events that a callback of the script's own handles, on any rank. Other runs exchange nothing:
+Transformers' own callbacks go by what all ranks know. After evaluations and epochs `stopping.py` always agrees.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import math
-import numbers
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 
@@ -37,17 +34,13 @@ EVENTS = {
     "on_epoch_begin": ("on_epoch_begin",),
     "on_substep_end": ("on_substep_end",),
     "on_step_end": ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"),
-    "on_epoch_end": ("on_epoch_end",),
     "on_log": ("on_log",),
-    "on_evaluate": ("on_evaluate", "on_prediction_step"),
     "on_save": ("on_save",),
 }
 #: Packages whose callbacks decide alike on all ranks.
 _LIBRARIES = ("transformers", "trl", "hf_parallel")
 #: What `Trainer._maybe_log_save_evaluate` logs, on all ranks; a script may log anything else on rank 0 alone.
 _OF_TRAINING = {"loss", "learning_rate"}
-#: Endings of metrics that are measured, and differ on all ranks.
-_MEASURED = ("_runtime", "_per_second", "_time")
 
 
 class Control:
@@ -66,8 +59,6 @@ class Control:
         """Call the callbacks, then take rank 0's word if a callback of the script's own handles such an event."""
         if event in ("on_train_begin", "on_epoch_begin"):
             self.decides = self._events_of_callbacks()
-        if event == "on_evaluate":
-            self.agree_on_metrics(kwargs["metrics"] if "metrics" in kwargs else args[3])
         control = original(*args, **kwargs)
         if event in self.decides and not (event == "on_log" and not _is_of_training(args, kwargs)):
             self.agree_on_flags(control, event)
@@ -95,21 +86,6 @@ class Control:
                     f"{event} at step {self.trainer.state.global_step}: control.{flag} is {bool(word[i])} on rank 0 "
                     f"and {not word[i]} on rank {self.world_size - other}: rank 0 decides for all",
                 )
-
-    def agree_on_metrics(self, metrics: dict[str, Any]) -> None:
-        """Put rank 0's numbers into this rank's metrics; the first rank that had others is named. Collective."""
-        own = {key: value for key, value in metrics.items() if isinstance(value, numbers.Number)}
-        told = objects.from_one(lambda: own, self.group)
-        unlike = [key for key in told if not key.endswith(_MEASURED) and not _are_close(own.get(key), told[key])]
-        first = torch.tensor(self.world_size - self.rank if unlike else 0, dtype=torch.int32)
-        dist.all_reduce(first, dist.ReduceOp.MAX, group=self.group)
-        if first:
-            self._say(
-                "metrics",
-                f"metrics of the evaluation at step {self.trainer.state.global_step} are others on rank "
-                f"{self.world_size - int(first)} than on rank 0: rank 0's decide about stopping and the best model",
-            )
-        metrics.update(told)
 
     def _say(self, what: str, message: str) -> None:
         """Once for each thing that ranks differ in."""
@@ -145,12 +121,3 @@ def _package(method: object) -> str:
 def _is_of_training(args: tuple, kwargs: dict[str, Any]) -> bool:
     logs = kwargs["logs"] if "logs" in kwargs else args[3]
     return logs.keys() >= _OF_TRAINING
-
-
-def _are_close(own: Any, told: Any) -> bool:
-    """Ranks may add the same numbers in another order."""
-    return own == told or (own is not None and (own != own) == (told != told) and _is_near(own, told))
-
-
-def _is_near(own: Any, told: Any) -> bool:
-    return told != told or math.isclose(own, told, rel_tol=1e-4)
