@@ -60,27 +60,10 @@ class Reads(TrainerCallback):
             sum(parameter.detach().norm() for parameter in model.parameters())
 
 
-class Stops(TrainerCallback):
-    """Rank 0 alone ends the training, as by its clock."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_training_stop = os.environ["RANK"] == "0" and state.global_step == 2
-
-
-class Saves(TrainerCallback):
-    """Rank 0 alone saves, as by its clock."""
-
-    def on_step_end(self, args, state, control, **kwargs):
-        control.should_save = os.environ["RANK"] == "0" and state.global_step == 2
-
-
-@pytest.mark.parametrize(
-    ("spec", "callback"), [("tp=2,dp_shard=2", Reads), ("tp=2,dp_shard=2", Stops), ("tp=2,pp=2", Saves)]
-)
-def test_a_callback_of_one_rank_is_named(runs, tmp_path, capfd, spec, callback):
+def test_a_callback_of_one_rank_is_named(runs, tmp_path, capfd):
     start = time.monotonic()
     with pytest.raises(RankFailure):
-        run(train, 4, spec, runs.initial("llama"), str(tmp_path), callback, init=False, timeout=100)
+        run(train, 4, "tp=2,dp_shard=2", runs.initial("llama"), str(tmp_path), Reads, init=False, timeout=100)
     said = capfd.readouterr().err
     assert "all ranks stand still" in said or "all ranks wait for each other" in said or "was called on rank 0" in said
     assert time.monotonic() - start < 60

@@ -23,7 +23,7 @@ from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer import bad_numbers, deal, joining, stopping
+from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, stopping
 from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import SpecError, refuse
@@ -54,7 +54,13 @@ def train(
         if chosen is not None:
             _compare(self, chosen)
         with contextlib.ExitStack() as beside:
-            for one in (hangs.watched, bad_numbers.looking, stopping.steps_together, unfinished_save_is_awaited):
+            for one in (
+                hangs.watched,
+                bad_numbers.looking,
+                stopping.steps_together,
+                control.agreeing,
+                unfinished_save_is_awaited,
+            ):
                 beside.enter_context(one(self))
             return original(self, chosen, *args, **kwargs)
 
