@@ -17,7 +17,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -99,7 +99,7 @@ def on_evaluate(
     return control
 
 
-def _of_rank_0(own: dict[str, object]) -> tuple[dict[str, object], list[str]]:
+def _of_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return rank 0's values, and the keys under which some rank has another one. Collective."""
     everywhere = objects.gather(own)
     first = everywhere[0]
