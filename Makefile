@@ -2,6 +2,7 @@
 #
 #   make demo      train the example in one process and under tp=2,pp=2, compare, let plain transformers generate
 #   make test      lint, types, import contracts, then the tests      (PYTEST_ARGS="-k mesh" selects)
+#   make quick     a minute of tests that start no process, for every commit
 #   make test-all  the same with every combination of models, layouts and settings
 #   make lint      the checks of `make test` without the tests
 #   make format    let ruff rewrite the files
@@ -29,7 +30,7 @@ WHEELS      ?=
 #: What has torch for CUDA: an environment that is here, else the machine's own Python.
 GPU_PYTHON  ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
-.PHONY: help install demo test test-all lint format matrix site clean gpu $(GPU_PARTS:%=gpu-%)
+.PHONY: help install demo test quick test-all lint format matrix site clean gpu $(GPU_PARTS:%=gpu-%)
 
 help:
 	@sed -n 's/^#   //p' $(MAKEFILE_LIST)
@@ -52,6 +53,9 @@ demo: $(STAMP)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(RERUNS) $(PYTEST_ARGS)
+
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --quick -q -n $(WORKERS)
 
 test-all: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --all $(PYTEST_ARGS)

@@ -47,6 +47,7 @@ def trl_runs(tmp_path_factory):
 def pytest_addoption(parser):
     """`--all` runs every combination; `--record-support` and `--add-support` too, for the README's support matrix."""
     parser.addoption("--all", action="store_true", help="run every combination of models, layouts and settings")
+    parser.addoption("--quick", action="store_true", help="run a minute of tests that start no process")
     parser.addoption("--record-support", action="store_true", help="write tests/results/support.json")
     parser.addoption("--add-support", action="store_true", help="the same for a part of the tests: keep other cells")
     parser.addoption("--record-seconds", action="store_true", help="write what the cases of each test take")
@@ -76,15 +77,43 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("clock"):
             item.add_marker(pytest.mark.flaky(reruns=1))
+    if config.getoption("--quick"):
+        _keep(config, items, _quick(items))
+        return
     chosen = any(config.getoption(option) for option in ("--all", "--record-support", "--add-support", "keyword"))
     if chosen or any("::" in argument for argument in config.args):
         return
     seconds, cases = selection.recorded(), [_case(item) for item in items]
     names = selection.choose(cases, seconds)
-    kept, left_out = [item for item in items if item.nodeid in names], [i for i in items if i.nodeid not in names]
     config.stash[CHOSEN] = sum(selection.cost(case.test, seconds) for case in cases if case.name in names)
-    items[:] = kept
+    _keep(config, items, names)
+
+
+def _keep(config, items, names):
+    left_out = [item for item in items if item.nodeid not in names]
+    items[:] = [item for item in items if item.nodeid in names]
     config.hook.pytest_deselected(items=left_out)
+
+
+def _quick(items) -> set[str]:
+    """Names of the cases of a quick run: short ones that start no process, of each test first one."""
+    seconds, left, chosen = selection.recorded(), selection.QUICK_RUN, set()
+    ranked, number = [], Counter()
+    for case in sorted((_case(item) for item in items if not _starts_processes(item)), key=lambda case: case.place):
+        ranked.append((number[case.test], case))
+        number[case.test] += 1
+    for _, case in sorted(ranked, key=lambda pair: pair[0]):
+        cost = selection.cost(case.test, seconds)
+        if cost <= min(selection.QUICK_TEST, left):
+            left -= cost
+            chosen.add(case.name)
+    return chosen
+
+
+def _starts_processes(item) -> bool:
+    fixtures = [found[-1].func for found in item._fixtureinfo.name2fixturedefs.values()]
+    named = selection.STARTING_FIXTURES & set(item.fixturenames)
+    return bool(named) or any(map(selection.starts_processes, [item.function, *fixtures]))
 
 
 def _case(item) -> selection.Case:

@@ -10,14 +10,21 @@ not change when a case is added elsewhere, or when only some files are run.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import multiprocessing
+import os
 import re
+import subprocess
+import types
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 from typing import Any
+
+from tests import distributed
 
 #: Seconds per case of each test, as `pytest -n 2 --dist loadfile --record-seconds` measured them on two cores.
 SECONDS = Path(__file__).parent / "results" / "seconds.json"
@@ -25,6 +32,12 @@ SECONDS = Path(__file__).parent / "results" / "seconds.json"
 PER_TEST = 2.0
 #: What all cases of a plain run may take together: 18 minutes of two workers.
 PER_RUN = 2230.0
+#: What one test and all of them may take under `--quick`.
+QUICK_TEST, QUICK_RUN = 0.5, 45.0
+#: A test that refers to one of these starts processes.
+STARTERS = (subprocess, multiprocessing, distributed, distributed.run, distributed.run_alone)
+#: Fixtures that start processes.
+STARTING_FIXTURES = {"distributed", "runs", "trl_runs"}
 #: Of a case that nobody has measured, by folder: forked ranks and a reference, or arithmetic.
 UNMEASURED, OF_ARITHMETIC = 3.0, {"unit": 0.05, "planner": 0.2}
 
@@ -121,6 +134,29 @@ def cost(test: str, seconds: dict[str, float]) -> float:
     """Seconds of one case of a test."""
     folder = test.split("/")[1] if test.count("/") > 1 else ""
     return seconds.get(test, OF_ARITHMETIC.get(folder, UNMEASURED))
+
+
+def starts_processes(function: Callable[..., Any], seen: set[int] | None = None) -> bool:
+    """Does a function of the tests fork, or start a command, itself or through others of the tests?"""
+    seen = set() if seen is None else seen
+    function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
+    if code is None or id(code) in seen:
+        return False
+    seen.add(id(code))
+    for name in _names(code):
+        value = function.__globals__.get(name)
+        if value in STARTERS or (value is os and "fork" in _names(code)):
+            return True
+        own = getattr(value, "__module__", None) or ""
+        if callable(value) and own.startswith("tests.") and starts_processes(value, seen):
+            return True
+    return False
+
+
+def _names(code: types.CodeType) -> set[str]:
+    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))
 
 
 def shown_axes(cases: Iterable[Case]) -> list[str]:
