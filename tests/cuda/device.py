@@ -301,13 +301,13 @@ def _replace_nccl() -> None:
     c10d._NCCL_AVAILABLE = True
     cuda.nccl.version = lambda: (2, 27, 5)
     cuda.nccl.is_available = lambda tensors=None: True
-    backend, init = os.environ.get("PRETENDED_CUDA_BACKEND"), c10d.init_process_group
-    if backend is None:
+    instead, init = os.environ.get("PRETENDED_CUDA_BACKEND"), c10d.init_process_group
+    if instead is None:
         return
 
-    def init_process_group(asked=None, *args, **kwargs):
+    def init_process_group(backend=None, *args, **kwargs):
         native.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        return init(backend if asked == "gloo" else asked, *args, **kwargs)
+        return init(instead if backend == "gloo" else backend, *args, **kwargs)
 
     c10d.init_process_group = dist.init_process_group = init_process_group
 
