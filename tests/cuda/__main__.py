@@ -74,10 +74,8 @@ def _serve() -> int:
     for line in sys.stdin:
         asked = json.loads(line)
         row = compare(ALL.get(asked["name"]) or Layout(asked["name"]), references, asked.get("planted"))
-        print(
-            "\n" + json.dumps({"row": {"wrong": row.wrong, "faults": row.faults, "nan": row.nan, "gap": row.gap}}),
-            flush=True,
-        )
+        found = {"faults": row.faults, "nan": row.nan, "gap": row.gap, "failed": bool(row.error)}
+        print("\n" + json.dumps({"row": {"wrong": row.wrong, **found}}), flush=True)
     return 0
 
 

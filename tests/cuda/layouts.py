@@ -66,7 +66,8 @@ class Layout:
         return BF16 if self.autocast or self.scaler or self.dtype != "float32" else FP32
 
 
-_DOCUMENTS = "the documents of the batch, which the host cuts, and transformers' own search for packs"
+_DOCUMENTS = "documents, which the host cuts; labels at masked tokens, which are refused; transformers looks for packs"
+_MASKED_LABELS = "labels at masked tokens, which are refused"
 _UNEVEN = "of a length that tp does not divide: transformers asks the mask twice"
 _HOST_GRADIENTS = "FSDP2 waits for each parameter's gradient on the host"
 _CHUNKS = "an event per chunk of 64 MiB, which the optimizer on the host waits for"
@@ -133,14 +134,14 @@ PIPELINE = [
     Layout("tp=2,pp=2,dp_shard=2", autocast=True),
 ]
 CONTEXT = [
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 1, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,context_parallel=allgather", 1, _DOCUMENTS),
-    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 1, _DOCUMENTS),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS, autocast=True),
-    Layout("cp=2,dp_shard=1,context_parallel=ring", 1, _DOCUMENTS, padded=True),
-    Layout("cp=2,tp=2,dp_shard=1", 1, _DOCUMENTS),
-    Layout("cp=2,dp_shard=2", 1, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=allgather", 2, _DOCUMENTS),
+    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, autocast=True),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, padded=True),
+    Layout("cp=2,tp=2,dp_shard=1", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=2", 2, _DOCUMENTS),
 ]
 EXPERTS = [
     Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe"),
@@ -159,7 +160,7 @@ PRECISION = [
     Layout("pp=2", autocast=True),
     Layout("dp_shard=2", scaler=True),
     Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe", autocast=True),
-    Layout("dp_shard=2,attention=torch_flash", dtype="bfloat16"),
+    Layout("dp_shard=2,attention=torch_flash", 1, _MASKED_LABELS, dtype="bfloat16"),
     Layout("dp_shard=2,precision=fp8", dtype="bfloat16"),
 ]
 GROUPS = {

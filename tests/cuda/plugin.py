@@ -1,7 +1,6 @@
 """`pytest -p tests.cuda.plugin`: the tests' ranks, and their reference of one process, run on pretended CUDA devices.
 
-What their scripts say of the CPU (`use_cpu`, `Accelerator(cpu=True)`) does not count here. PRETENDED_CUDA_PLANT, as in
-"synchronize|checkpoint/saving.py", leaves out the waits of a line in each of them.
+What their scripts say of the CPU (`use_cpu`, `Accelerator(cpu=True)`) does not count here.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ def _checked(fork_all):
     @functools.wraps(fork_all)
     def forked(call, *rest, **settings):
         def checked():
-            if "PRETENDED_CUDA_PLANT" in os.environ:
-                native.plant(*os.environ["PRETENDED_CUDA_PLANT"].split("|"))
             value = call()
             found = native.faults()
             if found:

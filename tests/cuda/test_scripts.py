@@ -21,8 +21,18 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_script(script):
+def check(script: str) -> None:
     file, selected = SCRIPTS[script]
-    ran = run_pytest(f"tests/parity/{file}", *(("-k", selected) if selected else ()))
+    ran = run_pytest(f"tests/parity/{file}", "-k", selected)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
+
+
+def test_a_trainer_script():
+    check("trainer")
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "trainer"])
+def test_longer_scripts(script, request):
+    if not request.config.getoption("--all"):
+        pytest.skip("takes minutes: --all runs it")
+    check(script)
