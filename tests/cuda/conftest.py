@@ -5,10 +5,9 @@ import pytest
 from tests.cuda.build import why_unavailable
 
 
-def pytest_collection_modifyitems(config, items):
-    """Skip with a reason where the device cannot be made, and in a plain run: two cases failed under load."""
-    asked = config.getoption("--all") or any("cuda" in argument for argument in config.args)
-    reason = why_unavailable() if asked else "tests of pretended CUDA devices run under --all, or by their folder"
+def pytest_collection_modifyitems(items):
+    """Skip with a reason where the device cannot be made."""
+    reason = why_unavailable()
     for item in items:
         if reason is not None and "tests/cuda" in item.nodeid:
             item.add_marker(pytest.mark.skip(reason=reason))
