@@ -1,5 +1,7 @@
 """Ragged batches whose tensors are not one row per example: patches of all images, lists of boxes or texts."""
 
+import os
+
 import pytest
 import torch
 from transformers import (
@@ -8,6 +10,9 @@ from transformers import (
     set_seed,
 )
 
+from hf_parallel.hooks.trainer import ragged
+from hf_parallel.spec import SpecError
+from tests.distributed import run
 from tests.training import activate, arguments_of, fit, trainer_of
 
 IMAGE, START, END, WORDS = 500, 501, 502, 515
@@ -58,6 +63,36 @@ def look(spec: str | None, out: str):
     settings = {"remove_unused_columns": False, "prediction_loss_only": True}
     options = {"train_dataset": seen(11, 1), "eval_dataset": seen(5, 2), "data_collator": join}
     return fit(*trainer_of(qwen2_vl(), out, settings=arguments_of(out, ranks, **settings), **options))
+
+
+def asked(kinds: tuple[str, ...], labels: bool, own_loss: bool) -> object:
+    """What a data rank decides whose batch is of this kind, or how it refuses."""
+    activate("dp_shard=2")
+    batch = {"input_ids": torch.ones(4, 3), **({"labels": torch.ones(4, 3)} if labels else {})}
+    patches = {"mixed": 24, "equal": 4}.get(kinds[int(os.environ["RANK"])])
+    if patches is not None:
+        batch["pixel_values"] = torch.zeros(patches, 5)
+    trainer = trainer_of(qwen2_vl(), "out")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged, "is_ragged", lambda state: True)
+        patch.setattr(ragged.losses, "is_own", lambda trainer: own_loss)
+        try:
+            return ragged.must_be_whole(trainer, batch, 4)
+        except SpecError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("kinds", [("mixed", "equal"), ("text", "mixed"), ("mixed", "mixed")])
+def test_data_ranks_agree_whatever_their_own_batch_is(tmp_path, monkeypatch, kinds):
+    monkeypatch.chdir(tmp_path)
+    assert run(asked, 2, kinds, True, False, init=False) == [True, True]
+    for said in run(asked, 2, kinds, True, True, init=False) + run(asked, 2, kinds, False, False, init=False):
+        assert "dataloader_drop_last=True works" in said
+
+
+def test_rows_that_tell_all_apart_are_trimmed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(asked, 2, ("text", "equal"), True, True, init=False) == [False, False]
 
 
 @pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "tp=2,dp_shard=2"])

@@ -62,11 +62,10 @@ def prediction_step(
 
 def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
     """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
+    whole = ragged.must_be_whole(trainer, batch, count * blocks)  # all ranks ask, also those without repeated rows
     if real == count:
         return batch
-    if ragged.must_be_whole(trainer, batch, count * blocks):
-        return rows.without_targets(batch, real, count)
-    return rows.trim(batch, real, count, blocks)
+    return rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)
 
 
 def _step(trainer: Trainer, count: int) -> StepRecord:
