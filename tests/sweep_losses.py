@@ -410,7 +410,7 @@ def script(spec: str | None, kind: str, cls: Any, config: PretrainedConfig, seed
     said = io.StringIO()
     with contextlib.redirect_stderr(said), tempfile.TemporaryDirectory() as out:
         data_ranks = training.activate(spec)
-        model = sweep.build(cls, config).train()
+        model = sweep.build_random(cls, config).train()
         counts = (2 * BATCH, 2 * BATCH) if kind in WITH_LISTS else (TRAIN_ROWS, EVAL_ROWS)
         rows, held = (examples(kind, cls, config, first, n) for first, n in zip((0, 48), counts, strict=True))
         names = [key for key in rows[0] if "label" in key or "positions" in key or "values" in key]

@@ -8,6 +8,8 @@ from torch import nn
 _changes = [0]
 #: Numbers above zero by such names say how much a module drops, or how large its noise is.
 _NAMES = ("drop", "jitter", "noise")
+#: NEFTune's noise is none of these: it is drawn for whole examples, by the same numbers on all ranks.
+_DRAWN_TOGETHER = "neftune_noise_alpha"
 
 
 class Draws:
@@ -36,6 +38,8 @@ def draws_random_numbers(module: nn.Module) -> bool:
         if isinstance(child, nn.Dropout) and child.p > 0:
             return True
         for key, value in vars(child).items():
-            if isinstance(value, float) and value > 0 and any(name in key for name in _NAMES):
+            if key == _DRAWN_TOGETHER or not isinstance(value, float) or value <= 0:
+                continue
+            if any(name in key for name in _NAMES):
                 return True
     return False
