@@ -38,8 +38,10 @@ from hf_parallel.collectives.requests import Requests
 PATIENCE_S, SPEAK_S = 3.0, 15.0
 #: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
 LOOK_S, STILL_S = 1.0, 3.0
-#: Seconds for which all ranks stand still, using less than this share of a processor, until they are told apart.
-DEADLOCK_S, IDLE = 15.0, 0.01
+#: Seconds for which all ranks stand still until they are told apart.
+DEADLOCK_S = 15.0
+#: What a process that waits uses of a processor, and beside that for every process group: gloo looks 100 times a second.
+IDLE, IDLE_PER_GROUP = 0.01, 0.004
 #: Seconds for which all processes are idle, wherever they are, until a line says where.
 QUIET_S = 40.0
 _ROOM = "hf_parallel/desync"
@@ -301,7 +303,7 @@ class _Rest:
         frame = sys._current_frames().get(self.thread)
         seen = frame and (id(frame), frame.f_lasti)
         now, used = time.monotonic(), time.process_time()
-        busy = used - self._used > IDLE * max(now - self._since, LOOK_S)
+        busy = used - self._used > _idle_share() * max(now - self._since, LOOK_S)
         if frame is None or seen != self._seen or busy or not waits_for_others(frame):
             self._seen, self._since, self._used = seen, now, used
             return None
@@ -318,9 +320,14 @@ class _Idle:
     def seconds(self) -> float:
         """Asked about once a second."""
         now, used = time.monotonic(), time.process_time()
-        if used - self._used > IDLE * max(now - self._since, LOOK_S):
+        if used - self._used > _idle_share() * max(now - self._since, LOOK_S):
             self._since, self._used = now, used
         return now - self._since
+
+
+def _idle_share() -> float:
+    """What a process that only waits uses of a processor, at most."""
+    return IDLE + IDLE_PER_GROUP * len(dist.distributed_c10d._world.pg_map)
 
 
 def _is_in_loader(frame: FrameType) -> bool:
@@ -408,7 +415,8 @@ def watch() -> None:
     if _detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     name = objects.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
-    store = dist.PrefixStore(f"{_ROOM}/{name}", dist.distributed_c10d._get_default_store())
+    # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
+    store = dist.PrefixStore(f"{_ROOM}/{name}", dist.distributed_c10d._get_default_store().clone())
     _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
 
 
