@@ -63,7 +63,7 @@ PROMISES = {
         "Without a script": "unit/test_recipe_cli.py::test_a_new_users_path",
         "Several machines": "unit/test_recipe_cli.py::test_run_refuses_in_one_line",
         "`planner`": "planner/test_recipes.py::test_all_fit_by_the_planner_and_say_so",
-        "`dry_run`": "planner/test_recipes.py::test_all_run_dry",
+        "`dry_run`": "planner/test_recipes.py::test_runs_dry",
         "`measured`": "planner/test_recipes.py::test_what_is_there",
     },
     "docs/saving.md": {
