@@ -134,6 +134,11 @@ class ParallelConfig(
         values = ((name, getattr(self, name)) for name in _names(type(self)))
         return {name: spell(value) for name, value in values if value != default[name]}
 
+    def settings_alone(self) -> dict[str, str]:
+        """Those of the spelled keys that hold in one process too, and ask for something."""
+        names = _names_alone(type(self))
+        return {name: value for name, value in self.spelled().items() if name in names and value != "off"}
+
     def to_spec(self) -> str:
         """The shortest spec string that parses back to this value."""
         changed = (f"{name.removesuffix('_size')}={value}" for name, value in self.spelled().items())
@@ -156,6 +161,13 @@ def choose_spec(asked: str | None, asked_by: str = "the runner's --parallel") ->
 
 def _meaning(spec: str) -> ParallelConfig | str:
     return spec if spec == AUTO else ParallelConfig.parse(spec)
+
+
+@_cached
+def _names_alone(cls: type[ParallelConfig]) -> frozenset[str]:
+    """The keys of the classes that hold in one process too."""
+    holds = [base for base in cls.__mro__ if vars(base).get("holds_alone", False)]
+    return frozenset(name for base in holds for name in vars(base)["__annotations__"])
 
 
 def _sizes_message(sizes: dict[str, int], used: int, world_size: int) -> str:

@@ -12,6 +12,7 @@ call by call, which costs ranks outside of it nothing: a communicator comes into
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import socket
 from collections.abc import Iterator
@@ -63,6 +64,19 @@ class Groups:
         assert own is not None
         return own
 
+    def for_numbers(self, ranks: list[int]) -> dist.ProcessGroup:
+        """A group over host memory for what a script asks at any time. Collective over its ranks at the first time.
+
+        One rank that asks alone waits for the others, whose collectives it leaves as they are.
+        """
+        key = ("numbers", *ranks)
+        if key not in self._known:
+            timeout = time_out()
+            self._known[key] = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        own = self._known[key]
+        assert own is not None
+        return own
+
     def made(self) -> list[dist.ProcessGroup]:
         """All that this rank is in."""
         return [group for group in self._known.values() if group is not None]
@@ -72,7 +86,12 @@ class Groups:
         if len(partition) == 1 and len(partition[0]) == dist.get_world_size() and options is None and not apart:
             return default
         if _is_split(default):
-            return dist.split_group(split_ranks=partition, timeout=time_out(), pg_options=options)
+            told: dict[str, Any] = {
+                "timeout": time_out(),
+                "pg_options": options,
+                **_of_nccl_alone(default, self.device),
+            }
+            return dist.split_group(split_ranks=partition, **told)
         return _own(partition, self.rank, pg_options=options)
 
 
@@ -121,6 +140,18 @@ def _own(partition: Partition, rank: int, **settings: Any) -> dist.ProcessGroup 
 
 def _is_split(default: object) -> bool:
     return getattr(default, "bound_device_id", None) is not None
+
+
+def _of_nccl_alone(default: dist.ProcessGroup, device: torch.device) -> dict[str, str]:
+    """What keeps gloo out of a split of a default group that has both.
+
+    It would be given NCCL's options, warn, and fall back to a time-out of its own. Messages in host memory have groups
+    of their own, see `Groups.on_host`. Before torch 2.13 a split takes all backends.
+    """
+    if device.type != "cuda" or not takes_host_memory(default):
+        return {}
+    can_choose = "backend" in inspect.signature(dist.split_group).parameters
+    return {"backend": "cuda:nccl"} if can_choose else {}
 
 
 def _high_priority(device: torch.device) -> object:

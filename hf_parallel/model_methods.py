@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
+import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,8 +21,10 @@ from hf_parallel.axes.data.units import sharded_modules
 from hf_parallel.checkpoint import full_state_dict, one_rank, save_pretrained
 from hf_parallel.checkpoint.names import tied_names
 from hf_parallel.collectives import assert_all_ranks
+from hf_parallel.collectives.desync import LIBRARIES
 from hf_parallel.kernels import inner_forward, place, set_inner_forward
 from hf_parallel.mesh import ParallelMesh, stored
+from hf_parallel.model.anatomy import backbone_of
 from hf_parallel.resizing import resize_token_embeddings
 from hf_parallel.whole import remember
 
@@ -60,6 +64,9 @@ def replace_methods(
             bind(model, "generate", functools.partial(_generate_without_cache, mesh))
         for name in ("num_parameters", "get_memory_footprint"):
             bind(model, name, functools.partial(_of_all_stages, pipeline, getattr(type(model), name)))
+        for module in {model, backbone_of(model)}:
+            for name in ("parameters", "named_parameters"):
+                bind(module, name, functools.partial(_of_this_stage, pipeline, getattr(type(module), name)))
         model.register_state_dict_post_hook(_mark_as_part)
 
 
@@ -107,6 +114,27 @@ def _of_all_stages(
     """What one process counts."""
     with pipeline.remote_modules.counted(model):
         return original(model, *args, **kwargs)
+
+
+def _of_this_stage(
+    pipeline: PipelineEngine, original: Callable, module: nn.Module, *args: object, **kwargs: object
+) -> Iterator[object]:
+    """The parameters of this stage, with a line the first time that a script itself goes through them after a step.
+
+    A script that freezes them, or gives them to an optimizer or to `clip_grad_norm_`, has what it needs.
+    """
+    frame, model = sys._getframe(1), pipeline.model
+    if any(stage.has_run for stage in pipeline.stages) and not frame.f_code.co_filename.startswith(LIBRARIES):
+        size = pipeline.mesh.size("pp")
+        line = (
+            f"model.{original.__name__}() of a script that trains with pp_size={size} has those of one stage, and "
+            'a sum or norm over them is of that stage; hf_parallel.clip_grad_norm(model, float("inf")) and '
+            "hf_parallel.full_state_dict(model) are of the model (docs/idioms.md)"
+        )
+        if model._hf_parallel.is_first(line) and pipeline.mesh.rank == 0:
+            place = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            print(f"hf_parallel: {place}: {line}", file=sys.stderr, flush=True)
+    yield from original(module, *args, **kwargs)
 
 
 def _apply(model: PreTrainedModel, fn: Callable, *args: object, **kwargs: object) -> object:

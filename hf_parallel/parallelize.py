@@ -69,11 +69,6 @@ class ParallelState:
         return self.plan is not None and self.plan.anatomy.sums_over_tokens
 
     @property
-    def reads_item_count(self) -> bool:
-        """Does the model's loss read `num_items_in_batch`?"""
-        return self.plan is not None and self.plan.anatomy.reads_item_count
-
-    @property
     def sequence_parallel(self) -> bool:
         """Does each tp rank hold a part of the sequence between regions?"""
         part = None if self.plan is None else self.plan.part(TENSOR)

@@ -6,8 +6,9 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
 
 from hf_parallel.checkpoint import full_state_dict as gather_state
 from hf_parallel.checkpoint.slices import axes_and_dims
@@ -57,6 +58,46 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     detached: Any = tensor.detach()
     order, whole = order_of(tensor), detached.full_tensor()
     return whole if order is None else order.to_own(whole)
+
+
+@torch.no_grad()
+def whole_number(tensor: Any) -> torch.Tensor:
+    """The one number of a DTensor as a plain tensor, such as a sum over a parameter of which ranks hold parts.
+
+    Collective over the ranks that have a part, in groups apart from training's; none where each has the number.
+    """
+    states: list[Any] = [vars(model)["_hf_parallel"] for model in _models if "_hf_parallel" in vars(model)]
+    groups = states[0].mesh.groups if states else None
+    if groups is None or all(placement.is_replicate() for placement in tensor.placements):
+        return tensor.detach().full_tensor()
+    own = stored(tensor.detach())
+    exact = torch.int64 if own.dtype in _EXACT else torch.promote_types(own.dtype, torch.float64)
+    number = own.sum().to("cpu", exact)  # zero where another rank stores it
+    for axis, placement in reversed(list(enumerate(tensor.placements))):
+        if not placement.is_replicate():
+            group = groups.for_numbers(dist.get_process_group_ranks(tensor.device_mesh.get_group(axis)))
+            numbers = [torch.empty_like(number) for _ in range(group.size())]
+            dist.all_gather(numbers, number, group=group)
+            number = _combined(torch.stack(numbers), placement)
+    return number.to(own.device, own.dtype).reshape(tensor.shape)
+
+
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_COMBINED: dict[str, Any] = {
+    "sum": torch.sum,
+    "avg": torch.mean,
+    "product": torch.prod,
+    "max": torch.amax,
+    "min": torch.amin,
+}
+
+
+def _combined(numbers: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """What the numbers of the ranks along one axis of a mesh come to."""
+    norm_type = getattr(placement, "norm_type", None)  # of sums of powers that are norms already
+    if norm_type is not None:
+        return torch.linalg.vector_norm(numbers, norm_type)
+    return _COMBINED[getattr(placement, "reduce_op", "sum")](numbers)
 
 
 def order_of(tensor: DTensor) -> StoredOrder | None:

@@ -24,7 +24,7 @@ VAGUE = {"check", "read", "begin", "place", "leave", "part", "of", "plain", "ste
 RIDDLES = re.compile(r"(Of|Those|That|The same|What|Which|How|Whether|One|None|Also|And|As|In here)\b")
 MUTABLE = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 CONTAINERS = {"dict", "list", "set", "defaultdict", "Counter", "deque", "WeakKeyDictionary", "WeakValueDictionary"}
-#: What each figure was before files were joined and circles undone.
+#: What each figure was when it was first measured.
 BEFORE = {
     "functions per 1,000 lines": "75",
     "top-level functions with a single use": "706",

@@ -23,12 +23,12 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 
 import hf_parallel.parallelize  # noqa: F401 - once, before the forks
+from hf_parallel.model.shrink import IMAGE, LARGEST, VOCABULARY, build_random, small_sizes
 from tests.distributed import RankFailure, run, run_alone
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "tests" / "results" / "sweep.json"
-VOCABULARY, IMAGE, CLASSES, ROWS = 256, 32, 3, 4
-LARGEST = 40_000_000  # parameters: more were not shrunk
+CLASSES, ROWS = 3, 4
 TOLERANCE = 1e-4  # of a gradient's largest entry
 NOISE = 1e-6  # of the largest gradient: what is zero but for rounding, such as that of key biases
 LIMIT_S = 60.0
@@ -54,118 +54,22 @@ CASES = (
 
 # ---- small configs ----------------------------------------------------------------------------------------------
 
-#: The first pattern that matches the whole name gives the value of an integer (a function: from the default).
-RULES: tuple[tuple[str, Any], ...] = (
-    (r".*(token_id|token_index|_start_id|_end_id|_id)", lambda v: v if v < VOCABULARY else 3 + v % (VOCABULARY - 3)),
-    (r"type_vocab_size", lambda v: v),
-    (r"(\w*_)?vocab_size(_\w+)?|n_vocab|(src|tgt|text)_vocab_size|n_symbols", VOCABULARY),
-    (r"(\w*_)?(num_key_value_heads|num_kv_heads|n_head_kv|kv_heads|kv_n_heads)", 2),
-    (r"(\w*_)?(num_attention_heads|num_heads|n_heads?|attention_heads)|num_attn_heads", 4),
-    (r"(n_|num_)?(routed_|local_)?experts?|(num|n)_(routed|local)_experts|moe_num_experts|ffn_num_experts", 4),
-    (r".*(experts_per_tok(en)?|moe_k|top_k_experts|moe_topk|moe_top_k|num_selected_experts)|router_top_k", 2),
-    (r"(n|topk|num)_groups?|num_expert_groups?|n_shared_experts", 1),
-    (r"(num_)?(encoder|decoder)(_hidden)?_layers|num_(encoder|decoder)_layers", 2),
-    (r"num_hidden_layers|n_layers?|num_layers|num_blocks", 4),
-    (r"num_hash(es|_buckets)|num_buckets|relative_attention_num_buckets", lambda v: v),
-    (r"(hidden_size|d_model|n_embd|n_embed|emb_dim|embed_dim|hidden_dim|dim|embedding_size|model_dim|emb_size"
-     r"|word_embed_proj_dim|d_embed|decoder_hidden_size|encoder_hidden_size|d_text|true_hidden_size"
-     r"|projection_dim|text_hidden_size|hidden_embed_size|cross_attention_hidden_size)", 64),
-    (r"(moe_|shared_expert_|expert_)(intermediate|ffn_hidden|ffn)(_size|_dim)?|(moe_)?shared_.*intermediate_size", 64),
-    (r"(\w*_)?(intermediate_size(_mlp)?|ffn_dim|d_ff|n_inner|ffn_hidden_size|d_inner|inner_dim"
-     r"|feed_forward_(hidden_)?size|intermediate_dim|mlp_dim|feedforward_dim|dim_ff|inner_hidden_size)", 128),
-    (r"(\w*_)?(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_seq_length"
-     r"|max_source_positions|max_target_positions|max_length|seq_length|original_max_position_embeddings)", 64),
-    (r"q_lora_rank", 32),
-    (r"kv_lora_rank", 16),
-    (r"qk_rope_head_dim|rotary_dim|rope_head_dim", 8),
-    (r"qk_head_dim", 24),
-    (r"(\w*_)?(head_dim|d_kv|kv_channels|attention_head_size|head_size|d_head)", 16),
-    (r"sliding_window|attention_window|attention_chunk_size|local_attention|window_size", 8),
-    (r"image_size", IMAGE),
-    (r"patch_size", 8),
-    (r"num_mel_bins", 16),
-)  # fmt: skip
-FLOATS = (
-    (r".*(drop|jitter).*", 0.0),
-    (r"initializer_range|init_std|init_range", 0.1),
-)
-FIXED = {"use_cache": False}
-#: Where None is the default but no value.
-NEEDED = (
-    r"head_dim|vocab_size|num_experts_per_tok|n_routed_experts|num_experts|n_shared_experts|num_key_value_heads"
-    r"|moe_intermediate_size"
-)
-#: What no rule can know.
+#: What no rule can know: of each kind the variant that is swept.
 OWN: dict[str, dict[str, Any]] = {
     "deberta": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8},
-    "mpt": {"expansion_ratio": 2},
     "openai-gpt": {"afn": "gelu"},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "xmod": {"default_language": "en_XX"},
-    "bamba": {"mamba_n_heads": 8, "mamba_d_head": 16, "attn_layer_indices": [1, 3]},
-    "falcon_h1": {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_ssm": 128},
-    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 16},
-    "mamba2": {"num_heads": 8, "head_dim": 16},
-    "mobilebert": {"hidden_size": 128, "true_hidden_size": 64, "intra_bottleneck_size": 64},
-    "esmc": {"num_key_value_heads": 4},
     "esm": {"pad_token_id": 0, "position_embedding_type": "rotary"},
-    "layoutlmv3": {"coordinate_size": 12, "shape_size": 8, "visual_embed": False},
-    "lilt": {"hidden_size": 96, "intermediate_size": 192},
-    "swin": {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]},
-    "swinv2": {"embed_dim": 32, "depths": [2, 2], "num_heads": [2, 4]},
     "chameleon": {"vocabulary_map": {"<image>": 4, "IMGIMGBZ": 5}},
-    "gemma3n_text": {"num_kv_shared_layers": 0},
-    "gemma4_text": {"num_kv_shared_layers": 0},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    **{
-        f"{name}_text": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
-        for name in ("qwen2_vl", "qwen2_5_vl", "paddleocr_vl")
-    },
-    **{
-        f"{name}_text": {
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [1, 1, 2],
-                "partial_rotary_factor": 0.5,
-            }
-        }
-        for name in ("glm4v", "glm_ocr", "glm46v", "glm4v_moe")
-    },
 }
-#: Attributes that a decoder needs to be one.
-DECODES = ("is_decoder",)
 
 
 def small_config(default: PretrainedConfig, head: str = "") -> PretrainedConfig:
     """The config of a tiny model of the kind of `default`, which is not changed."""
-    as_dict = default.to_dict()
-    layers = next((as_dict[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if as_dict.get(key)), 0)
-    changes: dict[str, Any] = {}
-    for key, value in as_dict.items():
-        part = getattr(type(default), "sub_configs", {}).get(key) and getattr(default, key, None)
-        if isinstance(part, PretrainedConfig):
-            changes[key] = small_config(part).to_dict()
-        elif key in FIXED:
-            changes[key] = FIXED[key]
-        elif key in DECODES and head == "causal":
-            changes[key] = True
-        elif isinstance(value, bool):
-            continue
-        elif isinstance(value, int) or (value is None and re.fullmatch(NEEDED, key)):
-            changes[key] = _small(RULES, key, value)
-        elif isinstance(value, float):
-            changes[key] = _small(FLOATS, key, value)
-        elif isinstance(value, list) and isinstance(layers, int) and len(value) == layers > 4:
-            kinds = list(dict.fromkeys(map(str, value)))
-            changes[key] = value[:4] if set(map(str, value[:4])) == set(kinds) else (value[:3] + [value[-1]])
-        elif isinstance(value, dict) and "mrope_section" in value:
-            changes[key] = {**value, "mrope_section": [2, 3, 3]}
-    changes = {key: value for key, value in changes.items() if value != as_dict.get(key)}
-    if as_dict.get("kv_lora_rank"):
-        changes["num_key_value_heads"] = 4
-        changes.pop("head_dim", None)  # follows from the others
+    as_dict, changes = default.to_dict(), small_sizes(default)
+    if head == "causal" and "is_decoder" in as_dict:
+        changes["is_decoder"] = True
     if head in ("sequence", "image"):
         changes["num_labels"] = CLASSES
     if head in ("sequence", "seq2seq", "speech") and not isinstance(as_dict.get("pad_token_id"), int):
@@ -173,24 +77,6 @@ def small_config(default: PretrainedConfig, head: str = "") -> PretrainedConfig:
     if head in ("sequence", "seq2seq", "speech") and getattr(default, "decoder_start_token_id", None) is None:
         changes["decoder_start_token_id"] = 0
     return type(default)(**{**changes, **OWN.get(default.model_type, {})})
-
-
-def _small(rules: tuple, key: str, value: Any) -> Any:
-    for pattern, small in rules:
-        if re.fullmatch(pattern, key):
-            return small(value) if callable(small) else small
-    return value
-
-
-def build(cls: Any, config: PretrainedConfig) -> Any:
-    """The model with weights drawn under a seed. Biases and norms get noise, or their order would not show."""
-    torch.manual_seed(7)
-    model = cls._from_config(config) if hasattr(cls, "_from_config") else cls(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter += 0.1 * torch.randn_like(parameter)
-    return model.float()
 
 
 def batch_for(head: str, cls: Any, config: PretrainedConfig, length: int) -> dict[str, torch.Tensor]:
@@ -235,7 +121,7 @@ def step(cls: Any, config: PretrainedConfig, batch: dict[str, torch.Tensor], spe
     """Loss, every gradient in the model's own order, and the layout's notes."""
     from hf_parallel.model.packed import stored_order
 
-    model = build(cls, config).train()
+    model = build_random(cls, config).train()
     if spec:
         from hf_parallel import parallelize
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_parallel.axes.data.zero import without_sharding
 from hf_parallel.axes.tensor import gather_recompute
-from hf_parallel.axes.tensor.dropout import look_again, own_numbers, shared_numbers, shared_numbers_of_layer
+from hf_parallel.axes.tensor.dropout import own_numbers, shared_numbers, shared_numbers_of_layer
 from hf_parallel.axes.tensor.layers import (
     ColumnParallel,
     PartialGradient,
@@ -43,6 +43,7 @@ from hf_parallel.axes.tensor.vocab_parallel import VocabParallel, VocabParallelH
 from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_from_group
 from hf_parallel.local import holding, local, put_in_front
 from hf_parallel.model.packed import StoredOrder
+from hf_parallel.model.random_layers import look_again
 
 if TYPE_CHECKING:
     from peft.tuners.tuners_utils import BaseTunerLayer

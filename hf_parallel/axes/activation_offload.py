@@ -6,10 +6,16 @@
 On a GPU copies run on a stream of their own, from and to pinned memory: out while the next layer computes, in while
 the layer above computes its gradients. Of a checkpointed layer it is the input that goes. Small tensors, weights and
 what is no plain tensor stay.
+
+The host enqueues a whole forward pass in milliseconds, long before the first copy is done. So the stream that
+computes waits, at the end of layer k, for the copies of layer k - `AHEAD`, and only then the device's tensors of that
+layer are dropped: memory in flight is that of `AHEAD` layers. Copies back go to memory of the stream that computes,
+which is free in its order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from typing import TypeAlias
 
@@ -20,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 #: What autograd keeps: a tensor itself, or its copy with size and strides.
 Packed: TypeAlias = "torch.Tensor | tuple[Copy, torch.Size, tuple[int, ...]]"
 SMALL = 1 << 20  # bytes: a copy of less costs more than it frees
+AHEAD = 2  # layers whose copies to the host may be on their way
 
 
 def offload_activations(layers: Iterable[nn.Module], device: torch.device) -> None:
@@ -39,10 +46,14 @@ class Host:
         self.stream = None if device.type == "cpu" else torch.Stream(device)
         self.open: list[Kept] = []
         self.last: Kept | None = None
+        self.leaving: deque[Kept] = deque()  # whose tensors the device still holds
+        self.coming: list[Copy] = []  # on their way back, and read by nobody yet
 
     def begin(self, place: int, parameters: list[dict[str, nn.Parameter | None]]) -> None:
         """A layer starts."""
         if torch.is_grad_enabled():
+            if place == 0 and self.coming:  # a graph that was dropped before its backward
+                self._wait_for_copies()
             self.last = Kept(self, None if place == 0 else self.last, parameters)
             self.last.hooks.__enter__()
             self.open.append(self.last)
@@ -53,6 +64,23 @@ class Host:
             kept = self.open.pop()
             kept.hooks.__exit__()
             kept.copied.clear()
+            if self.stream is not None:
+                kept.sent = self.stream.record_event()
+                self.leaving.append(kept)
+                while len(self.leaving) > AHEAD:
+                    self.drop(self.leaving.popleft())
+
+    def drop(self, kept: Kept) -> None:
+        """Give the device's memory back once the copies are done, in the order of the stream that computes."""
+        assert kept.sent is not None
+        torch.accelerator.current_stream().wait_event(kept.sent)
+        for copy in kept.copies:
+            copy.leaving = None
+
+    def _wait_for_copies(self) -> None:
+        assert self.stream is not None
+        torch.accelerator.current_stream().wait_stream(self.stream)
+        self.coming.clear()
 
     def __deepcopy__(self, memo: object) -> Host:
         return Host(self.device)
@@ -77,6 +105,7 @@ class Kept:
         #: Until the layer is done the originals live, or another tensor could come to lie in the same place.
         self.copied: dict[tuple, tuple[Copy, torch.Tensor]] = {}
         self.hooks = saved_tensors_hooks(self.pack, self.unpack)
+        self.sent: torch.Event | None = None  # when all copies are on the host
 
     def pack(self, tensor: torch.Tensor) -> Packed:
         """What autograd keeps for the tensor."""
@@ -97,6 +126,9 @@ class Kept:
         if isinstance(kept, torch.Tensor):
             return kept
         copy, size, stride = kept
+        if self in self.host.leaving:
+            self.host.leaving.remove(self)
+            self.host.drop(self)
         if self.before is not None:
             for one in self.before.copies:
                 one.fetch()
@@ -120,6 +152,8 @@ class Copy:
         self.host, self.readers, self.read = host, 0, 0
         row, stream = tensor.detach().as_strided((tensor.numel(),), (1,)), host.stream
         self.back: torch.Tensor | None = None
+        self.arrived: torch.Event | None = None
+        self.leaving: torch.Tensor | None = None  # kept until the copy is done
         if stream is None:
             self.row = row.clone()
             return
@@ -127,7 +161,7 @@ class Copy:
         stream.wait_stream(torch.accelerator.current_stream())
         with stream:
             self.row.copy_(row, non_blocking=True)
-        row.record_stream(stream)
+        self.leaving = row
 
     def fetch(self) -> None:
         """Start to copy it back."""
@@ -137,18 +171,22 @@ class Copy:
         if stream is None:
             self.back = self.row.clone()
             return
+        self.back = torch.empty_like(self.row, device=self.host.device, pin_memory=False)
+        stream.wait_stream(torch.accelerator.current_stream())  # which may still read what was in this memory
         with stream:
-            self.back = self.row.to(self.host.device, non_blocking=True)
+            self.back.copy_(self.row, non_blocking=True)
+        self.arrived = stream.record_event()
+        self.host.coming.append(self)
 
     def take(self) -> torch.Tensor:
         """The numbers on the device, for one reader; schedules that take a backward apart read twice."""
         self.fetch()
         back = self.back
         assert back is not None
-        if self.host.stream is not None:
-            now = torch.accelerator.current_stream()
-            now.wait_stream(self.host.stream)
-            back.record_stream(now)
+        if self.arrived is not None:
+            torch.accelerator.current_stream().wait_event(self.arrived)
+            self.arrived = None
+            self.host.coming.remove(self)
         self.read += 1
         if self.read % self.readers == 0:
             self.back = None

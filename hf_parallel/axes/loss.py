@@ -64,7 +64,9 @@ class Loss(Axis[str, LossPart]):
         from hf_parallel.axes.tensor.lean_loss import attach
 
         if part.why_not is None:
-            attach(model, part.always, in_loops=part.always and building.mesh.size("pp") == 1)
+            # Chunks and whole logits order FSDP2's collectives differently: no data rank may go by its own tokens.
+            any_number = part.always or building.mesh.data_size > 1
+            attach(model, any_number, in_loops=part.always and building.mesh.size("pp") == 1)
 
     def finish(self, model: PreTrainedModel, part: LossPart, building: Building) -> None:
         """After it."""

@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,8 +38,12 @@ from hf_parallel.collectives.requests import Requests
 PATIENCE_S, SPEAK_S = 3.0, 15.0
 #: Seconds between two looks at whether somebody asks, and for which a thread stands still before it counts as stuck.
 LOOK_S, STILL_S = 1.0, 3.0
-#: Seconds for which all ranks stand still, using less than this share of a processor, until they are told apart.
-DEADLOCK_S, IDLE = 15.0, 0.01
+#: Seconds for which all ranks stand still until they are told apart.
+DEADLOCK_S = 15.0
+#: What a waiting process uses of a processor, and for every process group beside that: gloo looks 100 times a second.
+IDLE, IDLE_PER_GROUP = 0.01, 0.004
+#: Seconds for which all processes are idle, wherever they are, until a line says where.
+QUIET_S = 40.0
 _ROOM = "hf_parallel/desync"
 _LEFT = "has ended"
 #: Why whoever explains a deadlock is asked; all ranks end then, whatever it says.
@@ -50,6 +54,8 @@ _WAITING = (
     *(os.path.join(_OWN, place) for place in ("collectives", "axes", "hooks/trainer/stopping.py")),
     *(os.path.join(_TORCH, place) for place in ("distributed", "autograd")),
 )
+_OPERATORS = os.path.join(_TORCH, "_ops.py")
+_LOADER = os.path.join(_TORCH, "utils", "data")
 #: Code that is not the user's.
 LIBRARIES = (_OWN, "<frozen", *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 
@@ -75,6 +81,7 @@ class DesyncDetector:
         self.process, self.watched = os.getpid(), threading.get_ident()
         self.closed = threading.Event()
         self.rest = _Rest(self.watched)
+        self.idle = _Idle()
         self.thread = threading.Thread(target=self._answer, name="hf_parallel/desync", daemon=True)
         self.thread.start()
         atexit.register(self.end)
@@ -194,6 +201,7 @@ class DesyncDetector:
                     self.store.delete_key(f"asked/{self.rank}")
                     self._reply(question, self._stuck())
                 self._look_for_deadlock()
+                self._look_for_idle_ranks()
 
     def _reply(self, question: list[int], found: str | None) -> None:
         self.store.set(f"answer/{self.rank}", json.dumps([question, found]))
@@ -228,6 +236,32 @@ class DesyncDetector:
             places = [self.store.get(f"still/{rank}").decode() for rank in range(self.world_size)]
             if len(set(places)) > 1:  # at one place a long transfer may go on
                 self._end(places)
+
+    def _look_for_idle_ranks(self) -> None:
+        """Say once where all ranks are when none has used its processor for long; the run goes on."""
+        own, is_idle = f"idle/{self.rank}", self.idle.seconds() > QUIET_S
+        if is_idle and not self.idle.told:
+            self.store.set(own, self._where())
+        elif self.idle.told and not is_idle:
+            self.store.delete_key(own)
+            self.idle.said = False
+        self.idle.told = is_idle
+        all_idle = [f"idle/{rank}" for rank in range(self.world_size)]
+        if self.rank == 0 and is_idle and not self.idle.said and self.store.check(all_idle):
+            self.idle.said = True
+            where = _by_place([self.store.get(key).decode() for key in all_idle])
+            print(
+                f"hf_parallel: all ranks have been idle for {self.idle.seconds():.0f} s: {where}. The run goes on: "
+                "hang_timeout_s says for how long",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _where(self) -> str:
+        frame = None if self.requests.at_end else sys._current_frames().get(self.watched)
+        if frame is None:
+            return _LEFT
+        return f"is {'in the data loader, ' if _is_in_loader(frame) else ''}at {_script_line(frame)}"
 
     def _place(self) -> str | None:
         return _LEFT if self.requests.at_end else self.rest.place()
@@ -269,37 +303,79 @@ class _Rest:
         frame = sys._current_frames().get(self.thread)
         seen = frame and (id(frame), frame.f_lasti)
         now, used = time.monotonic(), time.process_time()
-        busy = used - self._used > IDLE * max(now - self._since, LOOK_S)
+        busy = used - self._used > _idle_share() * max(now - self._since, LOOK_S)
         if frame is None or seen != self._seen or busy or not waits_for_others(frame):
             self._seen, self._since, self._used = seen, now, used
             return None
         return f"is at {_script_line(frame)}" if now - self._since > DEADLOCK_S else None
 
 
+class _Idle:
+    """Since when this process has hardly used its processor."""
+
+    def __init__(self) -> None:
+        self.told = self.said = False
+        self._since, self._used = time.monotonic(), time.process_time()
+
+    def seconds(self) -> float:
+        """Asked about once a second."""
+        now, used = time.monotonic(), time.process_time()
+        if used - self._used > _idle_share() * max(now - self._since, LOOK_S):
+            self._since, self._used = now, used
+        return now - self._since
+
+
+def _idle_share() -> float:
+    """What a process that only waits uses of a processor, at most."""
+    return IDLE + IDLE_PER_GROUP * len(dist.distributed_c10d._world.pg_map)
+
+
+def _is_in_loader(frame: FrameType) -> bool:
+    """Does a thread wait for the workers of a data loader, or for its dataset?"""
+    outer: FrameType | None = frame
+    while outer is not None and not outer.f_code.co_filename.startswith(_LOADER):
+        outer = outer.f_back
+    return outer is not None
+
+
 def waits_for_others(frame: FrameType) -> bool:
     """Is it code in which a process waits for others, when it does not move?"""
+    if frame.f_code.co_filename == _OPERATORS and frame.f_back is not None:
+        frame = frame.f_back  # an operator that communicates, as DTensors call
     return frame.f_code.co_filename.startswith(_WAITING)
 
 
 def _script_line(frame: FrameType) -> str:
-    """The innermost line of the user's own code."""
+    """The innermost line of the user's own code, the call that waits, and who makes it.
+
+    Two calls of one line of a script, such as `trainer.train()`, differ in who makes them.
+    """
     outer: FrameType | None = frame
     while outer is not None and outer.f_code.co_filename.startswith(LIBRARIES):
         outer = outer.f_back
     found = outer or frame
     if frame.f_code.co_filename == observed.__file__ and frame.f_back is not None:
         frame = frame.f_back  # the call that is observed
-    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({frame.f_code.co_name})"
+    caller: FrameType | None = frame
+    while caller is not None and caller is not found and waits_for_others(caller):
+        caller = caller.f_back
+    call = frame.f_code.co_name
+    if caller is not None and caller not in (found, frame):
+        call += f" in {caller.f_code.co_name}"
+    return f"{os.path.basename(found.f_code.co_filename)}:{found.f_lineno} ({call})"
 
 
-def _deadlock(places: list[str]) -> str:
+def _by_place(places: list[str]) -> str:
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         ranks.setdefault(place, []).append(rank)
-    where = "; ".join(f"{_ranks(of_place)} {place}" for place, of_place in ranks.items())
+    return "; ".join(f"{_ranks(of_place)} {place}" for place, of_place in ranks.items())
+
+
+def _deadlock(places: list[str]) -> str:
     return (
-        f"hf_parallel: all ranks wait for each other: {where}. Every rank holds a part of the model and takes part in "
-        "each of these calls: make them on all ranks, in the same order"
+        f"hf_parallel: all ranks wait for each other: {_by_place(places)}. Every rank holds a part of the model and "
+        "takes part in each of these calls: make them on all ranks, in the same order"
     )
 
 
@@ -339,7 +415,9 @@ def watch() -> None:
     if _detector is not None or dist.get_world_size() == 1 or dist.get_backend() == "fake":
         return
     name = objects.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
-    store = dist.PrefixStore(f"{_ROOM}/{name}", dist.distributed_c10d._get_default_store())
+    # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"{_ROOM}/{name}", default.clone())
     _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
 
 

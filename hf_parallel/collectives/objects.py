@@ -60,11 +60,18 @@ def from_one(make: Callable[[], T], group: dist.ProcessGroup | None = None, sour
 
 
 @contextlib.contextmanager
-def telling(group: dist.ProcessGroup | None, source: int) -> Iterator[None]:
-    """On the rank whose objects the others wait for: what fails in here is told in the place of one."""
+def telling(
+    group: dist.ProcessGroup | None, source: int, is_heard: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+    """On the rank whose objects the others wait for: what fails in here is told in the place of one.
+
+    Args:
+        is_heard: do the others wait for an object now? To tell those that do something else would wait for them.
+    """
     try:
         yield
     except Exception as error:
         with contextlib.suppress(RuntimeError):  # where a collective has failed, this one may as well
-            dist.broadcast_object_list([Failed.of(error)], group=group, group_src=source)
+            if is_heard():
+                dist.broadcast_object_list([Failed.of(error)], group=group, group_src=source)
         raise

@@ -49,8 +49,10 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
         _check_same(source, config, current.source, current.config)
         return
     if config.world_size == 1:
-        _stay_plain(config)
-        return
+        _tell_left_out(config)
+        if not config.settings_alone():
+            _stay_plain(config)
+            return
     notes = [*check_torch(), *newer_libraries()]
     runtime.start(config, source)
     for note in notes:
@@ -68,21 +70,22 @@ def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
 
 
 def _stay_plain(config: ParallelConfig) -> None:
-    """One process: plain Trainer is already what was asked for, but for settings of layouts, which a line names."""
-    from hf_parallel.hooks import report
-
-    if config.async_save:
-        refuse("async_save=true", "one process saves as plain Trainer does", "async_save=false")
+    """One process that is asked for no setting trains as plain Trainer does, and reads the checkpoints of layouts."""
     read_checkpoints()
     if config.pack_tokens or config.padding_free:
         from hf_parallel.hooks.trainer.token_budget import patches_alone
 
         _undo_list.extend(apply(patches_alone(config)))
-    done = {"pack_tokens", "padding_free", *(f"{axis}_size" for axis in config.sizes)}
+
+
+def _tell_left_out(config: ParallelConfig) -> None:
+    """One process has nobody to share a model with: a line names the keys of layouts of several."""
+    from hf_parallel.hooks import report
+
+    done = {"pack_tokens", "padding_free", *config.settings_alone(), *(f"{axis}_size" for axis in config.sizes)}
     left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
     if left:
-        settings = ", ".join(left)
-        report.say(f"one process trains as plain Trainer does, without {settings}: these are of layouts of several")
+        report.say(f"one process trains without {', '.join(left)}: these are of layouts of several")
 
 
 def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, other_spec: str) -> None:

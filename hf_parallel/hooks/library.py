@@ -2,7 +2,8 @@
 
 Of all patches only those of PEFT and bitsandbytes are put in place, when the script imports these libraries: adapters
 come into a parallel model, and a model with adapters becomes parallel, as under the runner. And what a script writes
-into weights, and how a layer is recomputed, where transformers is older than that.
+into weights, what masks of a pipeline's micro-batches hide, and how a layer is recomputed, where transformers is older
+than that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hf_parallel.hooks import runtime, weights
 from hf_parallel.hooks.patching import DECLARED, Patch, apply, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
-from hf_parallel.hooks.transformers import checkpointed
+from hf_parallel.hooks.transformers import checkpointed, masks
 from hf_parallel.mesh import ParallelMesh
 from hf_parallel.parallelize import parallelize as make_parallel
 from hf_parallel.parallelize import state_of
@@ -65,7 +66,8 @@ def withdraw() -> None:
 
 def _install() -> None:
     """For peft now or after its import, in the midst of which the list of all patches could not be imported."""
-    _undo_list.extend(apply([patch for patch in DECLARED if patch.room in (checkpointed.__name__, weights.__name__)]))
+    rooms = {checkpointed.__name__, masks.__name__, weights.__name__}
+    _undo_list.extend(apply([patch for patch in DECLARED if patch.room in rooms]))
     packages = ["peft", "bitsandbytes"]
     if "bitsandbytes" in sys.modules:
         _undo_list.append(apply_when_imported(packages.pop(), _patches("bitsandbytes")))

@@ -13,8 +13,26 @@ from hf_parallel.hooks.accelerate import accelerator, data, engines, processes, 
 from hf_parallel.hooks.bitsandbytes import eight_bit, four_bit  # noqa: F401
 from hf_parallel.hooks.patching import DECLARED, Patch
 from hf_parallel.hooks.peft import adapters, converting, merging, settings  # noqa: F401
-from hf_parallel.hooks.trainer import checkpoints, losses, means, plain_resume, resuming, token_budget, training  # noqa: F401
-from hf_parallel.hooks.transformers import checkpointed, from_pretrained, kernels, loading, parts, recorded  # noqa: F401
+from hf_parallel.hooks.trainer import (  # noqa: F401
+    checkpoints,
+    evaluation,
+    losses,
+    means,
+    plain_resume,
+    resuming,
+    token_budget,
+    training,
+)
+from hf_parallel.hooks.transformers import (  # noqa: F401
+    box_counts,
+    checkpointed,
+    from_pretrained,
+    kernels,
+    loading,
+    masks,
+    neftune,
+    parts,
+)
 from hf_parallel.hooks.trl import ahead, online, reference, server_mode, trainers  # noqa: F401
 
 

@@ -50,7 +50,7 @@ class Patch:
     since: str | None = None  # version of the target's library that introduced it; None: all that are known
     before: str | None = None  # from this version of the library on, the original does what is wanted
     adds: bool = False  # instances have the attribute, the class does not yet
-    copies: bool = False  # replace it in every module that has imported it by name, too
+    copies: bool = False  # replace it in every module that has imported it, too, under whatever name
     without_layout: bool = False  # in place where no layout is active, and only there
     room: str = ""  # the module of the replacement
 
@@ -72,7 +72,7 @@ class Patch:
     @property
     def late(self) -> bool:
         """Is it put in place when the script imports the module?"""
-        return self.library in OPTIONAL
+        return self.library in OPTIONAL or self.module.startswith("transformers.models.")
 
     @property
     def is_private(self) -> bool:
@@ -205,15 +205,15 @@ def _apply(patch: Patch, done: list[Undo]) -> None:
         replacement = functools.wraps(original)(replacement)
         replacement._hf_parallel_maker = patch.make  # type: ignore[attr-defined]
     replacement = classmethod(replacement) if isinstance(raw, classmethod) else replacement
-    for place in [owner, *(_importers(original, name, owner) if patch.copies else ())]:
-        _set(place, name, replacement, done)
+    places = names_of(original) if patch.copies else []
+    for place, known_as in [(owner, name), *(each for each in places if each != (owner, name))]:
+        _set(place, known_as, replacement, done)
 
 
-def _importers(original: Callable, name: str, home: object) -> list[ModuleType]:
-    """Modules that have imported a function before it is replaced; those that follow import the replacement."""
-    return [
-        m for m in list(sys.modules.values()) if m is not home and getattr(m, "__dict__", {}).get(name) is original
-    ]
+def names_of(function: Callable) -> list[tuple[ModuleType, str]]:
+    """The modules that have imported a function so far, each with the name that it has there."""
+    held = [m for m in list(sys.modules.values()) if id(function) in map(id, getattr(m, "__dict__", {}).values())]
+    return [(m, name) for m in held for name, value in list(vars(m).items()) if value is function]
 
 
 def mismatch(original: Callable, replacement: Callable) -> str | None:

@@ -23,8 +23,16 @@ _LIMIT_S = 1800.0  # as torch waits for ranks
 
 
 def own_store() -> dict[str, object]:
-    """What `init_process_group` needs under torchrun; nothing elsewhere, where each start has a store of its own."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+    """What `init_process_group` needs under torchrun; nothing elsewhere, where each start has a store of its own.
+
+    One process alone has its group afterwards.
+    """
+    if dist.is_initialized():
+        return {}
+    if "WORLD_SIZE" not in os.environ:  # one process, which no launcher has started
+        dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+        return {}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return {}
     store, rank, world_size = next(dist.rendezvous("env://"))
     name = agreed_name(dist.PrefixStore(_ROOM, store), rank, world_size)

@@ -18,6 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
+from hf_parallel.axes.data import batch_norm
 from hf_parallel.axes.experts import balance
 from hf_parallel.collectives import objects
 from hf_parallel.config import ParallelConfig
@@ -131,7 +132,7 @@ def start(config: ParallelConfig, source: str) -> Runtime:
     global _current
     environment = _set_environment()
     connect()
-    balance.is_absent = is_absent
+    balance.is_absent = batch_norm.is_absent = is_absent
     _current = Runtime(config, source, ParallelMesh.create(config, default_device()), environment)
     atexit.register(stop)  # before the groups end, which nothing may refer to then
     _quiet_other_ranks()
@@ -217,22 +218,19 @@ def _set_environment() -> dict[str, str | None]:
     return former
 
 
-#: Of a world this large each collective's begin and end, which desync debug notes in one store, are too many.
-_DESYNC_RANKS = 64
-
-
 def diagnostics() -> dict[str, str]:
     """What lets NCCL say, when collectives time out, which rank was where. Read when groups are made.
 
     The flight recorder keeps the last 2,000 collectives of each process; before torch 2.13 it is off by default, and
     under the second name, of which later ones warn. What the script's environment says stays.
+
+    TORCH_NCCL_DESYNC_DEBUG is left alone: with it NCCL's watchdog writes the begin and end of each collective to the
+    store while it holds the lock that every launch of a collective takes.
     """
     sizes = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     wanted = {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
     if not any(name in os.environ for name in sizes):
         wanted |= dict.fromkeys(sizes[:1] if torch.__version__ >= "2.13" else sizes, "2000")
-    if int(os.environ.get("WORLD_SIZE", "1")) <= _DESYNC_RANKS:
-        wanted["TORCH_NCCL_DESYNC_DEBUG"] = "1"
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
@@ -240,12 +238,15 @@ def allocation() -> dict[str, str]:
     """A GPU's memory in segments that grow in place: between blocks of fixed sizes would be gaps (ZeRO-R, 6.3).
 
     What is gathered and what batches take differ in size from layer to layer and step to step. Read when memory is
-    first taken. What the script's environment says stays.
+    first taken. What the script's environment says stays. The former name is set, which torch reads too: vLLM looks
+    at that name alone, and switches the segments off around memory that its sleep mode gives back.
     """
-    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second: its former name, which still holds
+    names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
     if not torch.cuda.is_available() or torch.version.hip or any(name in os.environ for name in names):
         return {}
-    return {names[0]: "expandable_segments:True"}
+    # Pinned memory is rounded up to powers of two unless torch is told where to stop: up to twice what is offloaded.
+    pinned = ",pinned_max_round_threshold_mb:1" if torch.__version__ >= "2.13" else ""
+    return {names[0]: f"expandable_segments:True{pinned}"}
 
 
 def _quiet_other_ranks() -> None:

@@ -90,7 +90,7 @@ def data_rank(original: Callable) -> int:
     return runtime.mesh().data_rank
 
 
-@patch("sentence_transformers.util.distributed:all_gather", "gathers over all processes")
+@patch("sentence_transformers.util.distributed:all_gather", "gathers over all processes", copies=True)
 def all_gather(original: Callable, tensor: torch.Tensor, with_grad: bool = False) -> torch.Tensor:
     """The rows of all data ranks; those of one model have the same."""
     mesh = runtime.mesh()

@@ -50,7 +50,6 @@ class Anatomy:
     parameters: tuple[ParameterFacts, ...]
     heads: tuple[int, int] | None  # query, key/value
     sums_over_tokens: bool
-    reads_item_count: bool
     flops_per_token: float
     facts: Mapping[str, object] = field(default_factory=dict)
 
@@ -74,7 +73,6 @@ def read_anatomy(model: nn.Module) -> Anatomy:
         parameters=_parameters(named),
         heads=attention_heads(model) if hasattr(model, "config") else None,
         sums_over_tokens=loss_sums_over_tokens(model),
-        reads_item_count=reads_item_count(model),
         flops_per_token=flops_per_token(model),
     )
 
@@ -197,6 +195,12 @@ def attention_heads(model: nn.Module) -> tuple[int, int] | None:
     return heads, kv_heads
 
 
+def head_width(config: PretrainedConfig) -> int | None:
+    """`head_dim` of a config, where layers differ (Gemma 4) the widest; None if it has none."""
+    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+    return max((getattr(layer, "head_dim", None) or 0 for layer in layers), default=0) or None
+
+
 def input_embedding(model: PreTrainedModel) -> nn.Module | None:
     """What the model names as its input embedding, or None: some that read images name none, not even None."""
     try:
@@ -241,6 +245,7 @@ def transformer_blocks(model: nn.Module) -> list[nn.Module]:
     """The repeated layers, which FSDP2 gathers one at a time: inner lists first."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 1]
+    lists = [blocks for blocks in lists if not any(isinstance(block, nn.ModuleList) for block in blocks)]
     blocks = [block for blocks in reversed(lists) for block in blocks if type(block).__name__ in names]
     if blocks or not lists:
         return blocks
@@ -265,6 +270,7 @@ def loss_sums_over_tokens(model: nn.Module) -> bool:
 def reads_item_count(model: nn.Module) -> bool:
     """Does the model hand `num_items_in_batch`, among its other keywords, to its loss? BERT's heads do not.
 
+    A loss may still not read it, as that of CTC: what a causal one does is known, of others it is seen (`means`).
     Where its forward cannot be rehearsed it counts as one that does not: the way that is exact for any loss.
     """
     return "num_items_in_batch" in keywords_of_loss(model, num_items_in_batch=1)

@@ -1,8 +1,11 @@
-"""What a forward is called with: its arguments by name, and the tokens among them."""
+"""What a forward is called with: its arguments by name, the tokens among them, and which of them a rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,3 +26,36 @@ def tokens_of(batch: Mapping) -> torch.Tensor:
     if found is None:
         raise ValueError("hf_parallel: a model needs input_ids or inputs_embeds in the batch")
     return found
+
+
+@dataclass(frozen=True)
+class HeldTokens:
+    """Which tokens of a script's batch a rank computes with.
+
+    Attributes:
+        shape: rows and length of the script's batch.
+        part: gives what this rank holds of a tensor [rows, length, …].
+    """
+
+    shape: tuple[int, int]
+    part: Callable[[torch.Tensor], torch.Tensor]
+
+
+_held: ContextVar[HeldTokens | None] = ContextVar("held_tokens", default=None)
+
+
+def held_tokens() -> HeldTokens | None:
+    """The tokens of the backbone that runs now; None where it reads the script's batch as it is."""
+    return _held.get()
+
+
+@contextlib.contextmanager
+def holding(shape: tuple[int, int], part: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """In here a backbone reads `part` of tokens [rows, length], which may themselves be a part of a batch."""
+    around = _held.get()
+    held = HeldTokens(shape, part) if around is None else HeldTokens(around.shape, lambda x: part(around.part(x)))
+    token = _held.set(held)
+    try:
+        yield
+    finally:
+        _held.reset(token)

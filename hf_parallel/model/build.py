@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from hf_parallel.spec import first_line, refuse
 
@@ -48,8 +49,25 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     kinds += [transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText, transformers.AutoModel]
     with torch.device("meta"):
         if named is not None:
-            return named._from_config(config)
+            return all_on_meta(named._from_config(config))
         for kind in kinds:
             if type(config) in kind._model_mapping:
-                return kind.from_config(config)
+                return all_on_meta(kind.from_config(config))
     refuse(type(config).__name__, "Transformers has no model for it", "a config of a language model")
+
+
+def all_on_meta(model: PreTrainedModel) -> PreTrainedModel:
+    """Move the parameters to the meta device that `__init__` made elsewhere; return the model.
+
+    `torch.Tensor(n)` takes memory in a context of the meta device too. Transformers puts the checkpoint's values, or
+    new ones, in the place of every parameter, wherever it was made.
+    """
+    moved: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.is_meta:
+                continue
+            if parameter not in moved:
+                moved[parameter] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            module._parameters[name] = moved[parameter]
+    return model

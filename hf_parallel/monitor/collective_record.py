@@ -41,7 +41,7 @@ MESSAGES = ("send", "receive")
 class Entry:
     """One collective. `number` counts those of its group from 1, messages between two ranks apart."""
 
-    __slots__ = ("order", "number", "kind", "shape", "dtype", "peer", "module", "place", "backward", "work")
+    __slots__ = ("order", "number", "kind", "shape", "dtype", "peer", "module", "place", "backward", "work", "on_host")
 
     def __init__(self, order: int, number: int, call: Call) -> None:
         self.order, self.number, self.kind, self.peer = order, number, call.kind, call.peer
@@ -50,6 +50,7 @@ class Entry:
         self.dtype: torch.dtype | None = None if tensor is None else tensor.dtype
         self.module, self.place, self.backward = _in_progress()
         self.work: dist.Work | None = None
+        self.on_host = True  # does its `Work` know when it is done?
 
     def done(self) -> bool:
         """Is it over, as far as is known here?"""
@@ -71,7 +72,7 @@ class CollectiveRecord(Listener):
         self.entries: defaultdict[str, deque[Entry]] = defaultdict(functools.partial(deque, maxlen=KEPT))
         self.ranks: dict[str, list[int]] = {}
         self._counts: dict[tuple[str, bool], int] = {}
-        self._on_host: dict[str, bool] = {}
+        self._on_host: dict[tuple[str, str], bool] = {}
         self._order = itertools.count()
         self._open: deque[Entry] = deque(maxlen=KEPT)  # whose work is looked at
         self._waited_for: dict[int, dist.Work] = {}  # by thread: the work that it waits for
@@ -84,12 +85,12 @@ class CollectiveRecord(Listener):
         if call.kind == END_COALESCING:
             return  # it only starts calls that are noted
         name = call.group_name
-        if name not in self._on_host:
-            self._on_host[name] = takes_host_memory(call.group)
+        if name not in self.ranks:
             self.ranks[name] = dist.get_process_group_ranks(call.group)
         key = (name, call.kind in MESSAGES)
         number = self._counts[key] = self._counts.get(key, 0) + 1
         self._starting[id(call)] = entry = Entry(next(self._order), number, call)
+        entry.on_host = self._runs_on_host(call)
         self.entries[name].append(entry)
 
     def end(self, call: Call, work: dist.Work | None) -> None:
@@ -97,7 +98,7 @@ class CollectiveRecord(Listener):
         entry = self._starting.pop(id(call), None)
         if entry is None or work is None:
             return
-        if self._on_host[call.group_name]:
+        if entry.on_host:
             entry.work = work
             while self._open and self._open[0].done():
                 self._open.popleft()
@@ -105,6 +106,17 @@ class CollectiveRecord(Listener):
         elif call.kind not in MESSAGES:
             group: Any = call.group
             entry.number = group._get_sequence_number_for_group()  # the flight recorder's, with those from C++
+
+    def _runs_on_host(self, call: Call) -> bool:
+        """In a group of gloo and NCCL the tensor decides."""
+        tensor = call.tensor
+        key = call.group_name, "cpu" if tensor is None else tensor.device.type
+        if key not in self._on_host:
+            on_host = takes_host_memory(call.group)
+            if on_host and tensor is not None and tensor.device.type != "cpu":
+                on_host = call.group._get_backend(tensor.device).name() != "nccl"
+            self._on_host[key] = on_host
+        return self._on_host[key]
 
     def waiting(self, work: dist.Work) -> None:
         """Which one it is that a thread waits for."""
@@ -133,7 +145,7 @@ class CollectiveRecord(Listener):
             groups[name] = {"axis": self._axis(name), "ranks": self.ranks[name], "last": told[-TOLD:]}
             for entry, facts in zip(list(entries), told, strict=False):
                 if self._is_open(name, entry, unfinished):
-                    facts |= {"group": name, "on_device": not self._on_host[name]}
+                    facts |= {"group": name, "on_device": not entry.on_host}
                     pending.append((not self._is_waited_for(entry), entry.order, facts))
         return {"pending": [facts for *_, facts in sorted(pending, key=lambda found: found[:2])], "groups": groups}
 
@@ -144,7 +156,7 @@ class CollectiveRecord(Listener):
         if self._is_waited_for(entry):
             return True  # or it has failed
         starting = any(entry is other for other in list(self._starting.values()))
-        if self._on_host[name]:
+        if entry.on_host:
             return not entry.done() or starting
         return starting or (entry.kind not in MESSAGES and entry.number in unfinished.get(name, ()))
 

@@ -66,7 +66,7 @@ class Stragglers:
 
     def _clear(self, rows: list[RankRow]) -> list[Slow]:
         found = []
-        for rank, row in enumerate(rows):
+        for rank, row in enumerate(rows if len(rows) > 1 else ()):
             for kind in _KINDS:
                 usual, alone = self._usual(rows, rank, kind)
                 own = getattr(row, kind)

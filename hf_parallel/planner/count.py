@@ -156,7 +156,7 @@ def _experts(layer: nn.Module, config: PretrainedConfig) -> tuple[int, int]:
         for name, part in layer.named_modules()
         if name.endswith("experts") and isinstance(part, nn.ModuleList)
     ]
-    return found["top_k"] or 0, found["num_experts"] or (lists[0] if lists else 0)
+    return found["top_k"] or 1, found["num_experts"] or (lists[0] if lists else 0)
 
 
 def _matrix(

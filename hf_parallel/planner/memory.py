@@ -312,7 +312,7 @@ class _Rank:
         if self.layout.quantize_gradients != "none":
             return False
         fewest = fewest_tokens(self.shape.hidden, not self.job.lora, self.job.width, self.layout.tp > 1)
-        return self.job.lean_loss and self.tokens >= fewest
+        return self.job.lean_loss and (self.layout.dp > 1 or self.tokens >= fewest)
 
     def _gradients_of_loss(self) -> float:
         """Of hidden states and of the head, in fp32."""

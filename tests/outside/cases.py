@@ -36,6 +36,9 @@ class Case:
     needs: tuple[str, ...] = ()
     tolerance: Tolerance = Tolerance()
     again: str = ""  # more arguments of a second launch, which is the one that is compared
+    edits: tuple[
+        tuple[str, str], ...
+    ] = ()  # of a script with numbers and names of its own: text, and what replaces it
 
     def words(self, arguments: str, root: str, out: str, spec: str | None) -> list[str]:
         """The command line: rows per process are the batch of all over the data ranks."""

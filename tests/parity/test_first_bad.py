@@ -167,6 +167,31 @@ def test_a_step_that_is_left_out(runs, capfd, tmp_path, spec):
     assert told[0].endswith("the step is left out (nan_action=skip)")
 
 
+class CountsSteps(torch.optim.SGD):
+    """SGD that counts its steps in its groups, as schedule-free optimizers do, also where there is no gradient."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return super().step(closure)
+
+
+def counts(folder, out):
+    """How many steps of three the optimizer has counted, of which the second is left out."""
+
+    def change(trainer):
+        trainer.optimizer = CountsSteps(trainer.model.parameters(), lr=0.01)
+        Fault("model.layers.1.mlp.act_fn", 0, 1, "forward", trainer)
+
+    activate("dp_shard=2,nan_action=skip")
+    trainer = train(folder, out, 2, change=change, **SHORT)[1]
+    return [group["count"] for group in trainer.optimizer.param_groups]
+
+
+def test_an_optimizer_does_not_count_a_step_that_is_left_out(runs, tmp_path):
+    assert run(counts, 2, runs.initial("llama"), str(tmp_path), init=False) == [[2], [2]]
+
+
 def test_a_run_that_stops(runs, tmp_path):
     spec, change = "dp_shard=2,nan_action=stop", partial(Fault, "model.layers.1.mlp.act_fn", 1, 2, "forward")
     with pytest.raises(RankFailure) as caught:

@@ -15,12 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Trainer
 from transformers.pytorch_utils import Conv1D
 
 import hf_parallel
 from tests.distributed import run, run_alone
-from tests.training import activate, axes, close, none, tensor_differences
+from tests.rows import Rows
+from tests.training import activate, axes, close, fit, none, tensor_differences, trainer_of
 
 SPECS = ("dp_shard=2", "tp=2", "pp=2", "tp=2,pp=2", "tp=2,dp_shard=2")
 ODD = {"llama": {"num_hidden_layers": 7}, "qwen3": {"num_hidden_layers": 7}, "gpt2": {"n_layer": 7}}
@@ -288,3 +289,37 @@ def test_changes_are_those_of_one_process(initial, alone, name, spec):
     assert any(rank["called"] for rank in ranks)
     assert first["said"].count("full_state_dict") == 1
     assert all(not rank["said"] for rank in ranks[1:])
+
+
+# ---- adversarial training ------------------------------------------------------------------------------------------
+
+
+class Adversarial(Trainer):
+    """FGM (Miyato et al., 2017): a second backward pass where the embedding is moved along its gradient."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        embeddings = {n: p for n, p in model.named_parameters() if p.requires_grad and "embed_tokens" in n}
+        backup = {name: p.data.clone() for name, p in embeddings.items()}
+        for p in embeddings.values():
+            norm = torch.norm(p.grad)
+            if norm != 0 and not torch.isnan(norm):
+                p.data.add_(1.0 * p.grad / norm)
+        super().training_step(model, inputs, num_items_in_batch)
+        for name, p in embeddings.items():
+            p.data = backup[name]
+        return loss
+
+
+def attack(spec, out, folder):
+    data_ranks = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    made = trainer_of(model, out, data_ranks, kind=Adversarial, train_dataset=Rows(24, 11, length=33))
+    return fit(*made, folder=f"{out}/saved")
+
+
+@pytest.mark.parametrize("spec", ["pp=2", "tp=2", "dp_shard=2", "pp=2,dp_shard=2"])
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_adversarial_steps(runs, initial, name, spec):
+    """The embedding moves on the stages that hold it, tied or not, and by the norm of its whole gradient."""
+    runs.compare(attack, spec, initial[name])

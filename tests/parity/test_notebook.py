@@ -60,10 +60,10 @@ def test_a_cell_trains_as_in_one_process(tmp_path):
 
 
 def test_one_process_says_what_it_leaves_out(capfd):
-    run_alone(launch, print, ("trained",), num_processes=1, parallel="attention=torch_flash")
+    run_alone(launch, print, ("trained",), num_processes=1, parallel="sequence_parallel=false")
     found = capfd.readouterr()
     assert "trained" in found.out
-    assert "without attention=torch_flash" in found.err
+    assert "without sequence_parallel=false" in found.err
 
 
 def fails() -> None:

@@ -1,5 +1,7 @@
 """pack_tokens: each example once, data ranks of equal work, and the losses of the same examples one by one."""
 
+import json
+import os
 import random
 
 import pytest
@@ -165,6 +167,161 @@ def test_resume_in_the_middle_of_the_second_epoch(folder, tmp_path):
         assert len(whole) == 4, "two epochs of two steps"
         assert rest[-1] == pytest.approx(whole[-1], rel=1e-6)
         assert weights[0] == pytest.approx(weights[1], rel=1e-7)
+
+
+# ---- the middle of an epoch, with other numbers ---------------------------------------------------------------------
+
+STEPS_BEFORE = 3
+EXAMPLES = 61
+
+
+class Seen(TrainerCallback):
+    """Which examples were trained on: each has a first token of its own."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.by_epoch: dict[int, list[int]] = {}
+        step, trainer.training_step = trainer.training_step, self.step
+        self.original, self.trainer, self.epoch = step, trainer, -1
+
+    def step(self, model, inputs, *args, **kwargs):
+        starts = inputs["position_ids"][0] == 0
+        real = [int(n) for n, labels in self.examples(inputs, starts) if bool((labels != -100).any())]
+        epoch = int((self.trainer.state.epoch or 0.0) + 1e-9)
+        self.by_epoch.setdefault(epoch, []).extend(real)
+        return self.original(model, inputs, *args, **kwargs)
+
+    @staticmethod
+    def examples(inputs, starts):
+        bounds = [*starts.nonzero()[:, 0].tolist(), len(starts)]
+        return [
+            (inputs["input_ids"][0, a], inputs["labels"][0, a:b]) for a, b in zip(bounds, bounds[1:], strict=False)
+        ]
+
+
+class Numbered(Skewed):
+    """Examples that begin with their own number, all of whose labels count."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        tokens = self.tokens[index].clone()
+        tokens[0] = index
+        return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
+def seen_by(spec: str | None, folder: str, out: str, resume: int, most: int, **changes) -> tuple[dict, int, int]:
+    """The examples that this rank sees by epoch, from a checkpoint on; the steps at the end, and those planned."""
+    from hf_parallel.hooks.trainer import joining_proof
+
+    joining_proof.why_other_numbers = lambda trainer: None  # tried elsewhere
+    activate(spec)
+    settings = {
+        **{"per_device_train_batch_size": 3, "num_train_epochs": 3, "learning_rate": RATE, "seed": SEED},
+        **{"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 1, **changes},
+    }
+    sets = {"train_dataset": Numbered(EXAMPLES), "data_collator": pad}
+    trainer, _ = trainer_of(AutoModelForCausalLM.from_pretrained(folder), out, settings=settings, **sets)
+    seen = Seen(trainer)
+    if most:
+        trainer.add_callback(StopsAt(most))
+    trainer.train(resume_from_checkpoint=f"{out}/checkpoint-{resume}" if resume else None)
+    return seen.by_epoch, trainer.state.global_step, trainer.state.max_steps
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_training_stop = state.global_step >= self.step
+
+
+def seen_by_all(folder: str, out: str, *parts: tuple) -> tuple[dict, int, int]:
+    """One run after another, each `(ranks, spec, steps at which it stops, arguments)`; by epoch, what they saw."""
+    total: dict[int, list[int]] = {}
+    found: list[tuple[dict, int, int]] = []
+    before = 0
+    for ranks, spec, most, changes in parts:
+        given = (spec, folder, out, before, most)
+        found = [run_alone(seen_by, *given, **changes)] if ranks == 1 else run(seen_by, ranks, *given, **changes)
+        for by_epoch, _, _ in found[:1] if "tp" in spec else found:
+            for epoch, examples in by_epoch.items():
+                total.setdefault(epoch, []).extend(examples)
+        before = most
+    return total, *found[0][1:]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [(2, "dp_shard=2,pack_tokens=70", 9, {}), (3, "dp_shard=3,pack_tokens=70", 0, {})],
+        [(2, "dp_shard=2,pack_tokens=70", 2, {}), (2, "dp_shard=2,pack_tokens=41", 0, {})],
+        [(1, "pack_tokens=41", 7, {}), (2, "dp_shard=2,pack_tokens=203", 0, {})],
+        [(2, "dp_shard=2,pack_tokens=41", 3, {}), (2, "tp=2,pack_tokens=70", 6, {}), (1, "pack_tokens=70", 0, {})],
+        [(2, "dp_shard=2,pack_tokens=41", 2, {}), (1, "pack_tokens=41", 4, {"gradient_accumulation_steps": 2}),
+         (2, "dp_shard=2,pack_tokens=41", 0, {})],
+    ],
+    ids=["ranks", "smaller budget", "one to two", "chain", "accumulation"],
+)  # fmt: skip
+def test_each_example_once_after_a_resume_with_other_numbers(folder, tmp_path, parts):
+    seen, steps, planned = seen_by_all(folder, str(tmp_path), *parts)
+    assert {epoch: sorted(examples) for epoch, examples in seen.items()} == dict.fromkeys(
+        range(3), list(range(EXAMPLES))
+    )
+    assert steps == planned
+
+
+class Noted(TrainerCallback):
+    """Writes down what was seen in each step that ended, and fails before one of them."""
+
+    def __init__(self, seen: Seen, path: str, fails_after: int) -> None:
+        self.seen, self.path, self.fails_after = seen, path, fails_after
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.fails_after:
+            raise RuntimeError("a rank is lost")
+
+    def on_step_end(self, args, state, control, **kwargs):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(self.seen.by_epoch) + "\n")
+        self.seen.by_epoch = {}
+
+
+def attempt(folder: str, out: str, fails_after: int) -> int:
+    """The script as a launcher starts it, on as many processes as there are."""
+    activate("dp_shard=-1,pack_tokens=41")
+    settings = {
+        **{"per_device_train_batch_size": 2, "num_train_epochs": 3, "learning_rate": RATE, "seed": SEED},
+        **{"max_grad_norm": 0, "save_strategy": "steps", "save_steps": 1},
+    }
+    sets = {"train_dataset": Numbered(EXAMPLES), "data_collator": pad}
+    trainer, _ = trainer_of(AutoModelForCausalLM.from_pretrained(folder), out, settings=settings, **sets)
+    path = f"{out}/seen-{fails_after}-{os.environ['RANK']}.txt"
+    trainer.add_callback(Noted(Seen(trainer), path, fails_after))
+    trainer.train()
+    return trainer.args.gradient_accumulation_steps
+
+
+def test_each_example_once_after_restarts_with_fewer_processes(folder, tmp_path):
+    """The launcher starts the script again, which goes on by itself; a step keeps its rows by accumulation."""
+    launch = {"TORCHELASTIC_RUN_ID": "job-7", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with pytest.raises(RankFailure, match="a rank is lost"):
+        run(attempt, 3, folder, str(tmp_path), 5, env=launch, init=False)
+    assert run(attempt, 2, folder, str(tmp_path), 0, env=launch, init=False) == [3, 3]
+    seen: dict[str, list[int]] = {}
+    for path in tmp_path.glob("seen-*.txt"):
+        for line in path.read_text().splitlines():
+            for epoch, examples in json.loads(line).items():
+                seen.setdefault(epoch, []).extend(examples)
+    assert {epoch: sorted(found) for epoch, found in seen.items()} == {str(n): list(range(EXAMPLES)) for n in range(3)}
+
+
+def test_other_examples_are_refused_in_the_middle_of_an_epoch(folder, tmp_path):
+    first = (f"pack_tokens={BUDGET}", folder, str(tmp_path), 23)
+    run_alone(trained, *first, save_steps=1, max_steps=3)
+    with pytest.raises(RankFailure, match=r"pack_tokens=70: .* over 23 examples of \d+ tokens, and there are 21"):
+        run_alone(trained, *first[:3], 21, resume=1)
+    with pytest.raises(RankFailure, match="pack_tokens=0: .*dealt by tokens; pack_tokens=70 works"):
+        run_alone(trained, "padding_free=true", *first[1:], resume=1)
+    run_alone(trained, *first[:3], 21, resume=1, ignore_data_skip=True)
 
 
 @pytest.mark.parametrize(

@@ -60,26 +60,238 @@ def test_one_process_joins_too(folder, tmp_path):
     joined([run_alone(trained, "padding_free=true", *given, **changes)], *run_alone(trained, None, *given, **changes))
 
 
-def refused(folder: str, out: str, what: str) -> None:
+# ---- noise ----------------------------------------------------------------------------------------------------------
 
-    class Own(Trainer):
-        def get_train_dataloader(self):
-            return super().get_train_dataloader()
-
-    def odd(rows):
-        return {**pad(rows), "scores": torch.zeros(len(rows))}
-
-    activate("padding_free=true")
-    kinds = {"kind": Own} if what == "loader" else {"collate": odd}
-    script(folder, out, 3, remove_unused_columns=False, **kinds)[0].train()
+ALPHA = 5.0
 
 
-@pytest.mark.parametrize(
-    ("what", "says"), [("loader", "makes batches of its own"), ("collator", "not of one number per token")]
-)
-def test_what_it_cannot_go_with(folder, tmp_path, what, says):
-    with pytest.raises(RankFailure, match=f"padding_free=true: .*{says}"):
-        run_alone(refused, folder, str(tmp_path), what)
+def noise(spec: str | None, folder: str, out: str) -> list[tuple[int, float]]:
+    """Of each example of the first step: its length, and the largest noise times the root of the width."""
+    activate(spec)
+    trainer, _ = script(folder, out, 4, neftune_noise_alpha=ALPHA, max_steps=1, num_train_epochs=1)
+    found: list[tuple[int, float]] = []
+
+    def read(module, inputs, output):
+        added = (output - torch.nn.functional.embedding(inputs[0], module.weight)).detach().abs()
+        row, mask = current["position_ids"], current.get("attention_mask")
+        if row is None:
+            rows = added.amax((1, 2)).tolist()
+            found.extend(zip(mask.sum(1).tolist(), [value * output.shape[-1] ** 0.5 for value in rows], strict=True))
+            return
+        starts = [*(row[0] == 0).nonzero()[:, 0].tolist(), row.shape[1]]
+        for a, b in zip(starts, starts[1:], strict=False):
+            found.append((b - a, added[0, a:b].max().item() * output.shape[-1] ** 0.5))
+
+    current: dict = {}
+    trainer.model.register_forward_pre_hook(
+        lambda module, args, kwargs: current.update(
+            position_ids=kwargs.get("position_ids"), attention_mask=kwargs.get("attention_mask")
+        ),
+        with_kwargs=True,
+    )
+    step = trainer.training_step
+
+    def with_hook(*args, **kwargs):
+        handle = trainer.model.get_input_embeddings().register_forward_hook(read)
+        try:
+            return step(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    trainer.training_step = with_hook
+    trainer.train()
+    return found
+
+
+def test_noise_is_of_the_padded_batch(folder, tmp_path):
+    padded = run_alone(noise, None, folder, str(tmp_path))
+    joined_ = run_alone(noise, "padding_free=true", folder, str(tmp_path))
+    assert [length for length, _ in joined_] == [length for length, _ in padded]
+    longest = max(length for length, _ in padded)
+    for found in (padded, joined_):  # the largest of 200 numbers and more that are drawn evenly
+        assert [value for _, value in found] == pytest.approx([ALPHA / longest**0.5] * 4, rel=0.03)
+
+
+def test_noise_is_of_each_example(folder, tmp_path):
+    found = run_alone(noise, "pack_tokens=70", folder, str(tmp_path))
+    assert len({length for length, _ in found}) > 2
+    assert [value for _, value in found] == pytest.approx([ALPHA / n**0.5 for n, _ in found], rel=0.03)
+
+
+class Seeded(Trainer):
+    """Draws the noise of a step from its number, whatever has been drawn before."""
+
+    def training_step(self, *args, **kwargs):
+        torch.manual_seed(self.state.global_step)
+        return super().training_step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("spec", ["cp=2", "tp=2"])
+@pytest.mark.parametrize("key", ["padding_free=true", "pack_tokens=70"])
+def test_noise_of_parts_of_a_joined_row(folder, tmp_path, spec, key):
+    """Ranks that hold a part of the row add the noise that one process adds to it."""
+    given, changes = (folder, str(tmp_path), 4), {"neftune_noise_alpha": 50.0, "max_steps": 2, "kind": Seeded}
+    losses, weight, _ = run_alone(trained, key, *given, **changes)
+    assert losses[0] != pytest.approx(run_alone(trained, key, *given, max_steps=2)[0][0], rel=1e-3)
+    found = run(trained, 2, f"{spec},{key}", *given, **changes)
+    check_numbers([ours for ours, *_ in found], losses, TWO_EPOCHS)
+    check_numbers([[ours] for _, ours, _ in found], [weight], 1e-6)
+
+
+def test_adapters_are_joined(folder, tmp_path):
+    """The base model is tried."""
+    given = (folder, str(tmp_path), 4)
+    joined([run_alone(with_adapters, "padding_free=true", *given)], *run_alone(with_adapters, None, *given))
+
+
+def with_adapters(spec: str | None, folder: str, out: str, rows: int) -> tuple[list[float], float, list]:
+    from peft import LoraConfig, get_peft_model
+
+    activate(spec)
+    trainer, losses = script(folder, out, rows)
+    torch.manual_seed(3)
+    model = get_peft_model(trainer.model, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False))
+    sets = {"train_dataset": trainer.train_dataset, "data_collator": pad}
+    trainer = Trainer(model, trainer.args, **sets, callbacks=[recorder := Losses()])
+    shapes = [tuple(batch["input_ids"].shape) for batch in trainer.get_train_dataloader()]
+    trainer.train()
+    return recorder.found, weight_of(model), shapes
+
+
+# ---- what would train on other numbers ------------------------------------------------------------------------------
+
+
+class MeanOfMeans(Trainer):
+    """Mean of means over examples."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        labels = inputs["labels"]
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs.get("attention_mask")).logits
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none")
+        counts = (labels[:, 1:] != -100).sum(1).clamp(min=1)
+        return (losses.sum(1) / counts).mean()
+
+
+class LastToken(Trainer):
+    """Looks at the last token of each row."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        return model(**{k: v for k, v in inputs.items() if k != "labels"}).logits[:, -1].square().mean()
+
+
+class Summed(Trainer):
+    """A sum over targets, divided by their count: rows make no difference."""
+
+    def compute_loss(self, model, inputs, num_items_in_batch=None, **kwargs):
+        labels = inputs.pop("labels")
+        logits, targets = model(**inputs).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+class OwnLoader(Trainer):
+    def get_train_dataloader(self):
+        return super().get_train_dataloader()
+
+
+def with_scores(rows):
+    return {**pad(rows), "scores": torch.zeros(len(rows))}
+
+
+def with_far_positions(rows):
+    batch = pad(rows)
+    return {**batch, "position_ids": 7 + batch["attention_mask"].cumsum(1) - 1}
+
+
+def pad_left(rows):
+    return {key: value.flip(1) for key, value in pad([{k: v.flip(0) for k, v in r.items()} for r in rows]).items()}
+
+
+def with_holes(rows):
+    batch = pad(rows)
+    batch["attention_mask"][:, 1] = 0
+    return batch
+
+
+def weighted_by_example(outputs, labels, num_items_in_batch=None):
+    """Rows of the first half count twice."""
+    losses = torch.nn.functional.cross_entropy(outputs.logits[:, :-1].mT, labels[:, 1:], reduction="none").sum(1)
+    return (losses * (1 + (torch.arange(len(losses)) < len(losses) / 2))).sum() / num_items_in_batch
+
+
+REFUSED = {
+    "loader": ({"kind": OwnLoader}, "makes batches of its own"),
+    "collator": ({"collate": with_scores}, "not of one number per token"),
+    "positions": ({"collate": with_far_positions}, "position_ids of an example begin at 7, not at 0"),
+    "holes": ({"collate": with_holes}, "attention_mask of an example has a hole at token 1"),
+    "padding": ({"collate": pad_left}, "padded on the left"),
+    "mean of means": ({"kind": MeanOfMeans}, "script's own loss looks at examples"),
+    "last token": ({"kind": LastToken}, "script's own loss looks at examples"),
+    "weights": ({"loss": weighted_by_example}, "script's own loss looks at examples"),
+}
+
+
+def refused(spec: str, folder: str, out: str, what: str) -> None:
+    activate(spec)
+    changes = dict(REFUSED[what][0])
+    loss = changes.pop("loss", None)
+    trainer, _ = script(folder, out, 3, remove_unused_columns=False, **changes)
+    trainer.compute_loss_func = loss
+    trainer.train()
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_it_cannot_go_with(folder, tmp_path, what):
+    with pytest.raises(RankFailure, match=f"padding_free=true: .*{REFUSED[what][1]}.*padding_free=false works"):
+        run_alone(refused, "padding_free=true", folder, str(tmp_path), what)
+
+
+@pytest.mark.parametrize("what", ["positions", "mean of means"])
+def test_all_ranks_refuse_alike(folder, tmp_path, what):
+    """And before a batch is read: none waits for another."""
+    for line in run(said_by, 2, "dp_shard=2,pack_tokens=70", folder, str(tmp_path), what):
+        assert REFUSED[what][1] in line
+
+
+def said_by(*given) -> str:
+    with pytest.raises(SpecError) as error:
+        refused(*given)
+    return str(error.value)
+
+
+def test_a_sum_of_the_scripts_own_is_joined(folder, tmp_path):
+    given, changes = (folder, str(tmp_path), 6), {"kind": Summed}
+    expected = run_alone(trained, None, *given, **changes)
+    joined(run(trained, 2, "dp_shard=2,padding_free=true", *given[:2], 3, **changes), *expected)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("spec", [None, "dp_shard=2"])
+def test_first_labels_that_trainer_counts_are_counted(runs, tmp_path, spec, accumulation):
+    """Trainer does not know that GPT-2 shifts labels: one process divides by the first label of each row, too."""
+    folder, changes = runs.initial("gpt2"), {"gradient_accumulation_steps": accumulation}
+    rows = 3 if spec else 6
+    expected = run_alone(trained, None, folder, str(tmp_path), 6, **changes)
+    spec = f"{spec},padding_free=true" if spec else "padding_free=true"
+    given = (spec, folder, str(tmp_path), rows)
+    joined(run(trained, 2, *given, **changes) if rows == 3 else [run_alone(trained, *given, **changes)], *expected)
+
+
+@pytest.mark.parametrize("model", ["opt", "mamba"])
+def test_models_that_cannot_tell_examples_apart(runs, tmp_path, model):
+    """On all ranks, before anything trains; the script's random numbers stay as they are."""
+    given = ("dp_shard=2,padding_free=true", runs.initial(model), str(tmp_path))
+    for line, same in run(said_of_model, 2, *given):
+        assert "cannot tell examples of one row apart" in line
+        assert same
+
+
+def said_of_model(spec: str, folder: str, out: str) -> tuple[str, bool]:
+    activate(spec)
+    trainer, _ = script(folder, out, 3)
+    before = torch.get_rng_state()
+    with pytest.raises(SpecError) as error:
+        trainer.get_train_dataloader()
+    return str(error.value), torch.equal(before, torch.get_rng_state())
 
 
 @pytest.mark.parametrize(
@@ -110,15 +322,6 @@ class Uneven(Dataset):
         return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
 
 
-def pad_left(rows):
-    return {key: value.flip(1) for key, value in pad([{k: v.flip(0) for k, v in r.items()} for r in rows]).items()}
-
-
-class OwnLoss(Trainer):
-    def compute_loss(self, model, inputs, **kwargs):
-        return super().compute_loss(model, inputs, **kwargs)
-
-
 def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     """The layout at the end, what was said, and the spec of hf_parallel.json."""
     import json
@@ -129,7 +332,7 @@ def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     said: list[str] = []
     report.say, saying = lambda line: (said.append(line), saying(line)), report.say
     activate("auto")
-    more = {"left": {"collate": pad_left}, "own": {"kind": OwnLoss}}.get(case, {})
+    more = {"left": {"collate": pad_left}, "own": {"kind": MeanOfMeans}}.get(case, {})
     trainer, losses = script(folder, out, 4, **more)
     trainer.train_dataset = Uneven()
     trainer.train()
@@ -143,7 +346,7 @@ def chosen(folder: str, out: str, case: str) -> tuple[str, list[str], str]:
     [
         ("plain", ["padding_free=true: padding is ", "of batches of 4 rows", "x the step time", "the same numbers"]),
         ("left", ["not padded on the right", "pack_tokens=", "other numbers"]),
-        ("own", ["script's own loss", "pack_tokens="]),
+        ("own", ["script's own loss looks at examples"]),
     ],
 )
 def test_auto_joins_what_stays_the_same(runs, tmp_path, case, words):

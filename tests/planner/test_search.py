@@ -20,11 +20,18 @@ def searched(model=LLAMA_8B, gpus=16, network=None, gpu="a100-80gb", per_node=8,
     return search(model=model, cluster=make_cluster(gpu, gpus, per_node, network), **given)
 
 
-def test_1024_gpus_take_less_than_ten_seconds():
-    """Seconds of one core, so that other work on the machine does not count."""
+def core_seconds(call):
+    """What a call returns, and its seconds of one core, so that other work on the machine does not count."""
     began = time.process_time()
-    found = searched(LLAMA_70B, 1024, gpu="h100-80gb", global_batch=1024)
-    assert time.process_time() - began < 10
+    found = call()
+    return found, time.process_time() - began
+
+
+def test_1024_gpus_take_less_than_ten_seconds():
+    """On a core that adds 10 million numbers in 0.7 s; shared machines are up to three times slower."""
+    _, adding = core_seconds(lambda: sum(number + 1 for number in range(10_000_000)))
+    found, searching = core_seconds(lambda: searched(LLAMA_70B, 1024, gpu="h100-80gb", global_batch=1024))
+    assert searching < 10 * max(1.0, adding / 0.7)
     assert found.looked_at > 100
     assert len(found.choices) == 10
 

@@ -23,29 +23,34 @@ def test_the_flight_recorder_is_on(monkeypatch, version, names):
     """By the name that this version of torch reads without a warning."""
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setenv("WORLD_SIZE", "64")
-    found = runtime.diagnostics()
-    assert found == dict.fromkeys(names, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_DESYNC_DEBUG": "1"}
+    assert runtime.diagnostics() == dict.fromkeys(names, "2000") | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
 def test_what_is_set_stays(monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
-    monkeypatch.setenv("TORCH_NCCL_DESYNC_DEBUG", "0")
     assert runtime.diagnostics() == {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 
 
-def test_desync_debug_is_for_worlds_whose_store_bears_it(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "1024")
+def test_no_collective_waits_for_a_store():
+    """Under desync debug each one would, while NCCL's watchdog writes to it."""
     assert "TORCH_NCCL_DESYNC_DEBUG" not in runtime.diagnostics()
 
 
-def test_memory_grows_in_place_on_cuda_unless_somebody_has_chosen(monkeypatch):
+@pytest.mark.parametrize(
+    ("version", "more"), [("2.13.0", ",pinned_max_round_threshold_mb:1"), ("2.11.0", "")], ids=["2.13", "2.11"]
+)
+def test_memory_grows_in_place_on_cuda_unless_somebody_has_chosen(monkeypatch, version, more):
+    """torch before 2.13 raises an error of names that it does not know."""
+    monkeypatch.setattr(torch, "__version__", version)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     assert runtime.allocation() == {}  # nothing to set without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert runtime.allocation() == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert runtime.allocation() == {}
+    assert runtime.allocation() == {"PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:True{more}"}  # as vLLM reads
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        with monkeypatch.context() as chosen:
+            chosen.setenv(name, "max_split_size_mb:64")
+            assert runtime.allocation() == {}
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ ELSEWHERE = {
     r"kubectl apply .*|docker build .*": "tests/unit/test_clusters.py::test_manifests_agree",
     r"sky jobs launch .*": "tests/unit/test_clusters.py::test_a_pod_starts_torchrun_and_the_runner",
     r'pip install "hf-parallel.*|hf-parallel recipe run .*': "tests/unit/test_recipe_cli.py::test_a_new_users_path",
-    r"hf-parallel recipe check .*": "tests/planner/test_recipes.py::test_all_run_dry",
+    r"hf-parallel recipe check .*": "tests/planner/test_recipes.py::test_runs_dry",
     r"hf-parallel recipe push .*": "tests/unit/test_recipe_cli.py::test_push_writes_the_file_and_a_section",
     r"python benchmarks/first_step.py": "tests/unit/test_recipe_cli.py::test_a_new_users_path",
     r"pip install --no-index.*": "tests/unit/test_gpu_parts.py::test_an_environment_from_a_folder_of_wheels",

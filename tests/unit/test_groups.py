@@ -70,6 +70,26 @@ def test_one_split_per_axis():
     assert 128 in splits
 
 
+@pytest.mark.parametrize(("types", "told"), [(("cpu", "cuda"), "cuda:nccl"), (("cuda",), None)])
+def test_a_split_keeps_options_of_nccl_from_gloo(types, told):
+    """It would warn, and fall back to a time-out of its own."""
+    seen = []
+
+    def split(split_ranks, timeout, pg_options, backend=None):
+        seen.append(backend)
+
+    default = mock.Mock(_device_types=list(map(torch.device, types)))
+    with (
+        mock.patch.object(dist, "get_rank", return_value=0),
+        mock.patch.object(dist, "get_world_size", return_value=4),
+        mock.patch.object(dist.distributed_c10d, "_get_default_group", return_value=default),
+        mock.patch.object(groups, "time_out", return_value=None),
+        mock.patch.object(dist, "split_group", split),
+    ):
+        Groups(torch.device("cuda")).among([[0, 1], [2, 3]])
+    assert seen == [told]
+
+
 def urgent(spec: str) -> list[object]:
     """The options of each group that is made, where groups can have a priority."""
     seen = []

@@ -1,6 +1,7 @@
 """Listeners to this process's collectives: who hears of what, and what is left in torch when they stop."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ class Group:
 
     group_name = "7"
 
-    def __init__(self, device):
+    def __init__(self, device, backend="gloo"):
         self._device_types = [torch.device(device)]
+        self._get_backend = lambda device: mock.Mock(**{"name.return_value": backend})
 
     def _get_sequence_number_for_group(self):
         return 4711
@@ -113,6 +115,16 @@ def test_a_collective_of_the_device_is_a_wait_wherever_the_host_stands(recorded,
         told = sentence({2: {"waits": True, "place": "", **facts}, 3: other})
         assert told.startswith("rank 2 waits in all_reduce number 4,711 (dp_shard, test_observed.py:")
         assert "for rank 3; rank 3 is in a callback" in told
+
+
+@pytest.mark.parametrize(("backend", "kept"), [("nccl", False), ("gloo", True)])
+def test_work_of_nccl_is_not_kept_in_a_group_that_has_gloo_too(recorded, backend, kept):
+    """It would keep tensors of the GPU until a later collective looks."""
+    call = Call("allreduce", Group("cpu", backend), ([torch.ones(2, device="meta")],))
+    recorded.begin(call)
+    recorded.end(call, mock.Mock(is_completed=lambda: False))
+    (entry,) = recorded.entries["7"]
+    assert (entry.work is not None) == entry.on_host == kept
 
 
 def test_a_message_from_anybody(recorded, monkeypatch):

@@ -1,6 +1,26 @@
 """docs/patches.md lists the patches that there are."""
 
+import inspect
+import sys
+from types import ModuleType
+
+import accelerate.utils  # whose names are looked at
+import transformers.loss.loss_for_object_detection
+import transformers.trainer_seq2seq
+
+from hf_parallel.hooks.patching import names_of
 from tests import patch_list
+
+#: Replaced in one module on purpose: what others do by the same function is as it was.
+OF_ONE_MODULE = {
+    "transformers.trainer:apply_liger_kernel",
+    "transformers.trainer:is_fsdp_managed_module",
+    "transformers.modeling_utils:safe_open",
+    "transformers.modeling_utils:log_state_dict_report",
+    "transformers.loss.loss_for_object_detection:reduce",
+    "transformers.loss.loss_lw_detr:_is_torch_distributed_initialized",
+    "transformers.loss.loss_rf_detr:_is_torch_distributed_initialized",
+}
 
 
 def test_the_page_is_current(capsys):
@@ -23,3 +43,25 @@ def test_every_patch_is_listed_once_with_its_reason():
     targets = [patch.target for patch in patches]
     assert len(set(targets)) == len(targets)
     assert all(any(f"`{patch.target}` | {patch.reason} |" in row for row in rows) for patch in patches)
+
+
+def test_functions_are_replaced_by_every_name_that_libraries_give_them():
+    """`accelerate.utils.reduce` is `accelerate.utils.operations.reduce`, and models import the former."""
+    left = {}
+    for patch in (patch for patch in patch_list.all_patches() if not (patch.late or patch.adds or patch.copies)):
+        owner, name = patch.owner_and_name()
+        function = inspect.getattr_static(owner, name)
+        if isinstance(owner, ModuleType) and callable(function) and patch.library != "torch":
+            others = [f"{m.__name__}:{known_as}" for m, known_as in names_of(function) if m is not owner]
+            left |= {patch.target: others} if others and patch.target not in OF_ONE_MODULE else {}
+    assert not left
+
+
+def test_a_function_is_found_by_another_name():
+    module = ModuleType("a_script")
+    module.gather_all = transformers.loss.loss_for_object_detection.reduce
+    sys.modules["a_script"] = module
+    try:
+        assert (module, "gather_all") in names_of(accelerate.utils.reduce)
+    finally:
+        del sys.modules["a_script"]

@@ -27,6 +27,9 @@ PROMISES = {
     "docs/data_parallel.md": {
         "Losses per token": "parity/test_variants.py::test_rows_of_unequal_length",
         "Heads that ignore the count": "parity/test_counts.py::test_same_numbers_as_one_process",
+        "Losses that are sums": "parity/test_model_losses.py::test_ctc_of_unlike_lengths",
+        "Detection and segmentation": "parity/test_model_losses.py::test_boxes_are_those_of_all_data_ranks",
+        "BatchNorm": "parity/test_model_losses.py::test_batch_norm_takes_the_mean_over_all_data_ranks",
         "A script's own loss": "parity/test_counts.py::test_same_numbers_as_one_process",
         "A loop of one's own": "parity/test_accelerate_loop.py::test_same_numbers_as_one_process",
         "The last batch": "parity/test_variants.py::test_last_batch_leaves_a_data_rank_one_row_or_none",
@@ -60,7 +63,7 @@ PROMISES = {
         "Without a script": "unit/test_recipe_cli.py::test_a_new_users_path",
         "Several machines": "unit/test_recipe_cli.py::test_run_refuses_in_one_line",
         "`planner`": "planner/test_recipes.py::test_all_fit_by_the_planner_and_say_so",
-        "`dry_run`": "planner/test_recipes.py::test_all_run_dry",
+        "`dry_run`": "planner/test_recipes.py::test_runs_dry",
         "`measured`": "planner/test_recipes.py::test_what_is_there",
     },
     "docs/saving.md": {

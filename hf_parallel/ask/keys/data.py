@@ -118,6 +118,8 @@ class CompressionKeys(DataKeys):
 class OffloadKeys(Keys):
     """Where the training state rests: on the device, in host memory, or on NVMe (ZeRO-Offload, ZeRO-Infinity)."""
 
+    holds_alone = True
+
     offload: str = key(
         "none",
         "`optimizer`: its states and its step on the host; `cpu`: parameters and gradients, too; `nvme:PATH`: its "

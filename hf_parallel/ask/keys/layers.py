@@ -23,6 +23,8 @@ _EVERY = re.compile(r"every:(\d+)")
 class AttentionKeys(Keys):
     """The attention kernel that layers call."""
 
+    holds_alone = True
+
     attention: str = key(
         AUTO,
         "`eager`, `sdpa`, `torch_flash` (torch's own flash kernels, packs of documents too), `flash_attention_2` to "
@@ -33,6 +35,8 @@ class AttentionKeys(Keys):
 @dataclass(frozen=True)
 class CompileKeys(ExpertKeys, PipelineKeys):
     """torch.compile of layers."""
+
+    holds_alone = True
 
     compile: str = key(
         "none",
@@ -64,6 +68,8 @@ def check_compiled(keys: CompileKeys, asked: str) -> None:
 @dataclass(frozen=True)
 class RecomputeKeys(CompileKeys, TensorKeys):
     """Activation checkpointing, and where kept activations rest."""
+
+    holds_alone = True
 
     activation_checkpointing: str = key(
         "none",
@@ -113,10 +119,13 @@ def recomputed_every(way: str) -> int:
 class LossKeys(Keys):
     """Head and loss in chunks of tokens."""
 
+    holds_alone = True
+
     lean_loss: str = key(
         "auto",
         "head and loss in chunks of tokens: `auto` where a Trainer or a pipeline takes the model's own loss alone and "
-        "chunks need less memory, `true` in loops too, where logits are made when read, before the optimizer's step",
+        "chunks need less memory (over data ranks for any number of tokens), `true` in loops too, where logits are "
+        "made when read, before the optimizer's step",
         choices=("auto", "true", "false"),
     )
 
@@ -124,6 +133,8 @@ class LossKeys(Keys):
 @dataclass(frozen=True)
 class PrecisionKeys(TensorKeys):
     """Products in 8 bits."""
+
+    holds_alone = True
 
     precision: str = key(
         "auto",

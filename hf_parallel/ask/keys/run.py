@@ -16,6 +16,8 @@ _PATIENCE_S = 600
 class WatchKeys(Keys):
     """How a training is watched: hangs, and numbers that are not finite."""
 
+    holds_alone = True
+
     hang_timeout_s: str = key(
         HANG_AUTO,
         "seconds in which nothing ends, after which all ranks say where they are; `off`",
@@ -45,6 +47,8 @@ class WatchKeys(Keys):
 class MonitorKeys(Keys):
     """What training says about itself beside its loss; see docs/monitoring.md."""
 
+    holds_alone = True
+
     monitor: str = key(
         "basic", "`perf/` keys in every log: speed, waits, memory; `full` parts them by axis", ("off", "basic", "full")
     )
@@ -63,6 +67,8 @@ class MonitorKeys(Keys):
 @dataclass(frozen=True)
 class RolloutKeys(Sizes):
     """Where TRL's trainers get completions and reference log-probabilities; see docs/rl.md."""
+
+    holds_alone = True
 
     rollouts: str = key(
         IN_TURN,
@@ -95,5 +101,7 @@ class RolloutKeys(Sizes):
 @dataclass(frozen=True)
 class SavingKeys(Keys):
     """How checkpoints are written."""
+
+    holds_alone = True
 
     async_save: bool = key(False, "write checkpoints from a copy in host memory while training goes on")

@@ -56,9 +56,13 @@ class Keys:
     """Base of the dataclasses that hold spec keys; `ParallelConfig` inherits from all of them.
 
     A class that inherits from another one reads its keys in its own checks.
+
+    Attributes:
+        holds_alone: do the keys that the class itself declares hold in one process too?
     """
 
     mesh_axes: ClassVar[tuple[MeshAxis, ...]] = MESH_AXES
+    holds_alone: ClassVar[bool] = False
 
     def check_keys(self) -> None:
         """Reject values that hold for no model, with a SpecError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from hf_parallel.ask.keys.layers import AUTO, REGISTERED_FLASH, TORCH_FLASH
@@ -35,7 +36,8 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         """The kernel and why, or the SpecError that says what it lacks."""
         from hf_parallel.axes.attention.choose import chosen, named
 
-        return chosen(config, facts) if config.attention == AUTO else named(config, anatomy, facts)
+        kernel = chosen(config, facts) if config.attention == AUTO else named(config, anatomy, facts)
+        return None if kernel is None else replace(kernel, shifts=anatomy.sums_over_tokens)
 
     def notes(self, part: Kernel | None) -> list[str]:
         return [] if part is None or part.why is None else [f"attention={part.name}: {part.why}"]
@@ -44,6 +46,10 @@ class Attention(Axis["AttentionFacts", "Kernel | None"]):
         """Set the kernel, if it is not the model's own."""
         if part is None or part.own or building.mesh.size("cp") > 1:  # cp has a function of its own, and the name
             return
+        from hf_parallel.model.masked_targets import refuse_masked_targets
+
+        own = model.config._attn_implementation or "eager"
+        refuse_masked_targets(model, own, part.name, f"attention={part.name}", f"attention={own}", part.shifts)
         if part.name == TORCH_FLASH:
             from hf_parallel.axes.attention.flash import register
 

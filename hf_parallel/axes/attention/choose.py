@@ -28,11 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the layers will call. `own`: it is the model's already; `why`: the reason of a choice, for people."""
+    """What the layers will call.
+
+    Attributes:
+        why: the reason of a choice, for people.
+        own: is it the model's already?
+        shifts: does the model's loss shift labels by one?
+    """
 
     name: str
     why: str | None = None
     own: bool = False
+    shifts: bool = False
 
 
 @dataclass(frozen=True)

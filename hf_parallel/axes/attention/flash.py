@@ -30,6 +30,7 @@ from hf_parallel.axes.context.flash import fits
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout, Shape
 from hf_parallel.axes.context.ring import Ring, RingAttention
+from hf_parallel.model.known_masks import hides_nothing
 
 _ONE = Shape(1, 1)
 
@@ -100,7 +101,7 @@ def mask(
         return AttentionMaskInterface()["sdpa"](
             *(batch_size, q_length, kv_length, q_offset, kv_offset), attention_mask=attention_mask, **kwargs
         )
-    if attention_mask is not None and bool(attention_mask.all()):
+    if attention_mask is not None and hides_nothing(attention_mask):
         attention_mask = None
     causal = "allow_is_bidirectional_skip" not in kwargs
     if causal and mask_function is not None and not kwargs.get("allow_is_causal_skip", True):

@@ -10,7 +10,7 @@ import torch
 
 from hf_parallel.ask.keys.layers import AUTO, TORCH_FLASH
 from hf_parallel.axes.context.read import score_dropout, sliding_window, uses_registries
-from hf_parallel.model.anatomy import text_config
+from hf_parallel.model.anatomy import head_width, text_config
 
 if TYPE_CHECKING:
     from torch import nn
@@ -80,7 +80,7 @@ def _head_size(config: PretrainedConfig) -> int:
     wide, heads = getattr(config, "hidden_size", 0), getattr(config, "num_attention_heads", None)
     if getattr(config, "qk_head_dim", None):  # latent attention
         return int(config.qk_head_dim)
-    return int(getattr(config, "head_dim", None) or (wide // heads if isinstance(heads, int) and heads else 0))
+    return int(head_width(config) or (wide // heads if isinstance(heads, int) and heads else 0))
 
 
 def _device() -> tuple[str, tuple[int, int]]:

@@ -19,7 +19,7 @@ from hf_parallel.axes.context.attention import one_process
 from hf_parallel.axes.context.flash import TORCH
 from hf_parallel.axes.context.kernels import Scores
 from hf_parallel.axes.context.layout import Layout
-from hf_parallel.axes.context.packs import Call, Window
+from hf_parallel.axes.context.packs import Call, Window, upload
 
 if TYPE_CHECKING:
     from hf_parallel.collectives.context import Context
@@ -51,8 +51,8 @@ def pack(layout: Layout, device: torch.device) -> Pack:
     tokens = None
     if any(row.order is not None for row in layout.rows):
         inside = [row.tokens()[: sum(row.lengths)] + i * row.length for i, row in enumerate(layout.rows)]
-        tokens = torch.cat(inside).to(device, non_blocking=True)
-    return Pack(boundaries.to(device, non_blocking=True), int(lengths.max()), tokens)
+        tokens = upload(torch.cat(inside), device)
+    return Pack(upload(boundaries, device), int(lengths.max()), tokens)
 
 
 def attend(

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_parallel.axes.context.kernels import Scores, alignment, per_query_head
 from hf_parallel.axes.context.layout import Layout
+from hf_parallel.axes.context.packs import upload
 from hf_parallel.axes.context.ring import Ring, RingAttention
 from hf_parallel.axes.context.ulysses import to_heads, to_tokens
 
@@ -151,7 +152,7 @@ def _visible(layout: Layout, low: float, high: float, device: torch.device) -> t
         shape = tile.q.stop - tile.q.start, tile.k.stop - tile.k.start
         distance = torch.arange(shape[0])[:, None] + behind - torch.arange(shape[1])
         seen[rows, :, tile.q, tile.k] |= (distance >= least) & (distance <= most)
-    return seen.to(device)
+    return upload(seen, device)
 
 
 def one_process(

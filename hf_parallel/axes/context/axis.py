@@ -59,8 +59,11 @@ class Context(Axis["ContextFacts", ContextPart]):
         """Let layers call the attention that runs over the ranks; batches will be cut where tokens come in."""
         from hf_parallel.axes.context.attention import NAME, register
         from hf_parallel.axes.context.layout import local_length
+        from hf_parallel.model.masked_targets import refuse_masked_targets
 
         register()
+        own = model.config._attn_implementation or "eager"
+        refuse_masked_targets(model, own, NAME, f"cp_size={part.config.cp_size}", "cp_size=1", part.own_loss)
         model.set_attn_implementation(NAME)
         size, multiple = building.mesh.size("cp"), _multiple(building)
         building.local_length = lambda length: local_length(length, size, multiple)

@@ -31,7 +31,8 @@ from hf_parallel.axes.context.keep import keep_attention
 from hf_parallel.axes.context.layout import Layout, Shape, local_length
 from hf_parallel.collectives.when_read import whole_when_read
 from hf_parallel.model.anatomy import token_readers
-from hf_parallel.model.batches import by_name, tokens_of
+from hf_parallel.model.batches import by_name, holding, tokens_of
+from hf_parallel.model.random_layers import Draws
 from hf_parallel.model.targets import item_count, targets_of
 
 if TYPE_CHECKING:
@@ -74,11 +75,13 @@ class SequenceCut:
         self._parts = False  # does what leaves the backbone stay a rank's own?
         self._batch: Batch = {}
         self._last: tuple[tuple, Layout] | None = None
+        self._draws: Draws  # the backbone
 
     # ---- around the model ----------------------------------------------------------------------------------------
 
     def attach(self, model: PreTrainedModel, backbone: PreTrainedModel) -> None:
         """Stand behind the forward of model and backbone. Before a pipeline does, whose stages each call both."""
+        self._draws = Draws(backbone)
         names = list(inspect.signature(backbone.forward).parameters)
         hook = functools.partial(self._whole_router_logits, names)
         backbone.register_forward_hook(hook, with_kwargs=True)
@@ -156,7 +159,7 @@ class SequenceCut:
         self._check(batch)
         layout = self._layout(batch)
         keep_attention(module.modules())
-        with self._running(layout), _own_random_numbers(module, self.group):
+        with self._running(layout), _own_random_numbers(self._draws, self.group):
             output = forward(**self._cut(batch, layout, names))
         return output if self._parts else self._joined(output, layout)
 
@@ -177,8 +180,10 @@ class SequenceCut:
     @contextlib.contextmanager
     def _running(self, layout: Layout) -> Iterator[None]:
         former, current.cut = current.cut, Cut(layout, self._way(layout.rows)[1])
+        part = functools.partial(take, layout=layout, rank=self.group.rank())
         try:
-            yield
+            with holding((len(layout.rows), layout.length), part):
+                yield
         finally:
             current.cut = former
 
@@ -283,13 +288,12 @@ def _same(one: tuple, other: tuple) -> bool:
 
 
 @contextlib.contextmanager
-def _own_random_numbers(module: nn.Module, group: dist.ProcessGroup) -> Iterator[None]:
-    """Ranks that share a state drop different things of different tokens; afterwards all go on alike."""
-    drops = module.training and any(isinstance(part, nn.Dropout) and part.p for part in module.modules())
-    if not drops:
+def _own_random_numbers(draws: Draws, group: dist.ProcessGroup) -> Iterator[None]:
+    """Ranks that share a state drop different things of different tokens and heads; afterwards all go on alike."""
+    if not draws:
         yield
         return
-    device = next(module.parameters()).device
+    device = next(draws.module.parameters()).device
     random: Any = torch if device.type == "cpu" else torch.get_device_module(device)
     seed = int(torch.randint(2**31, (1,)))
     state = random.get_rng_state()

@@ -131,7 +131,8 @@ class Layout:
             flat = self.table.flatten(1)
             inverse = torch.zeros(len(self.rows), self.length + 1, dtype=torch.long)
             inverse.scatter_(1, flat.remainder(self.length + 1), torch.arange(flat.shape[1]).expand_as(flat))
-            self._on[device] = self.table.to(device), inverse[:, : self.length].to(device)
+            places = inverse[:, : self.length].contiguous()
+            self._on[device] = packs.upload(self.table, device), packs.upload(places, device)
         return self._on[device]
 
     def tiles(self, queries: int, keys: int, low: float, high: float) -> list[Tile]:

@@ -93,7 +93,7 @@ def _call(tiles: list[Tile], window: Window, rows: int, length: int, device: tor
 
 def _ends(parts: list[tuple[int, int]], device: torch.device) -> torch.Tensor:
     ends = [0, *itertools.accumulate(count for _, count in parts)]
-    return _on(torch.tensor(ends, dtype=torch.int32), device)
+    return upload(torch.tensor(ends, dtype=torch.int32), device)
 
 
 def _place(parts: list[tuple[int, int]], device: torch.device) -> Place:
@@ -102,8 +102,9 @@ def _place(parts: list[tuple[int, int]], device: torch.device) -> Place:
         return slice(parts[0][0], sum(parts[-1]))
     starts, counts = torch.tensor(parts).T
     inside = torch.arange(int(counts.sum())) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    return _on(starts.repeat_interleave(counts) + inside, device)
+    return upload(starts.repeat_interleave(counts) + inside, device)
 
 
-def _on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return tensor.to(device, non_blocking=True)
+def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a table of the host on the device, without waiting: CUDA copies pinned memory in its stream's order."""
+    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hf_parallel.model.anatomy import attention_heads, stacks, text_config, text_part, token_readers
+from hf_parallel.model.anatomy import (
+    attention_heads,
+    head_width,
+    stacks,
+    text_config,
+    text_part,
+    token_readers,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,7 +83,7 @@ def uses_registries(model: nn.Module) -> bool:
 
 def _width(config: PretrainedConfig) -> int:
     heads = getattr(config, "num_attention_heads", None) or 1
-    return getattr(config, "head_dim", None) or getattr(config, "hidden_size", 128 * heads) // heads
+    return head_width(config) or getattr(config, "hidden_size", 128 * heads) // heads
 
 
 def _obstacle(model: nn.Module, config: PretrainedConfig) -> str | None:

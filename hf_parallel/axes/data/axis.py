@@ -46,6 +46,7 @@ class Data(Axis[None, DataPart]):
 
     def apply(self, model: PreTrainedModel, part: DataPart, building: Building) -> None:
         """Shard each root, layer by layer: what is sharded goes to the device alone. Of no shards all goes at once."""
+        from hf_parallel.axes.data.batch_norm import share_batch_norms
         from hf_parallel.axes.data.held_gradients import HeldGradients
         from hf_parallel.axes.data.lowered import before_call, lower_once_per_call
         from hf_parallel.axes.data.mixed_precision import lowered_dtype
@@ -57,6 +58,8 @@ class Data(Axis[None, DataPart]):
             model.to(mesh.device)
         if building.pack is not None:
             building.pack(model)
+        if mesh.data_size > 1:
+            share_batch_norms(model, mesh)
         for root, layers in building.roots:
             shard_data_parallel(model, root, layers, mesh)
         move_rest(model, mesh)

@@ -79,8 +79,8 @@ def _sum_of_powers(gradients: list[torch.Tensor], norm_type: float, device: torc
     gradients = [gradient for gradient in gradients if gradient.numel()]  # an uneven shard can be empty
     if not gradients:
         return torch.zeros((), device=device)
-    norms = [n.float().to(device) for part in _by_device_and_dtype(gradients) for n in _norms(part, norm_type)]
-    stacked = torch.stack(norms)
+    parts = [torch.stack(_norms(part, norm_type)).float() for part in _by_device_and_dtype(gradients)]
+    stacked = torch.cat([part.to(device) for part in parts])  # of gradients on the host one copy, not one for each
     return stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
 
 

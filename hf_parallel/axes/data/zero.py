@@ -76,8 +76,7 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
     if root is model and hasattr(model, "generate"):
         register_fsdp_forward_method(model, "generate")  # it calls an encoder by itself, past the model's forward
     for module in sharded_modules(root):
-        # Trainer looks class names up (label smoothing shifts labels for causal models only): keep the Hub's name.
-        type(module).__name__ = type(module).__name__.removeprefix("FSDP")
+        _name_as_before(type(module))
     work_in_place(root)
     follow_autocast(root, mesh.device)
     round_after_backward(root)
@@ -85,6 +84,16 @@ def shard_data_parallel(model: nn.Module, root: nn.Module, blocks: list[nn.Modul
         model.register_forward_pre_hook(_gather_anew, prepend=True)
         model.register_forward_hook(_reshard_after_evaluation)
         _leave_inference_mode(model)
+
+
+def _name_as_before(kind: type) -> None:
+    """Name a class that FSDP2 has made as the model's own, by which libraries look it up.
+
+    Trainer shifts labels for causal models by their names, Transformers records hidden states by them, and takes a
+    class of another module for a script's own, whose new weights it draws in another way.
+    """
+    own = next(base for base in kind.__mro__ if not issubclass(base, FSDPModule))
+    kind.__name__, kind.__qualname__, kind.__module__ = own.__name__, own.__qualname__, own.__module__
 
 
 def _reduced_at_once(root: nn.Module, mesh: ParallelMesh) -> bool:

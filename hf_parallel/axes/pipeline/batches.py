@@ -53,12 +53,17 @@ def split_rows(batch: Batch, parts: int) -> list[Batch]:
 def split_examples(batch: Batch, parts: int, rows_each: int, rows: int) -> list[Batch]:
     """Cut a batch into `parts`, keeping together the rows of an example; share what has no entry per example.
 
+    Tensors are cut along dim 0, and so are lists, such as the texts of the examples.
+
     Args:
         rows_each: rows of an example, which are not neighbours: [chosen 0, chosen 1, …, rejected 0, rejected 1, …].
         rows: of the batch.
     """
-    cut: dict[str, list[torch.Tensor]] = {}
+    cut: dict[str, list] = {}
     for key, value in batch.items():
+        if isinstance(value, list) and len(value) in (rows, rows // rows_each):
+            places = torch.arange(len(value)).unflatten(0, (len(value) * rows_each // rows, -1))
+            cut[key] = [[value[i] for i in part.flatten().tolist()] for part in places.tensor_split(parts, dim=1)]
         if not torch.is_tensor(value) or value.dim() == 0:
             continue
         if value.shape[0] == rows:

@@ -31,6 +31,7 @@ from hf_parallel.axes.pipeline.stage_runner import Handler, StageRunner
 from hf_parallel.axes.pipeline.stages import StageView
 from hf_parallel.model.anatomy import backbone_of
 from hf_parallel.model.batches import Batch
+from hf_parallel.model.known_masks import known_mask
 from hf_parallel.model.unread_logits import logits_are_unread, unread_logits
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ class PipelineEngine(StageRunner):
             batch = {"num_items_in_batch": count_targets(batch), **batch}
             parts = split_rows(batch, micro_batch_count(rows, self.config))
             run = functools.partial(self._own_loss, parts)
-            return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
+            with known_mask(batch, tokens_of(batch)):
+                return PipelineLoss(loss=scheduled(self, len(parts), tokens_of(parts[0]), run))
         return unscheduled.served(self, batch, lambda: self._outputs(batch))[0]
 
     def _schedulable(self, batch: Batch, rows: int) -> bool:

@@ -53,6 +53,8 @@ def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -
             for view, stage in zip(engine.views, engine.stages, strict=True):
                 stage.work, stage.autocast = functools.partial(work, view), autocast
             schedule.step(index, target=index, losses=losses, return_outputs=False, micro_batch=index)
+        except RuntimeError as error:
+            raise _unwrapped(error) from None
         finally:
             for stage in engine.stages:
                 stage.work, stage.autocast = None, contextlib.nullcontext
@@ -67,6 +69,12 @@ def scheduled(engine: StageRunner, count: int, tokens: torch.Tensor, run: Run) -
         engine.accumulate(fresh, _over(gradients[0], scale), held)
 
     return detached_node([loss], hand_over)[0]
+
+
+def _unwrapped(error: RuntimeError) -> BaseException:
+    """What has failed in a stage, as it fails in one process: torch's schedule raises an error of its own for it."""
+    is_wrapper = str(error).lstrip().startswith(("[Stage", "Failed to run stage"))
+    return error.__cause__ if is_wrapper and error.__cause__ is not None else error
 
 
 def _schedule_for(engine: StageRunner, micro_batches: int, tokens: torch.Tensor) -> _PipelineSchedule:

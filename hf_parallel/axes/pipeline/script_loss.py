@@ -174,6 +174,9 @@ def _disturbed_batch(engine: StageRunner, batch: Batch, generator: torch.Generat
             keep = torch.randint((value.shape[1] + 1) // 2, value.shape[1] + 1, value.shape[:1], generator=generator)
             beyond = torch.arange(value.shape[1]) >= keep[:, None]
             changed[key] = value.masked_fill(beyond.to(value.device), fill)
+    mask, labels = changed.get("attention_mask"), changed.get("labels")
+    if torch.is_tensor(mask) and torch.is_tensor(labels) and labels.shape == mask.shape:
+        changed["labels"] = labels.masked_fill(mask == 0, -100)  # as collators do, and as some kernels need it
     return changed
 
 

@@ -87,6 +87,7 @@ class Stage(nn.Module):
         self.parts = nn.ModuleList(view.modules)
         self.work: Callable[[torch.Tensor | None, int], object] | None = None
         self.autocast: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
+        self.has_run = False
 
     def __call__(self, hidden: torch.Tensor | None = None, micro_batch: torch.Tensor | int = 0) -> Any:
         """FSDP2's hooks would move indices to the GPU; to read one there waits for all that is queued."""
@@ -96,6 +97,7 @@ class Stage(nn.Module):
 
     def forward(self, hidden: torch.Tensor | None, micro_batch: int) -> object:
         assert self.work is not None
+        self.has_run = True
         return self.work(hidden, micro_batch)
 
 

@@ -140,10 +140,11 @@ class Serving(Session):
     def __init__(self, engine: StageRunner, batch: Batch) -> None:
         super().__init__(engine)
         self.batch, self.made = batch, list[Made]()
+        self.passing = False  # are micro-batches under way? Then no stage waits to be told of anything
 
     def drive(self, script: Callable[[], T]) -> T:
         """On the last stage: run the script, then let the others go."""
-        with objects.telling(self.engine.control, self.engine.last_rank):
+        with objects.telling(self.engine.control, self.engine.last_rank, lambda: not self.passing):
             result = self.run(script)
         self._tell(None)
         return result
@@ -179,9 +180,11 @@ class Serving(Session):
         parts = split_rows(kwargs, _pass_count(engine, tokens_of(kwargs).shape[0]))
         with torch.set_grad_enabled(call.grad), as_described(engine, call):
             engine.services.before_run(engine.model.training, tokens_of(kwargs).shape)
+            self.passing = True
             outputs = [_forward_pass(made, part) for part in parts]
             if made.balance is not None:
                 made.balance.close()
+            self.passing = False
         made.output = output = outputs[0]
         if output is not None:  # on the last stage
             handed_on = [passes[engine.last_index].handed_on for passes in made.passes]

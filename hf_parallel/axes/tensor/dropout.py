@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hf_parallel.model.random_layers import Draws
+
 #: The scopes that are open now, innermost last.
 _open: list[OwnRandomNumbers] = []
-#: How often layers that drop have come into a model.
-_changes = [0]
 
 
 class OwnRandomNumbers:
@@ -27,18 +27,13 @@ class OwnRandomNumbers:
 
     def __init__(self, owner: nn.Module, group: dist.ProcessGroup) -> None:
         self.owner, self.group = owner, group
-        self._needed: tuple[int, bool] | None = None
+        self._draws = Draws(owner)
         self._shared: tuple[torch.device, torch.Tensor] | None = None
 
     def begin(self, *args: object) -> None:
-        """Change to this rank's state; nothing happens in evaluation, or where nothing drops. Also a pre-hook."""
-        if not self.owner.training or self._shared is not None:
-            return
-        if self._needed is None or self._needed[0] != _changes[0]:
-            self._needed = _changes[0], drops_out(self.owner)
-        if not self._needed[1]:
-            return
-        self._start(next(self.owner.parameters()).device)
+        """Change to this rank's state; nothing happens in evaluation, or where nothing is drawn. Also a pre-hook."""
+        if self._shared is None and self._draws:
+            self._start(next(self.owner.parameters()).device)
 
     def end(self, *args: object) -> None:
         """Back to the shared state, one number on: the next use must not repeat the masks. Also a forward hook."""
@@ -99,21 +94,6 @@ def own_numbers(device: torch.device, group: dist.ProcessGroup) -> Iterator[None
         yield
     finally:
         scope.end()
-
-
-def look_again() -> None:
-    """Layers that drop have come into a model: scopes that found none must look again."""
-    _changes[0] += 1
-
-
-def drops_out(module: nn.Module) -> bool:
-    """Is any dropout probability in the module above zero, kept by a Dropout or as a number?"""
-    for child in module.modules():
-        if isinstance(child, nn.Dropout) and child.p > 0:
-            return True
-        if any("drop" in key and isinstance(value, float) and value > 0 for key, value in vars(child).items()):
-            return True
-    return False
 
 
 #: Seeds of neighbouring ranks lie this far apart; mt19937 reads the low 32 bits only.

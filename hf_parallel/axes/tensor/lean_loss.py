@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Wanted:
-    """Is the model's own loss computed now, in a loop that may read logits later? `always`: for few tokens too."""
+    """Is the model's own loss computed now, in a loop that may read logits later? `any_number`: for few tokens too."""
 
-    always: bool
+    any_number: bool
     loss: bool = False
 
 
@@ -78,11 +78,11 @@ def _count(*_: object) -> None:
     _steps[0] += 1
 
 
-def attach(model: PreTrainedModel, always: bool, in_loops: bool) -> None:
+def attach(model: PreTrainedModel, any_number: bool, in_loops: bool) -> None:
     """Stand behind the forward of the head, before it is cut; in loops also behind that of the model."""
     if not _counted:
         _counted.append(register_optimizer_step_post_hook(_count))
-    head, wanted = model.get_output_embeddings(), _Wanted(always)
+    head, wanted = model.get_output_embeddings(), _Wanted(any_number)
     head.forward = _HeadForward(wanted, model, head)
     if in_loops:
         _listen(model, wanted)
@@ -158,7 +158,7 @@ def _is_lean(wanted: _Wanted, head: nn.Linear, input: torch.Tensor, dtype: torch
     if getattr(head, "adapted", False) or not _multiplies(head) or _has_backward_hooks(head):
         return False
     tokens = input.shape[:-1].numel()
-    pays = wanted.always or tokens >= fewest_tokens_of(head, dtype)
+    pays = wanted.any_number or tokens >= fewest_tokens_of(head, dtype)
     return wanted.loss or (logits_are_unread() and pays)
 
 

@@ -51,6 +51,10 @@ _OF_VOCABULARY = ("embedding_rowwise", "colwise_gather_output")
 Origins = dict[str, tuple[str, str]]  # module -> style and where it comes from: "plan", "inferred" or "known"
 
 
+#: Models whose loss pulls the scores of their first heads to the diagonal, where their config says so.
+GUIDED_BY_HEADS = {"SpeechT5ForTextToSpeech", "SpeechT5ForSpeechToSpeech"}
+
+
 @dataclass(frozen=True)
 class SplitFacts:
     """What a model's modules allow. `refusal`: why none is split, before any number of ranks is looked at."""
@@ -73,6 +77,8 @@ def read_split(model: nn.Module) -> SplitFacts:
     """Styles by module, whatever the number of ranks, and what limits it."""
     heads, name = attention_heads(model), type(model).__name__
     reason = next((f"{kind} {UNSPLITTABLE[kind]}" for kind in _kinds(model) if kind in UNSPLITTABLE), None)
+    if getattr(model.config, "use_guided_attention_loss", False) and name in GUIDED_BY_HEADS:
+        reason = f"the loss of {name} reads the scores of some heads (use_guided_attention_loss=True)"
     if reason is not None or heads is None:
         return SplitFacts(name, heads, reason)
     try:

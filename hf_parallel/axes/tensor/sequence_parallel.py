@@ -28,7 +28,7 @@ from hf_parallel.axes.tensor.layers import partial_gradient, unsplit
 from hf_parallel.axes.tensor.region import READERS, Region
 from hf_parallel.collectives import join_sequence, split_sequence
 from hf_parallel.model.anatomy import is_norm, owns_parameters, reader_of, stacks, text_part, token_readers
-from hf_parallel.model.batches import by_name
+from hf_parallel.model.batches import by_name, holding
 from hf_parallel.model.experts import named_experts
 
 if TYPE_CHECKING:
@@ -153,7 +153,9 @@ def _padded_forward(
             return forward(**batch)
         shape, extra = tokens.shape[:2], -tokens.shape[1] % multiple
         switch.padding = shape[1], extra
-        return _cut(forward(**_padded_batch(batch, shape, extra, bidirectional)), shape[1], extra)
+        with holding(shape, lambda whole: F.pad(whole, (0, 0, 0, extra))):
+            outputs = forward(**_padded_batch(batch, shape, extra, bidirectional))
+        return _cut(outputs, shape[1], extra)
 
     return padded
 

@@ -148,7 +148,7 @@ def normalise_over_data_ranks(model: nn.Module) -> None:
         passed_on = given.get("num_items_in_batch") is not None
         forward = means.enter(_share(module, passed_on), passed_on)
         if passed_on:
-            forward.counted = state.reads_item_count
+            forward.counted = state.sums_over_tokens  # of others it is seen when they take a sum
         elif forward.share is not None and state.sums_over_tokens and given.get("labels") is not None:
             means.note(forward)
             if state.pipeline is None or state.pipeline.items is None:  # else the whole batch is counted already
@@ -220,7 +220,7 @@ def prepare_model(
     return prepared
 
 
-@patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads")
+@patch("accelerate.utils.operations:convert_to_fp32", "copies split logits that nobody reads", copies=True)
 def convert_to_fp32(original: Callable, tensor: object) -> object:
     """Outputs of which ranks hold parts are cast when somebody reads them: their loss is known, nobody else need."""
     if not isinstance(tensor, ModelOutput) or not (parts := _parts_of(tensor)):

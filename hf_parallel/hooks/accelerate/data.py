@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-@patch("accelerate.accelerator:prepare_data_loader", "draws orders on each rank")
+@patch("accelerate.data_loader:prepare_data_loader", "draws orders on each rank", copies=True)
 def prepare_data_loader(original: Callable, dataloader: DataLoader, *args: object, **kwargs: object) -> object:
     """Shard by data rank; let every rank of one model draw the same random numbers while it reads data."""
     from hf_parallel.hooks.trainer.token_budget import check_loop
@@ -197,7 +197,7 @@ def gather_object(original: Callable, object: list) -> list:
     return [item for part in objects.gather(object, runtime.mesh().data_group) for item in part]
 
 
-@patch("accelerate.accelerator:reduce", "reduces over all processes")
+@patch("accelerate.utils.operations:reduce", "reduces over all processes", copies=True)
 def reduce(original: Callable, tensor: object, reduction: str = "mean", scale: float = 1.0) -> object:
     """Sum, mean or maximum over data ranks."""
     from accelerate.utils.operations import recursively_apply

@@ -39,6 +39,7 @@ class TokenBatches:
     Attributes:
         batch_size: none that all batches have.
         drop_last: accelerate need not fill the last step.
+        rest: an epoch that a former run has begun, and the steps in which it is finished.
     """
 
     batch_size, drop_last = None, True
@@ -47,6 +48,7 @@ class TokenBatches:
         self.lengths, self.budget, self.ranks, self.seed = list(lengths), budget, ranks, seed
         self._check()
         self.sampler = Epoch()
+        self.rest: tuple[int, list[list[list[int]]]] | None = None
         self.steps = self._fewest_steps()
 
     def _check(self) -> None:
@@ -70,18 +72,33 @@ class TokenBatches:
 
     def of_epoch(self, epoch: int) -> list[list[list[int]]]:
         """The steps of an epoch, each with a batch for every data rank."""
+        if self.rest is not None and self.rest[0] == epoch:
+            return self.rest[1]
         draw = random.Random(f"{self.seed} {epoch}")
         order = list(range(len(self.lengths)))
         draw.shuffle(order)
         batches = next(filter(self._fits, (self._dealt(order, width) for width in _WIDTHS)))
         batches.sort(key=self.tokens)
-        shortest = min(order, key=self.lengths.__getitem__)
-        filled = [batch or [~shortest] for batch in batches]
-        steps = [filled[start : start + self.ranks] for start in range(0, len(filled), self.ranks)]
+        steps = self._in_steps(batches)
         for step in steps:
             draw.shuffle(step)
         draw.shuffle(steps)
         return steps
+
+    def _in_steps(self, batches: list[list[int]]) -> list[list[list[int]]]:
+        """One batch for each data rank; what stands for an example where there is none."""
+        shortest = min(range(len(self.lengths)), key=self.lengths.__getitem__)
+        filled = [batch or [~shortest] for batch in batches]
+        filled += [[~shortest]] * (-len(filled) % self.ranks)
+        return [filled[start : start + self.ranks] for start in range(0, len(filled), self.ranks)]
+
+    def real_batches(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch, step by step, without those of no example."""
+        return [batch for step in self.of_epoch(epoch) for batch in step if batch[0] >= 0]
+
+    def finish(self, epoch: int, batches: list[list[int]]) -> None:
+        """Let that epoch consist of these batches, which another budget or number of data ranks has left."""
+        self.rest = epoch, self._in_steps(batches)
 
     def _fewest_steps(self) -> int:
         """Those of any epoch: a Trainer asks once."""

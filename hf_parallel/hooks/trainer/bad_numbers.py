@@ -98,6 +98,23 @@ class Looking(TrainerCallback):
             report.say(f"step {self._step()}: the gradient norm is {float(self._norm()):g}, the step is left out")
         if self.action != "report":
             self._leave_out()
+            self._skip_optimizer()
+
+    def _skip_optimizer(self) -> None:
+        """Let Trainer's call of the optimizer's step do nothing, once.
+
+        Without gradients weights and their states stay, but some optimizers count their steps in their groups.
+        """
+        optimizer = self.trainer.optimizer
+        own = vars(optimizer).get("step")  # a scheduler may have put one on the object
+
+        def skipped(closure: object = None) -> None:
+            if own is None:
+                del optimizer.step
+            else:
+                optimizer.step = own
+
+        optimizer.step = skipped
 
     def _not_found(self) -> None:
         line = f"step {self._step()}, which was searched for what the one before it had, is finite again"

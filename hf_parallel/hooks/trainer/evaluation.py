@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from hf_parallel.hooks import hangs, runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, replacing, share_of_rows
+from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.trainer import means, ragged, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 
@@ -18,6 +19,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, Trainer
 
 T = TypeVar("T")
+
+
+@patch("transformers.trainer:Trainer.evaluation_loop", "weighs batches that are split over ranks by whole ones")
+def evaluation_loop(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
+    """With split_batches=True a data rank has a part of `per_device_eval_batch_size` examples, whose loss counts."""
+    split, sizes = self.args.accelerator_config.split_batches, {}
+    if split and runtime.mesh().data_size > 1:
+        sizes["per_device_eval_batch_size"] = self.args.per_device_eval_batch_size // runtime.mesh().data_size
+    with replacing(self.args, **sizes):
+        return original(self, *args, **kwargs)
 
 
 def prediction_step(
@@ -37,7 +48,7 @@ def prediction_step(
     count = rows.count(batch, blocks) or 0
     step = _step(self, count)
     real = count if step.real_rows is None else step.real_rows
-    kept = rows.opened(batch if real == count else rows.trim(batch, real, count, blocks))
+    kept = rows.opened(_real(self, batch, real, count, blocks))
     with record_of(self).during(step), _computing(model, step, prediction_loss_only):
         loss, logits, labels = original(model, kept, prediction_loss_only, *args, **kwargs)
     if loss is not None and runtime.mesh().data_size > 1:
@@ -47,6 +58,14 @@ def prediction_step(
     _inputs_to_gather(self, inputs, kept, step.real_rows)
     hangs.mark("evaluation", may_take_long=True)  # its metrics
     return loss, logits, labels
+
+
+def _real(trainer: Trainer, batch: rows.Batch, real: int, count: int, blocks: int) -> rows.Batch:
+    """The batch with its real examples alone, or with targets in these alone where no row tells its parts apart."""
+    whole = ragged.must_be_whole(trainer, batch, count * blocks)  # all ranks ask, also those without repeated rows
+    if real == count:
+        return batch
+    return rows.without_targets(batch, real, count) if whole else rows.trim(batch, real, count, blocks)
 
 
 def _step(trainer: Trainer, count: int) -> StepRecord:

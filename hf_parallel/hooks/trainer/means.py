@@ -58,7 +58,8 @@ class Forward:
 
     Attributes:
         passed_on: has the script given it the count of targets?
-        counted: is its loss known to be that of all data ranks' targets?
+        counted: is its loss known to be that of all data ranks' targets? Not because it is given their count: some
+            models only hand it on to where nobody reads it.
         filled: by what is done here, rather than by the script.
     """
 
@@ -152,13 +153,20 @@ def _targets(given: Given, value: torch.Tensor) -> torch.Tensor:
     return kept.sum().float() if weight is None else (weight[target.where(kept, 0)] * kept).sum().float()
 
 
+def _sequences(given: Given, value: torch.Tensor) -> torch.Tensor:
+    return _number(len(torch.as_tensor(given["target_lengths"])), value)
+
+
 #: Function of torch.nn.functional -> over how many numbers its mean runs.
 COUNTS: dict[str, Callable[[Given, torch.Tensor], torch.Tensor]] = {
     "cross_entropy": _targets,
     "nll_loss": _targets,
     **dict.fromkeys(("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"), _elements),
     **dict.fromkeys(("binary_cross_entropy", "binary_cross_entropy_with_logits"), _elements),
+    "ctc_loss": _sequences,
 }
+#: Those whose sum over sequences is a model's loss: no model divides it by anything.
+SUMMED = {"ctc_loss"}
 
 
 @patch(f"torch.nn.functional:{{{','.join(COUNTS)}}}", "takes the mean over this rank's targets")
@@ -169,9 +177,22 @@ def mean(original: Callable, *args: object, **kwargs: object) -> torch.Tensor:
         return value
     given = by_name(original, args, kwargs)
     former = given.get("size_average") is not None or given.get("reduce") is not None
-    if former or given.get("reduction", "mean") != "mean":
-        return value
-    return _treated(value, COUNTS[original.__name__](given, value))
+    reduction = "none" if former else given.get("reduction", "mean")
+    if reduction == "mean":
+        return _treated(value, COUNTS[original.__name__](given, value))
+    return _of_all_ranks(value, original.__name__) if reduction == "sum" and _forwards else value
+
+
+def _of_all_ranks(total: torch.Tensor, function: str) -> torch.Tensor:
+    """A sum in a model's forward, which the model divides by the count it was given, or which is the loss itself."""
+    forward = _forwards[-1]
+    if function not in SUMMED:
+        forward.counted |= forward.passed_on
+        return total
+    if forward.share is None:
+        return total
+    note(forward)
+    return weighted(total, (not runtime.is_absent()) * runtime.mesh().data_size / (forward.share or 1.0))
 
 
 def _treated(value: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -190,6 +211,16 @@ def over_data_ranks(mean: torch.Tensor, count: torch.Tensor, share: float) -> to
     total = count.clone()
     dist.all_reduce(total, group=mesh.data_group)
     return weighted(mean, count * mesh.data_size / (total * (share or 1.0)))
+
+
+def normaliser(count: torch.Tensor) -> torch.Tensor:
+    """What a model divides a sum over `count` targets by, so that the average of all data ranks is that over all."""
+    if not _forwards or _forwards[-1].share is None:
+        return count.clamp(min=1)
+    note(_forwards[-1])
+    mesh, total = runtime.mesh(), count * (not runtime.is_absent())
+    dist.all_reduce(total, group=mesh.data_group)
+    return total.clamp(min=1) * (_forwards[-1].share or 1.0) / mesh.data_size
 
 
 def weighted(loss: torch.Tensor, factor: torch.Tensor | float) -> torch.Tensor:

@@ -15,10 +15,9 @@ import torch
 
 from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
-from hf_parallel.hooks.trainer import losses
-from hf_parallel.hooks.trainer.joining import Collate, asked, joined, lengths_of, rows_and_collator
+from hf_parallel.hooks.trainer import joining_proof
+from hf_parallel.hooks.trainer.joining import Beside, Collate, asked, joined, lengths_of, rows_and_collator
 from hf_parallel.hooks.trainer.joining import why_not_joined as why_row_not_joined
-from hf_parallel.hooks.trl import trainers as trl
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -52,11 +51,11 @@ def stop() -> None:
 class Joined:
     """The script's collator, called with each row alone; its rows are joined."""
 
-    def __init__(self, collate: Collate) -> None:
-        self.collate = collate
+    def __init__(self, collate: Collate, beside: Beside | None = None) -> None:
+        self.collate, self.beside = collate, beside
 
     def __call__(self, rows: list) -> dict[str, torch.Tensor]:
-        return joined([dict(self.collate([row])) for row in rows])
+        return joined([dict(self.collate([row])) for row in rows], self.beside)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["collate"], name)
@@ -74,9 +73,11 @@ def choose(trainer: Trainer, cannot: Callable[[Trainer], str | None]) -> None:
     current = runtime.current()
     if current is None or not current.source.endswith("(auto)") or trainer.train_dataset is None:
         return
-    pays, line = objects.from_one(lambda: _choice(trainer, current.config, cannot))
-    if line is not None:
-        report.say(line)
+    if not objects.from_one(lambda: _padding_found(trainer)):
+        return
+    why = joining_proof.why_other_numbers(trainer)
+    pays, line = objects.from_one(lambda: _choice(trainer, current.config, why, cannot))
+    report.say(line)
     if pays:
         adopt(trainer, current)
 
@@ -89,22 +90,35 @@ def adopt(trainer: Trainer, current: runtime.Runtime) -> None:
         state.plan = dataclasses.replace(state.plan, config=dataclasses.replace(state.config, padding_free=True))
 
 
-def _choice(
-    trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]
-) -> tuple[bool, str | None]:
-    """Whether, and the line that says why."""
-    from hf_parallel.planner.choices import padding_of, share_of
+def _padding_found(trainer: Trainer) -> str | None:
+    """How much of batches is padding, in words; None if that is too little to do anything about."""
+    from hf_parallel.planner.choices import share_of
 
     size, lengths = trainer.args.per_device_train_batch_size, _sampled(trainer)
     if size == 1 or len(lengths) < 2 * size or getattr(trainer.data_collator, "return_position_ids", False):
-        return False, None
-    share, mean, _ = share_of(lengths, size)
+        return None
+    share, _, _ = share_of(lengths, size)
     if share <= _MUCH:
-        return False, None
-    found = f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
+        return None
+    return f"padding is {share:.0%} of the tokens of batches of {size} rows ({len(lengths)} rows looked at)"
+
+
+def _choice(
+    trainer: Trainer, config: ParallelConfig, why: str | None, cannot: Callable[[Trainer], str | None]
+) -> tuple[bool, str]:
+    """Whether, and the line that says why.
+
+    Args:
+        why: joined examples would give other numbers.
+    """
+    from hf_parallel.planner.choices import padding_of, share_of
+
+    size, lengths, found = trainer.args.per_device_train_batch_size, _sampled(trainer), _padding_found(trainer)
+    _, mean, _ = share_of(lengths, size)
     tokens = max(max(lengths), round(size * mean))
     packs = f"pack_tokens={tokens} leaves it out, with batches of about as many tokens in the place of as many rows"
-    why = _why_not(trainer, config, cannot)
+    packs = "" if why is not None or config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
+    why = _why_not(trainer, config, cannot) or why
     if why is None and _planned is not None:
         goal, layout = _planned
         padding = padding_of(goal, layout, lengths, size)
@@ -112,19 +126,16 @@ def _choice(
         if padding.fits and padding.ratio < _GAIN:
             return True, f"auto: padding_free=true: {found}; the same rows joined: {times}, the same numbers"
         why = f"{times} by attention={goal.attention.name}" if padding.fits else "it would not fit"
-    packs = "" if config.pp_size > 1 else f"; {packs}: other numbers, so it is for you to ask for"
     return False, f"auto: {found}; not padding_free=true: {why}{packs}"
 
 
 def _why_not(trainer: Trainer, config: ParallelConfig, cannot: Callable[[Trainer], str | None]) -> str | None:
-    """What would change the numbers, or cannot be."""
+    """What would change the rows, or cannot be."""
     if config.pp_size > 1:
         return f"a pipeline (pp_size={config.pp_size}) cuts batches by rows"
     why = cannot(trainer)
     if why is not None:
         return why
-    if trainer.compute_loss_func is not None or (losses.overrides(trainer) and not trl.is_sft(trainer)):
-        return "the script's own loss may look at rows"
     rows, collate = rows_and_collator(trainer)
     return differs(collate, [rows[index] for index in range(trainer.args.per_device_train_batch_size)])
 

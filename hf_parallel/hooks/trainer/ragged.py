@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
+
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import is_ragged, real_rows, refuse_cut_examples, share_of_rows
 from hf_parallel.hooks.trainer import losses, rows
 from hf_parallel.hooks.trainer.record import StepRecord, record_of
 from hf_parallel.hooks.trl import trainers as trl
+from hf_parallel.spec import refuse
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -49,14 +53,41 @@ def without_repeats(trainer: Trainer, batches: Iterator) -> Iterator:
 
 def _last(trainer: Trainer, batch: rows.Batch, count: int, blocks: int) -> LastBatch:
     state = trainer.accelerator.gradient_state
-    real = real_rows(state, count)
+    real, whole = real_rows(state, count), must_be_whole(trainer, batch, count * blocks)
     # Data ranks with fewer rows would take another way through a pipeline than the rest: keep the shape there.
     # Its schedule reduces gradients before the loss is multiplied by anything, so that none may be needed.
-    keep = _runs_scheduled(trainer, batch) and rows.JOINED not in batch
+    keep = whole or (_runs_scheduled(trainer, batch) and rows.JOINED not in batch)
     kept = rows.without_targets(batch, real, count) if keep else rows.trim(batch, real, count, blocks)
     last = LastBatch(rows.opened(kept))
     last.real_rows, last.share = real, 1.0 if keep else share_of_rows(state, count)
     return last
+
+
+def must_be_whole(trainer: Trainer, batch: rows.Batch, held: int) -> bool:
+    """Does some data rank have a batch with parts that no row tells apart? Repeated rows can only lose their targets.
+
+    Ranks that went by their own batch would weigh it differently. Collective over the data ranks, where the batch is
+    ragged; so once per epoch, and per evaluation.
+
+    Args:
+        held: number of rows of this rank's batch.
+
+    Raises:
+        SpecError: on all ranks, where the loss does not go by targets, and would count repeated rows.
+    """
+    if not is_ragged(trainer.accelerator.gradient_state):
+        return False
+    mesh, key = runtime.mesh(), rows.not_by_row(batch, held)
+    found = torch.tensor([key is not None, "labels" not in batch], dtype=torch.int32, device=mesh.device)
+    dist.all_reduce(found, dist.ReduceOp.MAX, group=mesh.data_group)
+    somewhere, without_labels = found.tolist()
+    if not somewhere:
+        return False
+    state = runtime.parallel_state(trainer.model)
+    if state is None or not state.sums_over_tokens or losses.is_own(trainer) or without_labels:
+        what = f"a ragged last batch with images or sounds that are not one per row ({key or 'on another rank'})"
+        refuse(what, "repeated rows cannot be told apart, and this loss counts them", "dataloader_drop_last=True")
+    return True
 
 
 def _runs_scheduled(trainer: Trainer, batch: rows.Batch) -> bool:

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from hf_parallel.axes.pipeline.script_loss import Plan
     from hf_parallel.hooks.trainer.checkpoints import UnfinishedSave
+    from hf_parallel.hooks.trainer.deal import Dealing
     from hf_parallel.monitor.profile import Profile
 
 _PLACE = "_hf_parallel"
@@ -47,11 +48,14 @@ class TrainerRecord:
         weighs: does the script weigh means by the count of targets itself? None: not seen yet.
         told_unknown: has it been said that the script's loss is taken for a mean over rows?
         told_unreached: has it been said that steps of `profile_steps` come after the end?
+        told_to_differ: metrics and wishes of callbacks of which it has been said that ranks differ.
         drawn_steps: those of `profile_steps` whose timeline is drawn.
         profile: of the step in progress, if it is one of them.
         upcoming: rows of the generation batch after this one, whose completions are drawn ahead (GRPO).
         run: the name of the run that the output folder belongs to.
         unfinished_save: the checkpoint that is being written in the background.
+        dealing: how examples are dealt by tokens; None: by rows.
+        resumed_from: the checkpoint that the training goes on from.
     """
 
     step: StepRecord = field(default_factory=StepRecord)
@@ -60,11 +64,14 @@ class TrainerRecord:
     weighs: bool | None = None
     told_unknown: bool = False
     told_unreached: bool = False
+    told_to_differ: set[str] = field(default_factory=set)
     drawn_steps: set[int] = field(default_factory=set)
     profile: Profile | None = None
     upcoming: list[dict[str, object]] | None = None
     run: str | None = None
     unfinished_save: UnfinishedSave | None = None
+    dealing: Dealing | None = None
+    resumed_from: str | None = None
 
     @contextlib.contextmanager
     def during(self, step: StepRecord) -> Iterator[StepRecord]:

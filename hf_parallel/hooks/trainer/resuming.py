@@ -23,7 +23,7 @@ from hf_parallel.hooks import entries, hangs, report, restarts, runtime
 from hf_parallel.hooks.accelerate.random_stream import go_on
 from hf_parallel.hooks.patching import patch
 from hf_parallel.hooks.peft.adapters import load_adapter_weights
-from hf_parallel.hooks.trainer import bad_numbers, stopping
+from hf_parallel.hooks.trainer import bad_numbers, control, deal, joining, stopping
 from hf_parallel.hooks.trainer.checkpoints import Layout, axis_sizes, inner_optimizer, wait_for_save
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.spec import SpecError, refuse
@@ -54,7 +54,13 @@ def train(
         if chosen is not None:
             _compare(self, chosen)
         with contextlib.ExitStack() as beside:
-            for one in (hangs.watched, bad_numbers.looking, stopping.steps_together, unfinished_save_is_awaited):
+            for one in (
+                hangs.watched,
+                bad_numbers.looking,
+                stopping.steps_together,
+                control.agreeing,
+                unfinished_save_is_awaited,
+            ):
                 beside.enter_context(one(self))
             return original(self, chosen, *args, **kwargs)
 
@@ -187,7 +193,8 @@ def _compare(trainer: Trainer, folder: str) -> None:
     if not folders.has_optimizer(folder):
         report.say(f"{folder} has no optimizer state: weights and step are resumed, moments and schedule start anew")
     former, now = layout_of(folder).get("global_batch"), trainer.get_total_train_batch_size(trainer.args)
-    if former not in (None, now) and not trainer.args.ignore_data_skip:
+    dealt_by_tokens = joining.asked()[0] == "pack_tokens" and joining.asked()[1]
+    if former not in (None, now) and not trainer.args.ignore_data_skip and not dealt_by_tokens:
         report.say(f"{folder} was written with {former} rows per step, this run has {now}: other rows are skipped")
 
 
@@ -217,7 +224,7 @@ def init_training_state(
     from transformers.trainer_utils import has_length
 
     counts = (max_steps, num_update_steps_per_epoch, num_train_epochs)
-    found = original(self, *counts, resume_from_checkpoint, trial)
+    found = deal.where_to_go_on(self, original(self, *counts, resume_from_checkpoint, trial))
     if self.state.global_step >= max_steps:  # of a run that had ended Trainer takes one more step
         return num_train_epochs, 0
     if resume_from_checkpoint is None or self.args.ignore_data_skip or has_length(self.train_dataset):

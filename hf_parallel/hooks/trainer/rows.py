@@ -18,8 +18,14 @@ from torch.utils._pytree import tree_map
 #: What a collator gives: tensors by name, and what a script puts beside them.
 Batch: TypeAlias = MutableMapping[str, Any]
 Value = TypeVar("Value")
+#: How the keys of pictures, films and sounds begin.
+_MEDIA = ("pixel_", "image_", "video_", "input_features")
 #: Key of a tensor [1, tokens] with the number of each token's example; taken out before a model sees the batch.
 JOINED = "hf_parallel_example_of_token"
+#: Key of labels [1, tokens] that Trainer counts in the place of `labels`; taken out when they are counted.
+LABELS_COUNTED = "hf_parallel_labels_counted"
+#: Key of the padded length of each token's example [1, tokens]; taken out before a model sees the batch.
+PADDED_LENGTHS = "hf_parallel_padded_lengths"
 
 
 def count(batch: Batch, blocks: int = 1) -> int | None:
@@ -69,6 +75,18 @@ def trim(batch: Batch, real: int, rows: int, blocks: int = 1) -> dict:
     return trimmed if real else without_targets(trimmed, 0, kept)
 
 
+def not_by_row(batch: Batch, rows: int) -> str | None:
+    """Return the key of pictures or sounds that hold no entry per row, such as the patches of all images.
+
+    Which of them belong to an example only the model's processor knows, so that such a batch cannot be trimmed.
+
+    Args:
+        rows: of the whole batch.
+    """
+    media = (key for key in batch if str(key).startswith(_MEDIA) and torch.is_tensor(batch[key]))
+    return next((key for key in media if batch[key].ndim and len(batch[key]) != rows), None)
+
+
 def opened(batch: Batch) -> Batch:
     """The batch as a model takes it."""
     return {key: value for key, value in batch.items() if key != JOINED} if JOINED in batch else batch
@@ -81,8 +99,9 @@ def without_targets(batch: Batch, real: int, rows: int) -> dict:
         rows: of a block.
     """
     kept = dict(batch)
-    for key in ("labels", "shift_labels"):
-        if torch.is_tensor(kept.get(key)) and not kept[key].is_floating_point():
+    for key in ("labels", "shift_labels", LABELS_COUNTED):
+        labels = kept.get(key)
+        if torch.is_tensor(labels) and labels.ndim < 3 and not labels.is_floating_point():  # pixels ignore others
             kept[key] = kept[key].clone()
             kept[key][torch.arange(len(kept[key])) % rows >= real] = -100
     return kept
@@ -106,6 +125,8 @@ def without_stand_in(value: Value, real: int) -> Value:
 
 
 def _first(value: object, kept: int, rows: int, blocks: int) -> object:
+    if isinstance(value, list):  # one thing per example, such as the boxes of an image
+        return value[:kept] if len(value) == rows else value
     if not torch.is_tensor(value) or value.ndim == 0:
         return value
     if value.shape[0] == rows:

@@ -5,6 +5,9 @@
   on one of them: all of them end.
 
 Agreed on beside the optimizer's step, in three numbers.
+
+After an evaluation rank 0's word holds: for metrics, by which callbacks stop a training and Trainer names the best
+checkpoint, and for what callbacks then ask of Trainer.
 """
 
 from __future__ import annotations
@@ -13,8 +16,8 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, cast
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +26,7 @@ from transformers import TrainerCallback
 from hf_parallel.collectives import objects
 from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.trainer.checkpoints import wait_for_save
+from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.save_callbacks import has_failed, is_writing
 
 if TYPE_CHECKING:
@@ -68,6 +72,50 @@ class StepsTogether(TrainerCallback):
         if failed or not writing:
             wait_for_save(self.trainer)
         return control
+
+
+def on_evaluate(
+    trainer: Trainer,
+    original: Callable,
+    args: TrainingArguments,
+    state: TrainerState,
+    control: TrainerControl,
+    metrics: dict[str, float],
+    **kwargs: object,
+) -> TrainerControl:
+    """Call the callbacks of an evaluation with rank 0's metrics, and go on as those of rank 0 ask.
+
+    Ranks that went different ways would wait for each other forever. Collective, as an evaluation is.
+    """
+    if not dist.is_initialized():
+        return original(args, state, control, metrics, **kwargs)
+    first, differ = _of_rank_0({key: value for key, value in metrics.items() if not _is_speed(key)})
+    metrics.update(first)
+    _say_different(trainer, "the value of", differ)
+    control = original(args, state, control, metrics, **kwargs)
+    asked, differ = _of_rank_0({key: value for key, value in vars(control).items() if key.startswith("should_")})
+    vars(control).update(asked)
+    _say_different(trainer, "a callback's", differ)
+    return control
+
+
+def _of_rank_0(own: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return rank 0's values, and the keys under which some rank has another one. Collective."""
+    everywhere = objects.gather(own)
+    first = everywhere[0]
+    return first, [key for key in first if any(repr(one.get(key)) != repr(first[key]) for one in everywhere)]
+
+
+def _is_speed(key: str) -> bool:
+    return key.endswith(("_runtime", "_per_second", "_time"))
+
+
+def _say_different(trainer: Trainer, what: str, keys: list[str]) -> None:
+    told = record_of(trainer).told_to_differ
+    new = [key for key in keys if key not in told]
+    told.update(new)
+    if new:
+        report.say(f"{what} {', '.join(new)} differs between ranks; rank 0's holds for all")
 
 
 @contextlib.contextmanager

@@ -18,8 +18,9 @@ from hf_parallel.hooks import report, runtime
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.accelerate.token_batches import TokenBatches
 from hf_parallel.hooks.patching import Patch, around, patch
-from hf_parallel.hooks.trainer import padding_free
+from hf_parallel.hooks.trainer import deal, joining_proof, padding_free
 from hf_parallel.hooks.trainer.joining import (
+    Beside,
     Collate,
     asked,
     joined,
@@ -28,7 +29,9 @@ from hf_parallel.hooks.trainer.joining import (
     refuse_joining,
     rows_and_collator,
     set_alone,
+    with_counted_labels,
 )
+from hf_parallel.hooks.trainer.noise import noise_of_examples
 from hf_parallel.hooks.trl import servers
 
 if TYPE_CHECKING:
@@ -52,8 +55,14 @@ def patches_alone(config: ParallelConfig) -> list[Patch]:
     """In one process: what joins its batches, and nothing else."""
     set_alone(config)
     why = "packs by tokens"
-    made = functools.partial(Patch, "transformers.trainer:Trainer.__init__", around(_checked), why)
-    return [made(), Patch("transformers.trainer:Trainer.get_train_dataloader", around(get_train_dataloader), why)]
+    own: dict[str, Callable] = {
+        "__init__": _checked,
+        "get_train_dataloader": get_train_dataloader,
+        "_get_num_items_in_batch": _num_items_in_batch,
+        "training_step": _training_step,
+        **deal.ALONE,
+    }
+    return [Patch(f"transformers.trainer:Trainer.{name}", around(function), why) for name, function in own.items()]
 
 
 def stop() -> None:
@@ -74,6 +83,17 @@ def _checked(
 ) -> None:
     original(self, model, args, *rest, **kwargs)
     check(self)
+
+
+def _num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, *args: object) -> object:
+    return original(self, with_counted_labels(batch_samples), *args)
+
+
+def _training_step(
+    original: Callable, self: Trainer, model: PreTrainedModel, inputs: dict, *args: object, **kwargs: object
+) -> object:
+    with noise_of_examples(self, inputs):
+        return original(self, model, inputs, *args, **kwargs)
 
 
 # ---- what it cannot go with -----------------------------------------------------------------------------------------
@@ -134,20 +154,23 @@ def check_loop() -> None:
 def get_train_dataloader(original: Callable, self: Trainer) -> object:
     """Batches of at most `pack_tokens` tokens, or the script's without padding, where that is asked for."""
     if not budget():
-        if not padding_free.wanted():
+        if padding_free.wanted():
+            joining_proof.refuse_other_numbers(self)
+        else:
             padding_free.choose(self, why_not_joined)
         return _joining(original, self) if padding_free.wanted() else original(self)
+    joining_proof.refuse_other_numbers(self)
     examples, args = _examples(self), self.args
     current = runtime.current()
     ranks = 1 if current is None else current.mesh.data_size
     seed = args.seed if args.data_seed is None else args.data_seed
     batches = TokenBatches(_lengths(self.train_dataset, args), budget(), ranks, seed)
-    joined([examples[0]])
+    deal.follow(self, batches)
     report.say(_line(batches))
     loader = torch.utils.data.DataLoader(
         examples,
         batch_sampler=batches,  # type: ignore[arg-type]
-        collate_fn=joined,
+        collate_fn=functools.partial(joined, beside=Beside.wanted(self, of_batch=False)),
         num_workers=args.dataloader_num_workers,
         pin_memory=args.dataloader_pin_memory,
         persistent_workers=args.dataloader_persistent_workers,
@@ -158,7 +181,9 @@ def get_train_dataloader(original: Callable, self: Trainer) -> object:
 
 def _joining(original: Callable, trainer: Trainer) -> object:
     """The loader of the script's batches, each joined."""
-    with replacing(trainer, data_collator=padding_free.Joined(trainer.data_collator)):
+    with replacing(
+        trainer, data_collator=padding_free.Joined(trainer.data_collator, Beside.wanted(trainer, of_batch=True))
+    ):
         return original(trainer)
 
 

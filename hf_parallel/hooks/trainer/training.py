@@ -15,7 +15,18 @@ from hf_parallel.hooks.accelerate.accelerator import follow_parameters, make_par
 from hf_parallel.hooks.accelerate.data import replacing
 from hf_parallel.hooks.bitsandbytes.four_bit import finish_casts
 from hf_parallel.hooks.patching import patch
-from hf_parallel.hooks.trainer import bad_numbers, evaluation, losses, profiling, ragged, save_callbacks, token_budget
+from hf_parallel.hooks.trainer import (
+    bad_numbers,
+    evaluation,
+    losses,
+    profiling,
+    ragged,
+    save_callbacks,
+    stopping,
+    token_budget,
+)
+from hf_parallel.hooks.trainer.joining import with_counted_labels
+from hf_parallel.hooks.trainer.noise import noise_of_examples
 from hf_parallel.hooks.trainer.record import record_of
 from hf_parallel.hooks.trainer.settings import check_arguments
 from hf_parallel.hooks.trl import trainers as trl
@@ -45,6 +56,7 @@ def init(
 
         args = TrainingArguments(output_dir="tmp_trainer")
     check_arguments(args)
+    _count_all_targets(args)
     _make_folder(args.output_dir)
     given = by_name(original, (self, model, args, *rest), kwargs)
     trl.check(self, args, given.get("eval_dataset"), model)
@@ -58,9 +70,22 @@ def init(
     self.compute_loss = functools.partial(losses.compute_loss, self, self.compute_loss)
     self.prediction_step = functools.partial(evaluation.prediction_step, self, self.prediction_step)
     self.callback_handler.on_save = functools.partial(save_callbacks.on_save, self, self.callback_handler.on_save)
+    self.callback_handler.on_evaluate = functools.partial(
+        stopping.on_evaluate, self, self.callback_handler.on_evaluate
+    )
     self.callback_handler.on_step_end = functools.partial(on_step_end, self, self.callback_handler.on_step_end)
     token_budget.check(self)
     losses.prepare(self)
+
+
+def _count_all_targets(args: TrainingArguments) -> None:
+    """Divide by the targets of all data ranks, as one process does, also where a script asks for means of means."""
+    if runtime.mesh().data_size > 1 and not args.average_tokens_across_devices:
+        args.average_tokens_across_devices = True
+        report.say(
+            "average_tokens_across_devices=False would make the loss the mean of data ranks' means: "
+            "it is the mean over the targets of all of them, as in one process"
+        )
 
 
 def _make_folder(path: str) -> None:
@@ -115,10 +140,8 @@ def get_batch_samples(
 @patch("transformers.trainer:Trainer._get_num_items_in_batch", "share of the tokens per data rank")
 def num_items_in_batch(original: Callable, self: Trainer, batch_samples: list, device: torch.device) -> object:
     """This data rank's share of the tokens: FSDP2 averages over data ranks, so sum / share averages to sum / total."""
-    items = original(self, batch_samples, device)
-    if items is not None and self.args.average_tokens_across_devices:
-        return items / runtime.mesh().data_size
-    return items
+    items = original(self, with_counted_labels(batch_samples), device)
+    return None if items is None else items / runtime.mesh().data_size
 
 
 @patch("transformers.trainer:Trainer.training_step", "does not know which rows are repeated")
@@ -129,9 +152,10 @@ def training_step(
     hangs.mark_step(self.state.global_step + 1)
     looked_at = bad_numbers.step(model, inputs, args, kwargs)
     inputs, step = ragged.opened(inputs)
+    noise = noise_of_examples(self, inputs)
     runtime.compare_batches(model, inputs, "training")
     absent = runtime.absent(step.real_rows == 0)  # on each stage, and where layers run again for their backward
-    with looked_at, record_of(self).during(step), absent, _recorded(self), monitoring.phase(COMPUTE):
+    with looked_at, noise, record_of(self).during(step), absent, _recorded(self), monitoring.phase(COMPUTE):
         return original(self, model, inputs, *args, **kwargs)
 
 

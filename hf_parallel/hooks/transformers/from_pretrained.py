@@ -14,6 +14,7 @@ from hf_parallel.axes.pipeline.stand_ins import stand_ins
 from hf_parallel.hooks import runtime
 from hf_parallel.hooks.bitsandbytes import four_bit
 from hf_parallel.hooks.patching import patch
+from hf_parallel.model.build import all_on_meta
 from hf_parallel.parallelize import parallelize
 from hf_parallel.spec import refuse
 
@@ -75,6 +76,9 @@ def distribute(
     del model.config.distributed_config
     if getattr(model.config, "quantization_config", None) is not None:
         refuse("quantised checkpoints", "not part of this version", do="load in bf16, or pack that in 4 bits")
+    for parameter in all_on_meta(model).parameters():
+        # What __init__ froze, such as Whisper's positions, trains once plain transformers has given it its values.
+        parameter.requires_grad_(parameter.is_floating_point())
     _widen(model)
     before = set(model.state_dict())
     quantization = distributed_config.quantization

@@ -93,8 +93,11 @@ def set_rows(original: Callable, self: DTensor, index: Index, value: torch.Tenso
     "each rank draws for its part alone",
 )
 def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> object:
-    """Every rank draws the whole tensor and keeps its part: the same numbers as in one process."""
-    if not _is_cut(self):
+    """Every rank draws the whole tensor and keeps its part: the same numbers as in one process.
+
+    Also of a replica, such as a weight that `weight_norm` computes: torch would draw with a state of its own.
+    """
+    if not _is_of_layout(self):
         return original(self, *args, **kwargs)
     whole = torch.empty(self.shape, dtype=self.dtype, device=stored(self).device)
     _keep(self, original(whole, *args, **kwargs))
@@ -102,8 +105,12 @@ def draw(original: Callable, self: DTensor, *args: object, **kwargs: object) -> 
 
 
 def _is_cut(tensor: DTensor) -> bool:
+    return bool(axes_and_dims(tensor)) and _is_of_layout(tensor)
+
+
+def _is_of_layout(tensor: DTensor) -> bool:
     known = {axis.name for axis in ParallelConfig.mesh_axes}.union(EXPERT_AXES, (SHARDS,))
-    return bool(axes_and_dims(tensor)) and set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
+    return set(tensor.device_mesh.mesh_dim_names or ("",)) <= known
 
 
 def _write(tensor: DTensor, index: Index, value: torch.Tensor | float) -> None:

@@ -1,0 +1,67 @@
+"""BatchNorm over data ranks: mean and variance of the whole batch, as one process takes them.
+
+A data rank's own rows have another mean and another variance, by which the same row would be normalised to other
+numbers. Both are summed over the data ranks, in the forward and in the backward pass; the variance around the common
+mean, since a difference of squares would lose digits. Evaluation uses what training has collected, and sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from hf_parallel.collectives import copy_to_group, reduce_from_group
+from hf_parallel.local import put_in_front
+from hf_parallel.mesh import ParallelMesh
+
+#: Does this rank take part with rows that do not count? Hooks know.
+is_absent: Callable[[], bool] = lambda: False  # noqa: E731
+
+
+def share_batch_norms(model: nn.Module, mesh: ParallelMesh) -> None:
+    """From here on BatchNorm modules of `model` in training see the rows of all data ranks; others stay theirs."""
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward:
+            put_in_front(SharedBatchNorm, module).group = mesh.data_group
+
+
+class SharedBatchNorm(_BatchNorm):
+    """[rows, channels, …], this rank's rows of a batch -> the same shape."""
+
+    group: dist.ProcessGroup
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not self.training and self.running_mean is not None:
+            return super().forward(input)
+        self._check_input_dim(input)
+        x, dims = input.float(), [0, *range(2, input.ndim)]
+        shape, counts = (1, -1, *(1,) * (input.ndim - 2)), float(not is_absent())
+        rows = x.new_full((1,), input.numel() / input.shape[1])
+        *sums, count = self._over_data_ranks(torch.cat([x.sum(dims), rows]) * counts).split([input.shape[1], 1])
+        mean = sums[0] / count
+        centred = x - mean.view(shape)
+        variance = self._over_data_ranks(centred.square().sum(dims) * counts) / count
+        if self.training and self.track_running_stats:
+            self._collect(mean.detach(), (variance * count / (count - 1).clamp(min=1)).detach())
+        y = centred * torch.rsqrt(variance + self.eps).view(shape)
+        if self.weight is not None:
+            y = y * self.weight.float().view(shape) + self.bias.float().view(shape)
+        return y.to(input.dtype)
+
+    def _over_data_ranks(self, part: torch.Tensor) -> torch.Tensor:
+        return reduce_from_group(copy_to_group(part, self.group), self.group)
+
+    @torch.no_grad()
+    def _collect(self, mean: torch.Tensor, variance: torch.Tensor) -> None:
+        """Move the running mean and variance (unbiased) as torch does."""
+        assert self.num_batches_tracked is not None
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        self.num_batches_tracked.add_(1)
+        share = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(variance.to(self.running_var.dtype), share)

@@ -1,0 +1,124 @@
+"""What callbacks ask of Trainer in its loop: rank 0's word on every rank.
+
+A callback may go by a clock, a file or `state.is_world_process_zero`. Then some ranks would save, evaluate or stop
+alone, and all would wait for each other.
+
+    rank 0    control.should_save = True     ┐ one all-reduce of   ┌ saves
+    rank 1    control.should_save = False    ┘ 15 small numbers    └ saves; rank 0 prints a line
+
+Ranks agree after the events that a callback of the script's own handles, on any rank. Other runs exchange nothing:
+Transformers' own callbacks go by what all ranks know. After evaluations `stopping.py` always agrees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hf_parallel.hooks import report, runtime
+from hf_parallel.hooks.accelerate.data import replacing
+
+if TYPE_CHECKING:
+    from transformers import Trainer, TrainerControl
+
+#: What Trainer reads of its control.
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+#: An event after which Trainer reads its control -> all events since it was last read.
+EVENTS = {
+    "on_train_begin": ("on_train_begin",),
+    "on_epoch_begin": ("on_epoch_begin",),
+    "on_epoch_end": ("on_epoch_end",),
+    "on_substep_end": ("on_substep_end",),
+    "on_step_end": ("on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"),
+    "on_log": ("on_log",),
+    "on_save": ("on_save",),
+}
+#: Packages whose callbacks decide alike on all ranks.
+_LIBRARIES = ("transformers", "trl", "hf_parallel")
+#: What `Trainer._maybe_log_save_evaluate` logs, on all ranks; a script may log anything else on rank 0 alone.
+_OF_TRAINING = {"loss", "learning_rate"}
+
+
+class Control:
+    """Exchanges what ranks decide, in one training."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        mesh = runtime.mesh()
+        self.rank, self.world_size = mesh.rank, mesh.config.world_size
+        # Apart from a thread that writes checkpoints.
+        self.group: dist.ProcessGroup = mesh.new_host_group() if mesh.config.async_save else mesh.host_group
+        self.decides: set[str] = set()
+        self.said: set[str] = set()
+
+    def on_event(self, event: str, original: Callable, *args: Any, **kwargs: Any) -> TrainerControl:
+        """Call the callbacks, then take rank 0's word if a callback of the script's own handles such an event."""
+        if event in ("on_train_begin", "on_epoch_begin"):
+            self.decides = self._events_of_callbacks()
+        control = original(*args, **kwargs)
+        if event in self.decides and not (event == "on_log" and not _is_of_training(args, kwargs)):
+            self.agree_on_flags(control, event)
+        return control
+
+    def _events_of_callbacks(self) -> set[str]:
+        """Events after which to exchange: a script may add a callback on rank 0 alone. Collective."""
+        own = {name for callback in self.trainer.callback_handler.callbacks for name in _own_events(callback)}
+        found = torch.tensor([bool(own.intersection(parts)) for parts in EVENTS.values()], dtype=torch.int32)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return {event for event, handled in zip(EVENTS, found.tolist(), strict=True) if handled}
+
+    def agree_on_flags(self, control: TrainerControl, event: str) -> None:
+        """Take rank 0's flags; rank 0 names the first rank that has others. Collective."""
+        own = torch.tensor([bool(getattr(control, flag)) for flag in FLAGS], dtype=torch.int32)
+        first = self.world_size - self.rank  # the largest of these is the first rank's
+        words = torch.stack([own * (self.rank == 0), own * first, (1 - own) * first])
+        dist.all_reduce(words, dist.ReduceOp.MAX, group=self.group)
+        word, *others = words.tolist()
+        for i, flag in enumerate(FLAGS):
+            setattr(control, flag, bool(word[i]))
+            if other := others[word[i]][i]:
+                self._say(
+                    f"{event}:{flag}",
+                    f"{event} at step {self.trainer.state.global_step}: control.{flag} is {bool(word[i])} on rank 0 "
+                    f"and {not word[i]} on rank {self.world_size - other}: rank 0 decides for all",
+                )
+
+    def _say(self, what: str, message: str) -> None:
+        """Once for each thing that ranks differ in."""
+        if what not in self.said:
+            self.said.add(what)
+            report.say(message)
+
+
+@contextlib.contextmanager
+def agreeing(trainer: Trainer) -> Iterator[None]:
+    """Inside, rank 0 decides what all ranks do next."""
+    if runtime.mesh().config.world_size == 1:
+        yield
+        return
+    control, handler = Control(trainer), trainer.callback_handler
+    methods = {event: functools.partial(control.on_event, event, getattr(handler, event)) for event in EVENTS}
+    with replacing(handler, **methods):
+        yield
+
+
+def _own_events(callback: object) -> list[str]:
+    """Events that a callback of the script's own handles."""
+    names = {name for parts in EVENTS.values() for name in parts}
+    return [name for name in names if _package(getattr(callback, name, None)) not in _LIBRARIES]
+
+
+def _package(method: object) -> str:
+    if method is None:
+        return _LIBRARIES[0]
+    return (getattr(method, "__module__", None) or "").partition(".")[0]
+
+
+def _is_of_training(args: tuple, kwargs: dict[str, Any]) -> bool:
+    logs = kwargs["logs"] if "logs" in kwargs else args[3]
+    return logs.keys() >= _OF_TRAINING

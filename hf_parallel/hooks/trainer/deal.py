@@ -1,0 +1,283 @@
+"""`pack_tokens`: which examples of an epoch were dealt is part of a checkpoint, so that each is seen exactly once.
+
+The deal of an epoch follows from the budget, the number of data ranks, the seed and the lengths of the examples. A run
+that goes on from the middle of an epoch finishes it with the batches of that deal, whatever its own numbers are:
+
+    dealt for 2 data ranks    [0 1] [2 3] [4 5] [6 7]     a checkpoint after two steps: 4 batches were seen
+    finished by 3             [4 5 6] [7 - -]             the next epoch is dealt for 3
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypedDict
+
+from transformers import TrainerCallback
+
+from hf_parallel.arguments import by_name
+from hf_parallel.hooks import report
+from hf_parallel.hooks.accelerate.token_batches import TokenBatches
+from hf_parallel.hooks.patching import patch
+from hf_parallel.hooks.trainer.record import record_of
+from hf_parallel.spec import refuse
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+    from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments
+
+#: Where Trainer's state keeps the deal, beside what callbacks remember.
+PLACE = "hf_parallel_dealt_examples"
+#: Of a pass over the data: what Trainer's `epoch` is off by rounding.
+_WHOLE = 1e-6
+
+
+class Deal(TypedDict):
+    """An epoch that is under way: how it was dealt, and how many of its batches all data ranks together have seen."""
+
+    pack_tokens: int
+    data_ranks: int
+    seed: int
+    examples: int
+    tokens: int
+    epoch: int
+    batches: int
+
+
+@dataclass
+class Dealing:
+    """The deals of a training.
+
+    Attributes:
+        batches: as this run deals them.
+        deal: how the epoch under way was dealt, and what was seen of it when it began here.
+        total: batches of that epoch.
+        first_step: steps taken before the epoch began here.
+        resumed: steps taken by former runs; None if there was none.
+    """
+
+    batches: TokenBatches
+    deal: Deal
+    total: int = 0
+    first_step: int = 0
+    resumed: int | None = None
+
+    @classmethod
+    def of(cls, batches: TokenBatches) -> Dealing:
+        """Of a training that begins."""
+        return cls(batches, _new_deal(batches, 0))
+
+    def resume(self, deal: Deal, step: int) -> None:
+        """Go on after this step: finish the epoch of this deal; if nothing of it is left, begin the next one.
+
+        Raises:
+            SpecError: it was dealt of other examples.
+        """
+        made, self.resumed = _new_deal(self.batches, deal["epoch"]), step
+        if (deal["examples"], deal["tokens"]) != (made["examples"], made["tokens"]):
+            refuse(
+                f"pack_tokens={made['pack_tokens']}",
+                f"the checkpoint is from the middle of an epoch over {deal['examples']} examples of {deal['tokens']} "
+                f"tokens, and there are {made['examples']} of {made['tokens']} now",
+                do="give the same data set, or ignore_data_skip=True, which begins the epoch anew",
+            )
+        former = self.batches
+        if {**deal, "batches": 0} != made:
+            former = TokenBatches(self.batches.lengths, deal["pack_tokens"], deal["data_ranks"], deal["seed"])
+        left = former.real_batches(deal["epoch"])[deal["batches"] :]
+        if not left:
+            self.deal = {**made, "epoch": deal["epoch"] + 1}
+            return
+        self.deal = deal
+        self.batches.finish(deal["epoch"], left)
+        if former is not self.batches:
+            report.say(
+                f"the checkpoint is from the middle of an epoch dealt with pack_tokens={deal['pack_tokens']} for "
+                f"{deal['data_ranks']} data ranks: its last {len(left)} batches are finished as they were dealt"
+            )
+
+    @property
+    def rest(self) -> int:
+        """Micro-steps to finish the epoch that a former run has begun; 0: there is none."""
+        return 0 if self.batches.rest is None else len(self.batches.rest[1])
+
+    def begin_epoch(self, epoch: int, step: int) -> None:
+        """An epoch begins, or goes on, after this step."""
+        self.first_step = step
+        if epoch != self.deal["epoch"]:
+            self.deal = _new_deal(self.batches, epoch)
+        self.total = self.deal["batches"] + self._seen(math.inf)
+
+    def now(self, step: int, accumulation: int) -> Deal:
+        """The deal after this step."""
+        seen = self._seen((step - self.first_step) * accumulation)
+        return {**self.deal, "batches": self.deal["batches"] + seen}
+
+    def _seen(self, micro_steps: float) -> int:
+        """Batches of examples in the first micro-steps of what is run here of the epoch under way."""
+        epoch, made = self.deal["epoch"], self.batches
+        resumed = made.rest is not None and made.rest[0] == epoch
+        if not resumed and len(made.lengths) >= len(made):  # each batch has an example
+            return int(min(micro_steps, made.steps)) * made.ranks
+        steps = made.of_epoch(epoch)
+        return sum(batch[0] >= 0 for step in steps[: int(min(micro_steps, len(steps)))] for batch in step)
+
+
+def _new_deal(batches: TokenBatches, epoch: int) -> Deal:
+    """An epoch as it is dealt here, of which nothing was seen."""
+    return {
+        "pack_tokens": batches.budget,
+        "data_ranks": batches.ranks,
+        "seed": batches.seed,
+        "examples": len(batches.lengths),
+        "tokens": sum(batches.lengths),
+        "epoch": epoch,
+        "batches": 0,
+    }
+
+
+class DealtExamples(TrainerCallback):
+    """Keeps the deal where checkpoints find it."""
+
+    def __init__(self, dealing: Dealing) -> None:
+        self.dealing = dealing
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        now = self.dealing.now(state.global_step, args.gradient_accumulation_steps)
+        state.stateful_callbacks[PLACE] = now
+        state.epoch = now["epoch"] + now["batches"] / self.dealing.total
+
+
+def follow(trainer: Trainer, batches: TokenBatches) -> None:
+    """Let checkpoints of this trainer say which of these batches were seen."""
+    dealing = record_of(trainer).dealing = Dealing.of(batches)
+    trainer.remove_callback(DealtExamples)
+    trainer.add_callback(DealtExamples(dealing))
+
+
+# ---- what Trainer is told -------------------------------------------------------------------------------------------
+
+
+@patch("transformers.trainer:Trainer._inner_training_loop", "knows how examples were dealt when it goes on")
+def inner_training_loop(
+    original: Callable,
+    self: Trainer,
+    batch_size: int | None = None,
+    args: object = None,
+    *rest: object,
+    **kwargs: object,
+) -> object:
+    """Remember the checkpoint that this training goes on from, which Trainer reads after it has counted its steps."""
+    given = by_name(original, (self, batch_size, args, *rest), kwargs)
+    record_of(self).resumed_from = given.get("resume_from_checkpoint")
+    return original(self, batch_size, args, *rest, **kwargs)
+
+
+@patch("transformers.trainer:Trainer.set_initial_training_values", "takes all epochs for equally long")
+def set_initial_training_values(
+    original: Callable, self: Trainer, args: TrainingArguments, dataloader: DataLoader
+) -> tuple:
+    """Count the steps of an epoch that a former run has begun as they are."""
+    found = original(self, args, dataloader)
+    dealing, folder = record_of(self).dealing, record_of(self).resumed_from
+    state = None if folder is None else _state_in(folder)
+    if state is None:
+        return found
+    if dealing is None:
+        _refuse_rows(state, args)
+        return found
+    _resume(dealing, state, args)
+    if args.ignore_data_skip:
+        return found
+    epochs, per_epoch, examples, samples, batch, steps, most = found
+    rest, step = math.ceil(dealing.rest / args.gradient_accumulation_steps), int(state["global_step"])
+    begun = dealing.deal["epoch"] + (rest > 0)  # epochs of which nothing is left then
+    if args.max_steps > 0:
+        epochs = begun + math.ceil(max(0, most - step - rest) / per_epoch)
+    else:
+        most = step + rest + math.ceil(max(0.0, args.num_train_epochs - begun) * per_epoch)
+    return epochs, per_epoch, examples, samples, batch, steps, most
+
+
+def _state_in(folder: str) -> dict | None:
+    path = os.path.join(folder, "trainer_state.json")
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
+        return json.load(file)
+
+
+def _resume(dealing: Dealing, state: dict, args: TrainingArguments) -> None:
+    """Raises SpecError: nothing says which examples of an epoch the former run has seen."""
+    deal, step, epoch = (
+        state.get("stateful_callbacks", {}).get(PLACE),
+        int(state["global_step"]),
+        state["epoch"] or 0.0,
+    )
+    if args.ignore_data_skip:
+        dealing.deal, dealing.resumed = _new_deal(dealing.batches, int(epoch + _WHOLE)), step
+    elif deal is not None:
+        dealing.resume(deal, step)
+    elif abs(epoch - round(epoch)) < _WHOLE:
+        dealing.deal, dealing.resumed = _new_deal(dealing.batches, round(epoch)), step
+    else:
+        refuse(
+            f"pack_tokens={dealing.batches.budget}",
+            f"the checkpoint is from the middle of an epoch ({epoch:.2f}) and does not say which examples were seen",
+            do="go on from the end of an epoch, or with ignore_data_skip=True, which begins the epoch anew",
+        )
+
+
+def _refuse_rows(state: dict, args: TrainingArguments) -> None:
+    """Refuse to skip rows where examples were dealt by tokens, in the middle of an epoch."""
+    deal = state.get("stateful_callbacks", {}).get(PLACE)
+    if deal is None or args.ignore_data_skip or abs(state["epoch"] - round(state["epoch"])) < _WHOLE:
+        return
+    refuse(
+        "pack_tokens=0",
+        f"the checkpoint is from the middle of an epoch ({state['epoch']:.2f}) dealt by tokens",
+        f"pack_tokens={deal['pack_tokens']}",
+    )
+
+
+def where_to_go_on(trainer: Trainer, found: tuple[int, int]) -> tuple[int, int]:
+    """The epoch, and the batches to skip in it: none where `finish` has left them out."""
+    dealing = record_of(trainer).dealing
+    if dealing is None:
+        trainer.state.stateful_callbacks.pop(PLACE, None)
+        return found
+    return found if dealing.resumed is None else (dealing.deal["epoch"], 0)
+
+
+def init_training_state(original: Callable, self: Trainer, *args: object, **kwargs: object) -> tuple[int, int]:
+    """In one process."""
+    return where_to_go_on(self, original(self, *args, **kwargs))
+
+
+@patch("transformers.trainer:Trainer._run_epoch", "takes all epochs for equally long")
+def run_epoch(original: Callable, self: Trainer, *args: object, **kwargs: object) -> object:
+    """Run what is left of an epoch that a former run has begun as one with that many batches."""
+    dealing = record_of(self).dealing
+    if dealing is None:
+        return original(self, *args, **kwargs)
+    given = by_name(original, (self, *args), kwargs)
+    del given["self"]
+    dealing.begin_epoch(given["epoch"], self.state.global_step)
+    if dealing.batches.rest is not None and dealing.batches.rest[0] == given["epoch"]:
+        given["steps_in_epoch"] = dealing.rest
+        given["num_update_steps_per_epoch"] = math.ceil(dealing.rest / self.args.gradient_accumulation_steps)
+    return original(self, **given)
+
+
+#: What one process is given that joins its batches.
+ALONE = {
+    "_inner_training_loop": inner_training_loop,
+    "set_initial_training_values": set_initial_training_values,
+    "_init_training_state": init_training_state,
+    "_run_epoch": run_epoch,
+}

@@ -1,0 +1,170 @@
+"""Layouts that train on the pretended CUDA device, and how often each may make the host wait in a step."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+#: Relative, of losses of five steps: fp32, bf16's 8 bits, and what int8, fp8 or int4 on the way leave.
+FP32, BF16, QUANTISED = 2e-5, 2e-2, 3e-2
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One layout and the script that runs on it.
+
+    Attributes:
+        waits: of the host, in a step of the slowest rank, more than one process has. `why` says what for.
+        adam: AdamW instead of SGD with momentum.
+        small: activation offload takes tensors of so many bytes, as those of tiny models are.
+        padded: the batch has a padding mask with zeros.
+    """
+
+    spec: str
+    waits: int = 0
+    why: str = ""
+    model: str = "llama"
+    dtype: str = "float32"
+    autocast: bool = False
+    scaler: bool = False
+    lora: bool = False
+    adam: bool = False
+    accumulate: int = 1
+    evaluate: bool = False
+    small: int | None = None
+    padded: bool = False
+    tolerance: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.waits > 0) != bool(self.why):
+            raise ValueError(f"{self.spec}: say what its {self.waits} waits are for")
+
+    @property
+    def name(self) -> str:
+        """`tp2_pp2-bf16`: what `-k` selects."""
+        marks = [self.model] if self.model != "llama" else []
+        marks += [name for name in ("autocast", "scaler", "lora", "evaluate", "padded") if getattr(self, name)]
+        marks += ["bf16"] if self.dtype == "bfloat16" else []
+        marks += [f"{self.accumulate}steps"] if self.accumulate > 1 else []
+        return "-".join([self.spec.replace(":FOLDER", "").replace("=", "").replace(",", "_"), *marks])
+
+    @property
+    def ranks(self) -> int:
+        """How many processes it takes."""
+        total = 1
+        for _axis, size in re.findall(r"\b(dp_replicate|dp_shard|pp|tp|cp)=(\d+)", self.spec):
+            total *= int(size)
+        return total
+
+    @property
+    def gap(self) -> float:
+        """How far losses may be from those of one process, relative."""
+        if self.tolerance is not None:
+            return self.tolerance
+        if "quantize" in self.spec or "fp8" in self.spec:
+            return QUANTISED
+        return BF16 if self.autocast or self.scaler or self.dtype != "float32" else FP32
+
+
+_DOCUMENTS = "documents, which the host cuts; labels at masked tokens, which are refused; transformers looks for packs"
+_MASKED_LABELS = "labels at masked tokens, which are refused"
+_UNEVEN = "of a length that tp does not divide: transformers asks the mask twice"
+_HOST_GRADIENTS = "FSDP2 waits for each parameter's gradient on the host"
+_CHUNKS = "an event per chunk of 64 MiB, which the optimizer on the host waits for"
+_SIZES = "sizes that the router chose, per layer of experts"
+_SIZES_OF_PARTS = "the same per micro-batch, with those that transformers' grouped products ask for"
+
+DATA = [
+    Layout("dp_replicate=2"),
+    Layout("dp_shard=2,zero_stage=0"),
+    Layout("dp_shard=2,zero_stage=1"),
+    Layout("dp_shard=2,zero_stage=2"),
+    Layout("dp_shard=2"),
+    Layout("dp_replicate=2,dp_shard=2"),
+    Layout("dp_shard=2,gradient_reduction=step", accumulate=2),
+    Layout("dp_shard=2", model="gpt2"),
+]
+COMPRESSED = [
+    Layout("dp_shard=2,quantize_weights=int8"),
+    Layout("dp_shard=2,quantize_weights=fp8"),
+    Layout("dp_shard=2,quantize_gradients=int4,gradient_error_feedback=true"),
+    Layout("dp_shard=4,hierarchical_shard=2"),
+    Layout("dp_shard=4,hierarchical_shard=2,quantize_weights=int8,quantize_gradients=int8"),
+]
+OFFLOAD = [
+    Layout("dp_shard=2,offload=cpu", 23, _HOST_GRADIENTS, adam=True),
+    Layout("dp_shard=2,offload=optimizer", 1, _CHUNKS, adam=True),
+    Layout("dp_shard=2,offload=nvme:FOLDER", 1, _CHUNKS, adam=True),
+    Layout("dp_shard=2,offload=nvme_all:FOLDER", 26, _HOST_GRADIENTS, adam=True),
+    Layout("tp=2,offload=optimizer", 2, _CHUNKS, adam=True),
+    Layout("tp=2,activation_offload=true", 1, _UNEVEN, small=64),
+    Layout("dp_shard=2,activation_offload=true", small=64),
+    Layout("dp_shard=2,activation_offload=true,activation_checkpointing=full", small=64),
+]
+TENSOR = [
+    Layout("tp=2", 1, _UNEVEN),
+    Layout("tp=2,sequence_parallel=false"),
+    Layout("tp=4", 1, _UNEVEN),
+    Layout("tp=2,tp_overlap=true", 1, _UNEVEN),
+    Layout("tp=2,dp_shard=2", 1, _UNEVEN),
+    Layout("tp=2", 1, _UNEVEN, model="gpt2"),
+    Layout("tp=2", 1, _UNEVEN, evaluate=True),
+    Layout("tp=2,lean_loss=true", 1, _UNEVEN),
+]
+RECOMPUTED = [
+    Layout("tp=2,activation_checkpointing=full", 1, _UNEVEN),
+    Layout("dp_shard=2,activation_checkpointing=selective"),
+    Layout("tp=2,activation_checkpointing=selective", 1, _UNEVEN),
+    Layout("tp=2,activation_checkpointing=full,partition_activations=true,sequence_parallel=false"),
+]
+PIPELINE = [
+    *(
+        Layout(f"pp=2,pipeline_schedule={schedule}")
+        for schedule in (
+            *("1f1b", "gpipe", "interleaved_1f1b", "looped_bfs"),
+            *("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipe_v"),
+        )
+    ),
+    Layout("pp=2", padded=True),
+    Layout("pp=2", evaluate=True),
+    Layout("pp=2", model="gpt2"),
+    Layout("pp=2,dp_shard=2"),
+    Layout("tp=2,pp=2"),
+    Layout("pp=2,dp_shard=2,gradient_reduction=step", accumulate=2),
+    Layout("tp=2,pp=2,dp_shard=2", autocast=True),
+]
+CONTEXT = [
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ulysses", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=allgather", 2, _DOCUMENTS),
+    Layout("cp=4,dp_shard=1,context_parallel=hybrid:2", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, autocast=True),
+    Layout("cp=2,dp_shard=1,context_parallel=ring", 2, _DOCUMENTS, padded=True),
+    Layout("cp=2,tp=2,dp_shard=1", 2, _DOCUMENTS),
+    Layout("cp=2,dp_shard=2", 2, _DOCUMENTS),
+]
+EXPERTS = [
+    Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe"),
+    Layout("dp_shard=1,tp=2,ep=2", 2, _SIZES, model="qwen3_moe"),
+    Layout("dp_shard=2,ep=2,expert_capacity_factor=1.5", 1, _SIZES, model="qwen3_moe", tolerance=1e-1),
+    Layout("dp_shard=2,ep=2,pp=2", 16, _SIZES_OF_PARTS, model="qwen3_moe"),
+    Layout("tp=2", 1, _UNEVEN, model="qwen3_moe"),
+]
+ADAPTERS = [Layout("tp=2", 1, _UNEVEN, lora=True), Layout("dp_shard=2", lora=True)]
+PRECISION = [
+    Layout("dp_shard=2", autocast=True),
+    Layout("tp=2", 1, _UNEVEN, autocast=True),
+    Layout("tp=2,tp_overlap=true", 1, _UNEVEN, autocast=True),
+    Layout("dp_shard=2", dtype="bfloat16"),
+    Layout("tp=2", 1, _UNEVEN, dtype="bfloat16"),
+    Layout("pp=2", autocast=True),
+    Layout("dp_shard=2", scaler=True),
+    Layout("dp_shard=2,ep=2", 1, _SIZES, model="qwen3_moe", autocast=True),
+    Layout("dp_shard=2,attention=torch_flash", 1, _MASKED_LABELS, dtype="bfloat16"),
+    Layout("dp_shard=2,precision=fp8", dtype="bfloat16"),
+]
+GROUPS = {
+    **{"data": DATA, "compressed": COMPRESSED, "offload": OFFLOAD, "tensor": TENSOR, "recomputed": RECOMPUTED},
+    **{"pipeline": PIPELINE, "context": CONTEXT, "experts": EXPERTS, "adapters": ADAPTERS, "precision": PRECISION},
+}
+ALL = {layout.name: layout for group in GROUPS.values() for layout in group}

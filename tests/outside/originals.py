@@ -1,0 +1,385 @@
+"""Scripts of other projects that run as they are: where each lies in a checkout, and its arguments."""
+
+from pathlib import Path
+
+from tests.outside.cases import TRAINER, Case
+
+SPECS = ("tp=2", "pp=2", "dp_shard=2", "dp_shard=2,zero_stage=1", "cp=2")
+
+PYTORCH = "transformers/examples/pytorch"
+RUN = f"{TRAINER} --do_train --do_eval --max_steps 3"
+MEDIA = f"{RUN} --remove_unused_columns false"
+#: Loops' schedules count steps of all processes. Sets are of 32: a loop of its own trains on full batches.
+LOOP = (
+    "--output_dir OUT --per_device_train_batch_size ROWS --per_device_eval_batch_size ROWS --learning_rate 1e-2 "
+    "--lr_scheduler_type constant --max_train_steps 3 --seed 1"
+)
+
+
+def json_files(kind: str, train: str) -> str:
+    """Data files of a script that knows no .jsonl."""
+    return f"--train_file ROOT/{kind}/{train}.json --validation_file ROOT/{kind}/validation.json"
+
+
+#: A name that these scripts use and do not import.
+OPTIONAL = (
+    (
+        "import logging\n",
+        "import logging\nfrom typing import Any, Optional, Union\nfrom transformers import AutoFeatureExtractor, "
+        "AutoTokenizer\n",
+    ),
+    ("if os.path.isdir(model_args.model_name_or_path):", "if False:"),  # a local model is no checkpoint
+    ("config.tokenizer_class", "None"),  # which Transformers 5 has no more
+)
+OLD_NAMES = (("DistributedType.TPU", "DistributedType.XLA"),)
+#: A mask drawn by its picture, not by the count of pictures that this process has seen.
+MASKS = (
+    (
+        "[mask_generator() for i in range(len(examples[image_column_name]))]",
+        "[__import__('tests.outside.stand_ins').outside.stand_ins.drawn_by(x, mask_generator) "
+        "for x in examples[image_column_name]]",
+    ),
+)
+SPEECH = "--dataset_name ROOT/media/sounds-train --eval_split_name validation"
+TRANSFORMERS = {
+    "speech-recognition/run_speech_recognition_ctc": Case(
+        f"{PYTORCH}/speech-recognition/run_speech_recognition_ctc.py",
+        f"{SPEECH} --train_split_name train --model_name_or_path ROOT/wav2vec2 --text_column_name text "
+        f"--chars_to_ignore , ? --layerdrop 0 --mask_time_prob 0 {RUN}",
+        edits=OPTIONAL,
+    ),
+    "speech-recognition/run_speech_recognition_seq2seq": Case(
+        f"{PYTORCH}/speech-recognition/run_speech_recognition_seq2seq.py",
+        f"{SPEECH} --model_name_or_path ROOT/whisper --text_column_name text {RUN} --freeze_feature_encoder false "
+        "--predict_with_generate --generation_max_length 12 --generation_num_beams 1",
+        edits=OPTIONAL,
+    ),
+    "audio-classification/run_audio_classification": Case(
+        f"{PYTORCH}/audio-classification/run_audio_classification.py",
+        f"{SPEECH} --model_name_or_path ROOT/wav2vec2-classes --max_length_seconds 20 {MEDIA}",
+    ),
+    "speech-pretraining/run_wav2vec2_pretraining_no_trainer": Case(
+        f"{PYTORCH}/speech-pretraining/run_wav2vec2_pretraining_no_trainer.py",
+        "--dataset_name ROOT/media/sounds-full --dataset_config_names clean --dataset_split_names train "
+        "--validation_split_percentage 35 --model_name_or_path ROOT/wav2vec2-pretraining --max_duration_in_seconds "
+        "1 --min_duration_in_seconds 0 "
+        f"{LOOP} --logging_steps 1 --saving_steps 100 --mask_time_prob 0.3 --mask_time_length 2",
+        edits=(("import aiohttp\n", ""), ("aiohttp.ClientTimeout(total=60 * 60)", "3600")),
+    ),
+    "image-classification/run_image_classification": Case(
+        f"{PYTORCH}/image-classification/run_image_classification.py",
+        f"--dataset_name ROOT/media/classes-train --model_name_or_path ROOT/vit {MEDIA}",
+    ),
+    "image-classification/run_image_classification_no_trainer": Case(
+        f"{PYTORCH}/image-classification/run_image_classification_no_trainer.py",
+        f"--dataset_name ROOT/media/classes-full --model_name_or_path ROOT/vit {LOOP}",
+    ),
+    "object-detection/run_object_detection": Case(
+        f"{PYTORCH}/object-detection/run_object_detection.py",
+        f"--dataset_name ROOT/media/boxes-train --model_name_or_path ROOT/yolos {MEDIA} --image_square_size 32 "
+        "--eval_do_concat_batches false",
+    ),
+    "object-detection/run_object_detection, DETR": Case(
+        f"{PYTORCH}/object-detection/run_object_detection.py",
+        f"--dataset_name ROOT/media/boxes-train --model_name_or_path ROOT/detr {MEDIA} --image_square_size 32 "
+        "--eval_do_concat_batches false",
+    ),
+    "object-detection/run_object_detection_no_trainer": Case(
+        f"{PYTORCH}/object-detection/run_object_detection_no_trainer.py",
+        f"--dataset_name ROOT/media/boxes-full --model_name_or_path ROOT/yolos {LOOP} --image_square_size 32 "
+        "--dataloader_num_workers 0",
+    ),
+    "semantic-segmentation/run_semantic_segmentation": Case(
+        f"{PYTORCH}/semantic-segmentation/run_semantic_segmentation.py",
+        f"--dataset_name ROOT/media/segments-train --model_name_or_path ROOT/segformer {MEDIA}",
+    ),
+    "semantic-segmentation/run_semantic_segmentation_no_trainer": Case(
+        f"{PYTORCH}/semantic-segmentation/run_semantic_segmentation_no_trainer.py",
+        f"--dataset_name ROOT/media/segments-full --model_name_or_path ROOT/segformer {LOOP}",
+    ),
+    "instance-segmentation/run_instance_segmentation": Case(
+        f"{PYTORCH}/instance-segmentation/run_instance_segmentation.py",
+        f"--dataset_name ROOT/media/instances-train --model_name_or_path ROOT/mask2former "
+        f"{MEDIA.replace('--do_eval', '')} --image_height 32 "
+        "--image_width 32",
+    ),
+    "instance-segmentation/run_instance_segmentation_no_trainer": Case(
+        f"{PYTORCH}/instance-segmentation/run_instance_segmentation_no_trainer.py",
+        f"--dataset_name ROOT/media/instances-full --model_name_or_path ROOT/mask2former {LOOP} --image_height 32 "
+        "--image_width 32 --dataloader_num_workers 0",
+        edits=(('"persistent_workers": True', '"persistent_workers": False'),),
+    ),
+    "contrastive-image-text/run_clip": Case(
+        f"{PYTORCH}/contrastive-image-text/run_clip.py",
+        "--train_file ROOT/captions/train/train.json --validation_file ROOT/captions/train/validation.json "
+        f"--model_name_or_path ROOT/clip {MEDIA} --max_seq_length 24",
+    ),
+    "image-pretraining/run_mae": Case(
+        f"{PYTORCH}/image-pretraining/run_mae.py",
+        f"--dataset_name ROOT/media/classes-train --model_name_or_path ROOT/mae {MEDIA} --base_learning_rate 1e-2 "
+        f"--norm_pix_loss false",
+    ),
+    "image-pretraining/run_mim": Case(
+        f"{PYTORCH}/image-pretraining/run_mim.py",
+        "--dataset_name ROOT/media/classes-train --model_name_or_path ROOT/vit-masked --mask_patch_size 16 "
+        f"--model_type vit {MEDIA}",
+        edits=MASKS,
+    ),
+    "image-pretraining/run_mim_no_trainer": Case(
+        f"{PYTORCH}/image-pretraining/run_mim_no_trainer.py",
+        "--dataset_name ROOT/media/classes-full --model_name_or_path ROOT/vit-masked --mask_patch_size 16 "
+        f"--model_type vit {LOOP}",
+        edits=(*MASKS, *OLD_NAMES),
+    ),
+    "multiple-choice/run_swag": Case(
+        f"{PYTORCH}/multiple-choice/run_swag.py",
+        f"{json_files('endings', 'train')} --model_name_or_path ROOT/bert --max_seq_length 33 {RUN}",
+    ),
+    "multiple-choice/run_swag_no_trainer": Case(
+        f"{PYTORCH}/multiple-choice/run_swag_no_trainer.py",
+        f"{json_files('endings', 'full')} --model_name_or_path ROOT/bert --max_seq_length 33 {LOOP}",
+    ),
+    "token-classification/run_ner": Case(
+        f"{PYTORCH}/token-classification/run_ner.py",
+        f"{json_files('names', 'train')} --model_name_or_path ROOT/bert --max_seq_length 33 {RUN}",
+    ),
+    "token-classification/run_ner, decoder": Case(
+        f"{PYTORCH}/token-classification/run_ner.py",
+        f"{json_files('names', 'train')} --model_name_or_path ROOT/tagger --max_seq_length 33 {RUN}",
+    ),
+    "token-classification/run_ner_no_trainer": Case(
+        f"{PYTORCH}/token-classification/run_ner_no_trainer.py",
+        f"{json_files('names', 'full')} --model_name_or_path ROOT/bert --max_length 33 {LOOP}",
+    ),
+    "token-classification/run_ner_no_trainer, decoder": Case(
+        f"{PYTORCH}/token-classification/run_ner_no_trainer.py",
+        f"{json_files('names', 'full')} --model_name_or_path ROOT/tagger --max_length 33 {LOOP}",
+    ),
+    "language-modeling/run_plm": Case(
+        f"{PYTORCH}/language-modeling/run_plm.py",
+        f"{json_files('texts', 'train')} --model_name_or_path ROOT/xlnet --max_seq_length 32 {RUN}",
+    ),
+    "language-modeling/run_fim": Case(
+        f"{PYTORCH}/language-modeling/run_fim.py",
+        f"{json_files('texts', 'train')} --model_name_or_path ROOT/filling --block_size 33 {RUN}",
+    ),
+    "language-modeling/run_fim_no_trainer": Case(
+        f"{PYTORCH}/language-modeling/run_fim_no_trainer.py",
+        f"{json_files('texts', 'full')} --model_name_or_path ROOT/filling --block_size 33 {LOOP}",
+        edits=OLD_NAMES,
+    ),
+    "language-modeling/run_clm": Case(
+        f"{PYTORCH}/language-modeling/run_clm.py",
+        f"{json_files('texts', 'train')} --model_name_or_path ROOT/llama --block_size 33 {RUN}",
+    ),
+    "language-modeling/run_mlm": Case(
+        f"{PYTORCH}/language-modeling/run_mlm.py",
+        f"{json_files('texts', 'train')} --model_name_or_path ROOT/bert --line_by_line --max_seq_length 33 {RUN}",
+    ),
+    "language-modeling/run_mlm_no_trainer": Case(
+        f"{PYTORCH}/language-modeling/run_mlm_no_trainer.py",
+        f"{json_files('texts', 'full')} --model_name_or_path ROOT/bert --line_by_line True --max_seq_length 33 {LOOP}",
+        edits=OLD_NAMES,
+    ),
+    "text-classification/run_glue_no_trainer": Case(
+        f"{PYTORCH}/text-classification/run_glue_no_trainer.py",
+        f"{json_files('pairs', 'full')} --model_name_or_path ROOT/llama {LOOP}",
+    ),
+    "text-classification/run_classification": Case(
+        f"{PYTORCH}/text-classification/run_classification.py",
+        f"{json_files('pairs', 'train')} --model_name_or_path ROOT/llama --text_column_names sentence1,sentence2 "
+        f"--label_column_name label --max_seq_length 33 --shuffle_train_dataset {RUN}",
+    ),
+    "summarization/run_summarization": Case(
+        f"{PYTORCH}/summarization/run_summarization.py",
+        f"{json_files('summaries', 'train')} --model_name_or_path ROOT/t5 --source_prefix summarize: "
+        f"--predict_with_generate --max_source_length 40 --max_target_length 12 --num_beams 2 {RUN}",
+    ),
+    "summarization/run_summarization_no_trainer": Case(
+        f"{PYTORCH}/summarization/run_summarization_no_trainer.py",
+        f"{json_files('summaries', 'full')} --model_name_or_path ROOT/t5 --source_prefix summarize: "
+        f"--max_source_length 40 --max_target_length 12 --num_beams 2 {LOOP}",
+    ),
+    "question-answering/run_qa_no_trainer": Case(
+        f"{PYTORCH}/question-answering/run_qa_no_trainer.py",
+        f"{json_files('squad', 'full')} --model_name_or_path ROOT/bert --max_seq_length 48 --doc_stride 16 {LOOP}",
+    ),
+    "question-answering/run_seq2seq_qa": Case(
+        f"{PYTORCH}/question-answering/run_seq2seq_qa.py",
+        f"{json_files('squad', 'train')} --model_name_or_path ROOT/t5 --max_seq_length 48 --doc_stride 16 "
+        f"--max_answer_length 8 --predict_with_generate --context_column context --question_column question "
+        f"--answer_column answers {RUN}",
+    ),
+    "translation/run_translation": Case(
+        f"{PYTORCH}/translation/run_translation.py",
+        f"{json_files('translations', 'train')} --model_name_or_path ROOT/t5 --source_lang en --target_lang de "
+        f"--source_prefix translate: --predict_with_generate --max_source_length 40 --max_target_length 12 {RUN}",
+    ),
+    "translation/run_translation_no_trainer": Case(
+        f"{PYTORCH}/translation/run_translation_no_trainer.py",
+        f"{json_files('translations', 'full')} --model_name_or_path ROOT/t5 --source_lang en --target_lang de "
+        f"--source_prefix translate: --predict_with_generate True --max_source_length 40 --max_target_length 12 "
+        f"{LOOP}",
+    ),
+}
+
+#: What accelerate's examples have written into them: a model, a data set, rows per process, rates, steps of warm-up.
+FIXED = (
+    ("bert-base-cased", "ROOT/scores"),
+    ("HuggingFaceTB/SmolLM-360M", "ROOT/llama"),
+    ('load_dataset("nyu-mll/glue", "mrpc")', 'load_dataset("json", data_files=PAIRS)'),
+    (
+        "EVAL_BATCH_SIZE = 32",
+        "EVAL_BATCH_SIZE = ROWS\n"
+        "PAIRS = {'train': 'ROOT/pairs/full.jsonl', 'validation': 'ROOT/pairs/validation.jsonl'}\n"
+        "TEXTS = {'train': 'ROOT/texts/full.jsonl', 'validation': 'ROOT/texts/validation.jsonl'}",
+    ),
+    ('load_dataset("Salesforce/wikitext", "wikitext-2-v1")', 'load_dataset("json", data_files=TEXTS)'),
+    ("num_warmup_steps=100", "num_warmup_steps=0"),
+    ('"lr": 2e-5', '"lr": 1e-2'),
+    ('"num_epochs": 3', '"num_epochs": 2'),
+    ('"batch_size": 16', '"batch_size": ROWS'),
+    ('"batch_size": 256', '"batch_size": ROWS'),
+    ("max_training_samples=500", "max_training_samples=32"),
+    ("batch_size: int = 16,", "batch_size: int = ROWS,"),
+    ("self.process = psutil.Process()", "self.process, self.begin, self.end, self.peak = psutil.Process(), 0, 0, 0"),
+)
+FEATURES = {
+    "automatic_gradient_accumulation": "",
+    "checkpointing": "--checkpointing_steps 3 --output_dir OUT",
+    "cross_validation": "--num_folds 2",
+    "ddp_comm_hook": "--ddp_comm_hook fp16",
+    "ddp_comm_hook, no hook": "--ddp_comm_hook no",
+    "early_stopping": "",
+    "fsdp_with_peak_mem_tracking": "--model_name_or_path ROOT/scores --output_dir OUT",
+    "gradient_accumulation": "--gradient_accumulation_steps 2",
+    "gradient_accumulation_for_autoregressive_models": "--gradient_accumulation_steps 2 --per_device_batch_size ROWS",
+    "local_sgd": "--gradient_accumulation_steps 1 --local_sgd_steps 2",
+    "memory": "",
+    "multi_process_metrics": "",
+    "profiler": "--record_shapes",
+    "schedule_free": "",
+    "tracking": "--with_tracking --project_dir OUT",
+    "deepspeed_with_config_support": "--model_name_or_path ROOT/llama --train_file ROOT/texts/full.json "
+    "--validation_file "
+    f"ROOT/texts/validation.json --block_size 33 {LOOP}",
+    "megatron_lm_gpt_pretraining": "--model_name_or_path ROOT/gpt2 --train_file ROOT/texts/full.json "
+    "--validation_file "
+    f"ROOT/texts/validation.json --block_size 33 {LOOP}",
+}
+ACCELERATE = {
+    f"by_feature/{name}": Case(
+        f"accelerate/examples/by_feature/{name.partition(',')[0]}.py",
+        arguments if "LOOP" in arguments or "_file" in arguments else f"{arguments} --cpu",
+        edits=() if "_file" in arguments else FIXED,
+    )
+    for name, arguments in FEATURES.items()
+}
+ENCODERS = tuple((old, "ROOT/bert" if new == "ROOT/scores" else new) for old, new in FIXED)
+ACCELERATE["by_feature/checkpointing, BERT"] = Case(
+    "accelerate/examples/by_feature/checkpointing.py",
+    "--checkpointing_steps epoch --output_dir OUT --cpu",
+    edits=ENCODERS,
+)
+ACCELERATE["nd_parallel_trainer"] = Case(
+    "accelerate/examples/torch_native_parallelism/nd_parallel_trainer.py", "--model-name ROOT/llama"
+)
+
+ALIGN = f"{TRAINER} --max_steps 2 --model_name_or_path ROOT/wide --bf16 false --dtype float32"
+TRL = {
+    "trl cpo": f"--dataset_name ROOT/preferences --max_length 64 {ALIGN}",
+    "trl orpo": f"--dataset_name ROOT/preferences --max_length 64 {ALIGN}",
+    "trl tpo": f"--dataset_name ROOT/preferences --max_length 64 {ALIGN}",
+    "trl gkd": f"--dataset_name ROOT/chats --teacher_model_name_or_path ROOT/wide --max_new_tokens 4 {ALIGN}",
+    "trl online_dpo": f"--dataset_name ROOT/prompts --reward_model_path ROOT/scores --max_new_tokens 4 {ALIGN}",
+    "trl nash_md": f"--dataset_name ROOT/prompts --reward_model_path ROOT/scores --max_new_tokens 4 {ALIGN}",
+    "trl xpo": f"--dataset_name ROOT/prompts --reward_model_path ROOT/scores --max_new_tokens 4 {ALIGN}",
+    "trl prm": f"--dataset_name ROOT/steps {ALIGN}",
+    "trl distillation": f"--dataset_name ROOT/chats --teacher_model_name_or_path ROOT/wide {ALIGN}",
+}
+ALIGNING = {
+    name: Case(f"trl/examples/scripts/{name.removeprefix('trl ')}.py", arguments) for name, arguments in TRL.items()
+}
+OURS = Path(__file__).parent / "scripts"
+LOSSES = [
+    "CosineSimilarityLoss",
+    "CoSENTLoss",
+    "AnglELoss",
+    "ContrastiveLoss",
+    "OnlineContrastiveLoss",
+    "SoftmaxLoss",
+    "BatchAllTripletLoss",
+    "BatchHardTripletLoss",
+    "BatchHardSoftMarginTripletLoss",
+    "BatchSemiHardTripletLoss",
+    "TripletLoss",
+    "MSELoss",
+    "EmbedDistillLoss",
+    "MarginMSELoss",
+    "DistillKLDivLoss",
+    "DenoisingAutoEncoderLoss",
+    "MultipleNegativesRankingLoss",
+    "MultipleNegativesSymmetricRankingLoss",
+    "CachedMultipleNegativesRankingLoss",
+    "CachedMultipleNegativesSymmetricRankingLoss",
+    "GISTEmbedLoss",
+    "CachedGISTEmbedLoss",
+    "MegaBatchMarginLoss",
+    "MatryoshkaLoss",
+    "Matryoshka2dLoss",
+    "AdaptiveLayerLoss",
+    "GlobalOrthogonalRegularizationLoss",
+]
+SENTENCES = {
+    f"sentence-transformers {name}": Case(
+        str(OURS / "sentence_losses.py"),
+        f"--model_name_or_path ROOT/bert --train_file ROOT/pairs/full.jsonl --validation_file "
+        f"ROOT/pairs/validation.jsonl {TRAINER} --max_steps 2 --dataloader_drop_last true --loss {name}",
+        needs=("sentence_transformers",),
+    )
+    for name in LOSSES
+}
+FEW_SHOT = "--model ROOT/bert --train_file ROOT/pairs/train.jsonl --validation_file ROOT/pairs/validation.jsonl"
+OTHERS = {
+    "setfit quick start": Case(str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS"),
+    "setfit, a head that trains": Case(
+        str(OURS / "few_shot.py"), f"{FEW_SHOT} --output_dir OUT --batch_size ROWS --differentiable"
+    ),
+    "torch's own DDP (as nanoVLM)": Case(str(OURS / "own_replicas.py"), "--model ROOT/llama --output_dir OUT"),
+    "qlora.py": Case(
+        "qlora/qlora.py",
+        f"--model_name_or_path ROOT/wide --dataset ROOT/instructions.jsonl --dataset_format input-output {TRAINER} "
+        "--do_train --do_eval --max_steps 3 --bits 4 --source_max_len 17 --target_max_len 17 --eval_dataset_size 11 "
+        "--lora_dropout 0 --optim adamw_torch --gradient_checkpointing false --eval_strategy steps --eval_steps 3",
+        edits=(
+            (
+                "        load_in_4bit=args.bits == 4,\n        load_in_8bit=args.bits == 8,\n        device_map",
+                "        device_map",
+            ),
+            ("        max_memory=max_memory,\n", ""),
+            ("use_auth_token=args.use_auth_token,", ""),
+            ("use_auth_token=args.use_auth_token", ""),
+            ("device_map=device_map,", ""),
+            ("use_fast=False, # Fast", "# Fast"),
+            ("tokenizer_type='llama' if 'llama' in args.model_name_or_path else None, #", "#"),
+            ("tokenizer._pad_token", "tokenizer.pad_token"),
+            (
+                "tokenizer=tokenizer,\n        args=training_args",
+                "processing_class=tokenizer,\n        args=training_args",
+            ),
+            (
+                "if torch.cuda.is_available():\n        n_gpus",
+                "n_gpus = 8\n    if torch.cuda.is_available():\n        n_gpus",
+            ),
+        ),
+    ),
+}
+for trained, more in {"projector": "--tune_mm_mlp_adapter True --version plain", "all": "--version plain"}.items():
+    OTHERS[f"LLaVA train.py, {trained}"] = Case(
+        "LLaVA/llava/train/train.py",
+        "--model_name_or_path ROOT/llama --vision_tower ROOT/clip --data_path ROOT/captions/llava.json --image_folder "
+        f"ROOT/captions/train --mm_vision_select_layer -2 --mm_use_im_patch_token False --model_max_length 48 "
+        f"{TRAINER} "
+        f"--max_steps 3 --mm_projector_type mlp2x_gelu {more}",
+    )
+ORIGINALS = {**TRANSFORMERS, **ACCELERATE, **ALIGNING, **SENTENCES, **OTHERS}

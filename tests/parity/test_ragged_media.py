@@ -1,0 +1,100 @@
+"""Ragged batches whose tensors are not one row per example: patches of all images, lists of boxes or texts."""
+
+import os
+
+import pytest
+import torch
+from transformers import (
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    set_seed,
+)
+
+from hf_parallel.hooks.trainer import ragged
+from hf_parallel.spec import SpecError
+from tests.distributed import run
+from tests.training import activate, arguments_of, fit, trainer_of
+
+IMAGE, START, END, WORDS = 500, 501, 502, 515
+
+
+def qwen2_vl() -> Qwen2VLForConditionalGeneration:
+    """A vision-language model of two layers, whose images are 4 or 8 patches."""
+    set_seed(3)
+    text = {"vocab_size": WORDS, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "use_cache": False}
+    rope = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 2], "rope_theta": 10000.0}}
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+    ids = {"image_token_id": IMAGE, "vision_start_token_id": START, "vision_end_token_id": END}
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(text_config={**text, **heads, **rope}, vision_config=vision, tie_word_embeddings=False, **ids)
+    )
+
+
+def seen(size: int, seed: int) -> list[dict]:
+    """Examples with one image each, of one or two merged patches, and words behind it."""
+    drawn, found = torch.Generator().manual_seed(seed), []
+    for i in range(size):
+        merged = 1 + i % 2
+        words = torch.randint(3, 490, (9 - merged,), generator=drawn)
+        ids = torch.cat([torch.tensor([START] + [IMAGE] * merged + [END]), words])
+        patches = torch.randn(4 * merged, 2 * 3 * 4 * 4, generator=drawn)
+        found.append({"ids": ids, "patches": patches, "grid": torch.tensor([1, 2, 2 * merged])})
+    return found
+
+
+def join(rows: list[dict]) -> dict:
+    """As Qwen2-VL's processor does: the patches of all images lie one behind another."""
+    ids = torch.stack([row["ids"] for row in rows])
+    types = (ids == IMAGE).long()
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "labels": ids.masked_fill(ids >= IMAGE, -100),
+        "mm_token_type_ids": types,
+        "pixel_values": torch.cat([row["patches"] for row in rows]),
+        "image_grid_thw": torch.stack([row["grid"] for row in rows]),
+    }
+
+
+def look(spec: str | None, out: str):
+    """Train on 11 examples, evaluate 5."""
+    ranks = activate(spec)
+    settings = {"remove_unused_columns": False, "prediction_loss_only": True}
+    options = {"train_dataset": seen(11, 1), "eval_dataset": seen(5, 2), "data_collator": join}
+    return fit(*trainer_of(qwen2_vl(), out, settings=arguments_of(out, ranks, **settings), **options))
+
+
+def asked(kinds: tuple[str, ...], labels: bool, own_loss: bool) -> object:
+    """What a data rank decides whose batch is of this kind, or how it refuses."""
+    activate("dp_shard=2")
+    batch = {"input_ids": torch.ones(4, 3), **({"labels": torch.ones(4, 3)} if labels else {})}
+    patches = {"mixed": 24, "equal": 4}.get(kinds[int(os.environ["RANK"])])
+    if patches is not None:
+        batch["pixel_values"] = torch.zeros(patches, 5)
+    trainer = trainer_of(qwen2_vl(), "out")[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ragged, "is_ragged", lambda state: True)
+        patch.setattr(ragged.losses, "is_own", lambda trainer: own_loss)
+        try:
+            return ragged.must_be_whole(trainer, batch, 4)
+        except SpecError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("kinds", [("mixed", "equal"), ("text", "mixed"), ("mixed", "mixed")])
+def test_data_ranks_agree_whatever_their_own_batch_is(tmp_path, monkeypatch, kinds):
+    monkeypatch.chdir(tmp_path)
+    assert run(asked, 2, kinds, True, False, init=False) == [True, True]
+    for said in run(asked, 2, kinds, True, True, init=False) + run(asked, 2, kinds, False, False, init=False):
+        assert "dataloader_drop_last=True works" in said
+
+
+def test_rows_that_tell_all_apart_are_trimmed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run(asked, 2, ("text", "equal"), True, True, init=False) == [False, False]
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_replicate=2", "tp=2", "tp=2,dp_shard=2"])
+def test_patches_of_all_images_in_one_tensor(runs, spec):
+    runs.compare(look, spec)

@@ -1,0 +1,72 @@
+"""Data ranks whose batches are as unlike as they can be: one target on one of them, thousands of tokens on another.
+
+Every choice that a rank makes by its own batch (chunks or whole logits, kernels, what is sent) must leave the order of
+collectives alone, or all ranks stand still. All settings are on `auto`.
+"""
+
+import pytest
+import torch
+from torch.utils.data import SequentialSampler
+from transformers import AutoModelForCausalLM, Trainer
+
+from tests.training import GLOBAL_BATCH, Tolerance, activate, arguments_of, fit, spec_id, trainer_of
+
+LONG, SHORT = 301, 2
+
+
+class InOrder(Trainer):
+    """Examples come as they lie, so that which rank gets long ones is known."""
+
+    def _get_train_sampler(self, dataset=None):
+        return SequentialSampler(self.train_dataset)
+
+
+def examples(size: int, data_ranks: int, shift: int, vocabulary: int) -> list[dict]:
+    """Whole batches of long examples for one data rank, of short ones for the others, and a ragged end."""
+    drawn, each, found = torch.Generator().manual_seed(shift), GLOBAL_BATCH // data_ranks, []
+    for i in range(size):
+        long = (i // each + shift) % data_ranks == 0
+        found.append({"input_ids": torch.randint(1, vocabulary, (LONG if long else SHORT,), generator=drawn)})
+    return found
+
+
+def pad(rows: list[dict]) -> dict:
+    """Fill with token 0, which is no target, as far as this batch's longest example."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    ids = torch.stack(
+        [torch.nn.functional.pad(row["input_ids"], (0, longest - len(row["input_ids"]))) for row in rows]
+    )
+    mask = torch.stack([torch.arange(longest) < len(row["input_ids"]) for row in rows])
+    return {"input_ids": ids, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+
+
+def train(spec: str | None, out: str, folder: str, data_ranks: int, arguments: tuple):
+    """An unchanged script; `data_ranks` says which rank's examples are long, in one process too."""
+    here = activate(spec)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    vocabulary = model.get_input_embeddings().num_embeddings
+    sets = [examples(size, data_ranks, shift, vocabulary) for shift, size in enumerate((2 * GLOBAL_BATCH + 3, 5))]
+    changes = arguments_of(out, here, max_steps=3, **dict(arguments))
+    options = {"train_dataset": sets[0], "eval_dataset": sets[1], "data_collator": pad}
+    return fit(*trainer_of(model, out, settings=changes, kind=InOrder, **options), f"{out}/saved")
+
+
+#: A chunk needs less memory than whole logits from some 360 tokens on with these models: the long rank's side.
+CASES = [
+    *(("llama", spec) for spec in ("dp_shard=2", "dp_replicate=2", "tp=2,dp_shard=2", "pp=2,dp_shard=2")),
+    *(("llama", spec) for spec in ("cp=2,dp_shard=2", "dp_shard=2,zero_stage=1", "dp_shard=2,attention=torch_flash")),
+    ("qwen3", "dp_shard=2,activation_checkpointing=full"),
+    ("qwen3_moe", "dp_shard=2,ep=2"),
+    ("qwen3_moe", "dp_shard=2"),
+]
+
+
+@pytest.mark.parametrize(("model", "spec"), CASES, ids=spec_id)
+def test_one_target_beside_thousands_of_tokens(runs, model, spec):
+    runs.compare(train, spec, runs.initial(model, max_position_embeddings=320), 2, (), tolerance=Tolerance())
+
+
+@pytest.mark.parametrize("spec", ["dp_shard=2", "dp_shard=2,zero_stage=2"])
+def test_in_an_accumulation(runs, spec):
+    folder = runs.initial("llama", max_position_embeddings=320)
+    runs.compare(train, spec, folder, 2, (("gradient_accumulation_steps", 2),), tolerance=Tolerance())

@@ -1,0 +1,46 @@
+"""Masks of a batch whose parts run: what transformers would ask the device is answered for the whole batch."""
+
+from unittest import mock
+
+import pytest
+import torch
+from transformers import masking_utils
+
+from hf_parallel.hooks.transformers import masks
+from hf_parallel.model.known_masks import hides_nothing, known_mask
+
+TOKENS = torch.zeros(4, 7, dtype=torch.long)
+FULL = torch.ones(4, 7, dtype=torch.long)
+PADDED = FULL.index_fill(1, torch.tensor([6]), 0)
+
+
+def asked(batch, mask):
+    """Whether transformers may leave a part's mask out, and whether it has looked at the mask."""
+    length, looked = mask.shape[1], mock.Mock(side_effect=masking_utils.fast_all)
+    with mock.patch.object(masking_utils, "fast_all", looked), known_mask(batch, TOKENS):
+        left_out = masks.ignore_causal_mask(masking_utils._ignore_causal_mask_sdpa, mask, length, length, 0, 0)
+        return left_out, looked.called
+
+
+@pytest.mark.parametrize(("mask", "left_out"), [(FULL, True), (PADDED, False)], ids=["full", "padded"])
+def test_parts_are_not_looked_at(mask, left_out):
+    assert asked({"attention_mask": mask}, mask[:2].bool()) == (left_out, False)
+
+
+def test_a_padded_mask():
+    """Sequence parallelism pads rows at their end: causal attention sees nothing there, any other has to look."""
+    longer = torch.nn.functional.pad(FULL, (0, 1)).bool()
+    assert asked({"attention_mask": FULL}, longer) == (True, False)
+    with known_mask({"attention_mask": FULL}, TOKENS):
+        assert not hides_nothing(longer)
+        assert hides_nothing(FULL[:1])
+    assert not hides_nothing(PADDED)
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_positions_start_again_only_where_the_batch_has_some(given):
+    """A model without them counts from zero."""
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
+    with known_mask({"position_ids": positions} if given else {}, TOKENS):
+        found = masks.find_packs(masking_utils.find_packed_sequence_indices, positions)
+    assert (found is not None) == given
