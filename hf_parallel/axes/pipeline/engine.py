@@ -49,6 +49,7 @@ class PipelineEngine(StageRunner):
         Plain functions, called with the model as first argument or without: accelerate rebinds what it wraps.
         """
         backbone = backbone_of(self.model)
+        self._model_forward, self._backbone_forward = self.model.forward, backbone.forward
         self._signature = inspect.signature(self._model_forward)
         self._backbone_signature = inspect.signature(self._backbone_forward)
 

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,7 +24,7 @@ from hf_parallel.axes.pipeline.stages import StageView, boundary_dtype
 from hf_parallel.axes.pipeline.stand_ins import LeaveAtExit
 from hf_parallel.axes.services import HeldRun, RouterBalance
 from hf_parallel.mesh import ParallelMesh, stored
-from hf_parallel.model.anatomy import backbone_of, text_config
+from hf_parallel.model.anatomy import text_config
 from hf_parallel.model.batches import Batch
 
 if TYPE_CHECKING:
@@ -102,7 +102,13 @@ class Stage(nn.Module):
 
 
 class StageRunner:
-    """The stages that one rank holds of a pipelined model. `copies` and `services` are for callers outside."""
+    """The stages that one rank holds of a pipelined model. `copies` and `services` are for callers outside.
+
+    Who attaches it sets the two forward methods: the model's, which may pad sequences by then, and its backbone's.
+    """
+
+    _model_forward: Callable[..., Any]
+    _backbone_forward: Callable[..., Any]
 
     def __init__(
         self,
@@ -142,7 +148,6 @@ class StageRunner:
         ] = {}  # torch's, by number of micro-batches
         self._view: StageView | None = None
         self._on_call: Handler | None = None
-        self._model_forward, self._backbone_forward = model.forward, cast(nn.Module, backbone_of(model)).forward
 
     @property
     def copies(self) -> set[int]:
