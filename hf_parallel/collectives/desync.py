@@ -26,7 +26,7 @@ import time
 import uuid
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -416,7 +416,8 @@ def watch() -> None:
         return
     name = objects.from_one(lambda: uuid.uuid4().hex)  # a store may hold what an earlier start of the run has left
     # A connection of its own: the default one is taken while a thread waits in the store, as `new_group` does.
-    store = dist.PrefixStore(f"{_ROOM}/{name}", dist.distributed_c10d._get_default_store().clone())
+    default: Any = dist.distributed_c10d._get_default_store()
+    store = dist.PrefixStore(f"{_ROOM}/{name}", default.clone())
     _detector = DesyncDetector(store, dist.get_rank(), dist.get_world_size())
 
 
