@@ -104,9 +104,9 @@ def theirs(folder: str, sizes: dict[str, int]) -> Steps:
 
 def ours(folder: str, spec: str) -> Steps:
     """The same under a spec."""
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate(spec, source="benchmark")
+    activation.activate(spec, source="benchmark")
     model = AutoModelForCausalLM.from_pretrained(folder)
     mesh = model._hf_parallel.mesh
     return Steps(model, mesh.data_size, mesh.data_rank)
@@ -210,9 +210,9 @@ def trained(folder: str, out: str, spec: str | None) -> list[dict[str, float]]:
     """The logs of an ordinary script."""
     ranks = 1
     if spec is not None:
-        from hf_parallel import hooks
+        from hf_parallel.hooks import activation
 
-        hooks.activate(spec, source="benchmark")
+        activation.activate(spec, source="benchmark")
         ranks = RANKS
     arguments = TrainingArguments(
         out,

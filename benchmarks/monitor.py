@@ -41,9 +41,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils.logging import disable_progress_bar
 
 import hf_parallel.hooks.patches  # noqa: F401 - once, before the ranks are forked
-from hf_parallel import hooks
 from hf_parallel.collectives.observed import KINDS
-from hf_parallel.hooks import hangs, monitoring
+from hf_parallel.hooks import activation, hangs, monitoring
 from hf_parallel.monitor.intervals import Interval, common, length, union
 from hf_parallel.monitor.meter import COMPUTE, EVERY
 from tests.distributed import run
@@ -57,7 +56,7 @@ _BUBBLE = ("gloo:recv", "gloo:send", "gloo:broadcast")
 
 def trained(spec: str, folder: str, data_ranks: int, args: argparse.Namespace) -> dict[str, Any]:
     """On one rank: both parts."""
-    hooks.activate(spec, source="benchmark")
+    activation.activate(spec, source="benchmark")
     model = AutoModelForCausalLM.from_pretrained(folder)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     tokens = torch.randint(0, VOCABULARY, (ROWS // data_ranks, args.length))

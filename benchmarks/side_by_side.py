@@ -63,9 +63,9 @@ def plain(setting: Setting, folder: str, **sizes: int) -> tuple[float, str]:
 
 def ours(setting: Setting, folder: str, spec: str) -> tuple[float, str]:
     """The same under a spec."""
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate(spec, source="benchmark")
+    activation.activate(spec, source="benchmark")
     model = AutoModelForCausalLM.from_pretrained(folder)
     return measure(setting, model, model._hf_parallel.mesh.data_size)
 

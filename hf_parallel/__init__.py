@@ -7,7 +7,9 @@ import sys
 import types
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+from hf_parallel.version import VERSION
+
+__version__ = VERSION
 __all__ = [
     "ParallelConfig",
     "SpecError",
@@ -23,7 +25,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from hf_parallel.config import ParallelConfig, SpecError
-    from hf_parallel.hooks import activate
+    from hf_parallel.hooks.activation import activate
     from hf_parallel.hooks.library import parallelize
     from hf_parallel.hooks.monitoring import metrics
     from hf_parallel.hooks.notebook import notebook_launcher
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 _HOME = {
     "ParallelConfig": "hf_parallel.config",
     "SpecError": "hf_parallel.config",
-    "activate": "hf_parallel.hooks",
+    "activate": "hf_parallel.hooks.activation",
     "clip_grad_norm": "hf_parallel.parallelize",
     "full_state_dict": "hf_parallel.whole",
     "full_tensor": "hf_parallel.whole",

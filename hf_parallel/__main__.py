@@ -98,7 +98,7 @@ def prepare(command: Command) -> None:
             del sys.modules[name]  # a script that imports it on its own account gets it as if started without us
         _watch_for_checkpoints()
         return
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
     from hf_parallel.hooks.trainer import flag
 
     flag.install_on_import()
@@ -107,7 +107,7 @@ def prepare(command: Command) -> None:
         spec, source = chosen
         if spec != AUTO:
             ParallelConfig.parse(spec).resolve(_world_size())  # a wrong spec is refused before torch is imported
-        hooks.activate(spec, source=source)
+        activation.activate(spec, source=source)
 
 
 def _watch_for_checkpoints() -> None:
@@ -121,9 +121,9 @@ def _watch_for_checkpoints() -> None:
         folder = os.path.dirname(arguments[0])
         if os.path.isfile(os.path.join(folder, _OF_A_LAYOUT)):
             waiting = False  # an audit hook stays for good
-            from hf_parallel import hooks
+            from hf_parallel.hooks import activation
 
-            hooks.read_checkpoints(folder)
+            activation.read_checkpoints(folder)
 
     sys.addaudithook(opened)
 
@@ -322,8 +322,8 @@ def _check_auto() -> None:
 
 def _one_of_several() -> bool:
     """Is this process part of a layout?"""
-    hooks = sys.modules.get("hf_parallel.hooks")
-    return hooks is not None and hooks.active()
+    activation = sys.modules.get("hf_parallel.hooks.activation")
+    return activation is not None and activation.active()
 
 
 def _leave_groups_open() -> None:

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from hf_parallel import hooks
+from hf_parallel.hooks import activation
 from tests import models
 from tests.distributed import run, run_alone
 from tests.rows import data, pad
@@ -248,7 +248,7 @@ def train_rank(spec: str, script: Script, initial: str, out: str) -> Outcome:
 def activate(spec: str | None) -> int:
     """Make this process a rank of the layout, or leave it the one plain process that it is; returns the data ranks."""
     if spec:
-        hooks.activate(spec, source="test")
+        activation.activate(spec, source="test")
     return axes(spec)["data_ranks"]
 
 

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer, pre_tokenizers, trainers
 from tokenizers import models as tokenizer_models
 from transformers import LlamaForSequenceClassification, PreTrainedTokenizerFast, PrinterCallback, trainer
 
-from hf_parallel import hooks
+from hf_parallel.hooks import runtime
 from tests import models, rollouts
 from tests.distributed import run, run_alone
 from tests.training import Outcome, Recorder, activate, axes, compared, key_differences, none, weight_differences
@@ -178,7 +178,7 @@ def script(
 def _activate(spec: str | None) -> int:
     """Make the layout active; returns the data rank."""
     activate(spec)
-    return hooks.runtime.mesh().data_rank if spec else 0
+    return runtime.mesh().data_rank if spec else 0
 
 
 def generating(kind: str, model: str, out: str, spec: str, settings: dict[str, Any], **more: Any) -> int:

@@ -46,9 +46,9 @@ def trainer(spec: str, folder: str, callbacks: list[Any] | None = None, **argume
     from transformers import Trainer, TrainingArguments, set_seed
 
     if spec:
-        from hf_parallel import hooks
+        from hf_parallel.hooks import activation
 
-        hooks.activate(spec, source="benchmark")
+        activation.activate(spec, source="benchmark")
     from transformers import LlamaForCausalLM
 
     set_seed(7)

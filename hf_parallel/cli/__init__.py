@@ -152,9 +152,9 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _version() -> str:
-    from hf_parallel import __version__
+    from hf_parallel.version import VERSION
 
-    return f"hf-parallel {__version__}"
+    return f"hf-parallel {VERSION}"
 
 
 def _launch_parser() -> argparse.ArgumentParser:

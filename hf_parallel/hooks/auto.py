@@ -180,8 +180,8 @@ def choose(shown: Shown) -> None:
     """Choose for this model and activate the layout. Collective."""
     import torch.distributed as dist
 
-    from hf_parallel import hooks
     from hf_parallel.collectives import objects
+    from hf_parallel.hooks import activation
 
     source = _source
     assert source is not None
@@ -194,7 +194,7 @@ def choose(shown: Shown) -> None:
     if dist.get_rank() == 0:
         for line in lines:
             print(f"hf_parallel: {line}", file=sys.stderr, flush=True)
-    hooks.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
+    activation.activate(ParallelConfig.parse(spec), source=f"{source} (auto)")
 
 
 def _best(shown: Shown) -> tuple[str, list[str]]:

@@ -13,10 +13,9 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from hf_parallel import hooks
 from hf_parallel.axes.axis import Packing
 from hf_parallel.config import ParallelConfig
-from hf_parallel.hooks import runtime, weights
+from hf_parallel.hooks import activation, runtime, weights
 from hf_parallel.hooks.patching import DECLARED, Patch, apply, apply_when_imported, undo
 from hf_parallel.hooks.peft.before import make_parallel_below
 from hf_parallel.hooks.trainer.joining import asked_by, refuse_joining
@@ -38,9 +37,9 @@ def parallelize(
     mesh: ParallelMesh | None = None,
     pack: Packing | None = None,
 ) -> nn.Module:
-    if not hooks.active():
+    if not activation.active():
         _check(ParallelConfig.parse(config or ParallelConfig()) if mesh is None else mesh.config)
-    if not hooks.active() and not _undo_list:
+    if not activation.active() and not _undo_list:
         _install()
     make = functools.partial(make_parallel, config=config, mesh=mesh, pack=pack)
     if hasattr(model, "peft_config") and state_of(model) is None:

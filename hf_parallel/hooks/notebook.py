@@ -15,9 +15,9 @@ import os
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from hf_parallel import hooks
 from hf_parallel.check.ranks import free_port
 from hf_parallel.config import AUTO, ParallelConfig, choose_spec
+from hf_parallel.hooks import activation
 from hf_parallel.spec import refuse
 
 _SOURCE = "notebook_launcher(parallel=…)"
@@ -72,11 +72,11 @@ class _Rank:
         several = int(os.environ.get("WORLD_SIZE", 1)) > 1
         if several and not torch.accelerator.is_available() and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(1)  # a pool of threads does not survive a fork, and N pools slow one another down
-        hooks.activate(self.spec, source=_SOURCE)
+        activation.activate(self.spec, source=_SOURCE)
         self.function(*args)  # after an error groups stay open: to end them is to wait for the other ranks
         from hf_parallel.mesh import end_groups
 
-        hooks.deactivate()
+        activation.deactivate()
         end_groups()
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 import torch.distributed as dist
 
-from hf_parallel import __version__
 from hf_parallel.ask.keys.layers import REGISTERED_FLASH, TORCH_FLASH
 from hf_parallel.axes.experts.axis import EXPERTS
 from hf_parallel.doctor.examine import report_of
@@ -19,6 +18,7 @@ from hf_parallel.doctor.report import shown_size
 from hf_parallel.hooks import runtime, script
 from hf_parallel.mesh import axis_ranks
 from hf_parallel.parallelize import parameters_per_rank
+from hf_parallel.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,7 +125,7 @@ def describe(trainer: Trainer, batches: list, loss: str) -> Facts:
             *script.counted(dist.get_world_size(), mesh.data_size),
             *_inexact(trainer, mesh.data_size),
         ],
-        "versions": {"hf-parallel": __version__, **_versions()},
+        "versions": {"hf-parallel": VERSION, **_versions()},
     }
 
 

@@ -76,9 +76,9 @@ def run_script(name: str, arguments: list[str], root: str, out: str, spec: str |
     command = runner.Command(spec, False, str(SCRIPTS / name), arguments)
     if spec is not None:
         runner.prepare(command)
-        from hf_parallel import hooks
+        from hf_parallel.hooks import runtime
 
-        seen.data_rank = hooks.runtime.mesh().data_rank
+        seen.data_rank = runtime.mesh().data_rank
     watch(seen)
     draw_masks_by_row()
     with contextlib.redirect_stdout(None if os.environ.get("OUTSIDE_SHOWN") else open(os.devnull, "w")):

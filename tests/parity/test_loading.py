@@ -59,14 +59,14 @@ def cut_everything(model: torch.nn.Module, mesh, pack=None) -> torch.nn.Module:
 
 def gathered(spec: str, name: str, folder: str, out: str, cut: Callable | None = None) -> dict[str, dict]:
     """Load under a layout, save, spoil the weights, read them back; rank 0 returns what both ways gave."""
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import full_state_dict, load_weights, save_pretrained
+    from hf_parallel.hooks import runtime
     from hf_parallel.hooks.transformers import from_pretrained
 
     activate(spec)
     from_pretrained.parallelize = cut or from_pretrained.parallelize
     model = converted.auto_class(name).from_pretrained(folder)
-    mesh = hooks.runtime.mesh()
+    mesh = runtime.mesh()
     first = full_state_dict(model, mesh)
     save_pretrained(model, mesh, out, max_shard_size="50KB")
     with torch.no_grad():

@@ -14,7 +14,7 @@ from transformers import (
     YolosForObjectDetection,
 )
 
-from hf_parallel import hooks
+from hf_parallel.hooks import activation
 from tests import models, training
 from tests.distributed import run
 
@@ -123,7 +123,7 @@ def reduced_by_every_name(spec: str) -> list[float]:
     from accelerate import Accelerator
     from accelerate.utils import operations
 
-    hooks.activate(spec)
+    activation.activate(spec)
     own = torch.tensor(1.0 + PartialState().process_index)
     names = (accelerate.utils.reduce, operations.reduce, _early_reduce, Accelerator().reduce)
     return [float(reduce(own, reduction="sum")) for reduce in names]

@@ -36,8 +36,8 @@ def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwar
         tied = set(model.all_tied_weights_keys)
         whole = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
         return {"weights": whole, "sizes": info["mismatched_keys"], "next": torch.rand(2)}
-    from hf_parallel import hooks
     from hf_parallel.checkpoint import full_state_dict
+    from hf_parallel.hooks import runtime
     from hf_parallel.hooks.transformers import from_pretrained
 
     activate(spec)
@@ -46,7 +46,7 @@ def load(spec: str | None, folder: str, task: type, packed: bool = False, **kwar
         from_pretrained.parallelize = lambda model, **mesh: in_order(original(model, **mesh))
     model, info = task.from_pretrained(folder, output_loading_info=True, **kwargs)
     after = torch.rand(2)
-    whole = full_state_dict(model, hooks.runtime.mesh())
+    whole = full_state_dict(model, runtime.mesh())
     return {"weights": whole, "sizes": info["mismatched_keys"], "next": after}
 
 

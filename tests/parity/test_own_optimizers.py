@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer
 
 import hf_parallel
-from hf_parallel import hooks
+from hf_parallel.hooks import activation
 from tests.distributed import run, run_alone
 from tests.rows import Rows
 from tests.training import GLOBAL_BATCH, TRAIN_SEED, axes, close, layouts, none, trainer_of
@@ -110,7 +110,7 @@ def pipelined(model):
 
 def start(spec, folder):
     if spec:
-        hooks.activate(spec, source="test")
+        activation.activate(spec, source="test")
     return AutoModelForCausalLM.from_pretrained(folder)
 
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import TrainingArguments
 
 from hf_parallel import SpecError, parallelize
-from hf_parallel.hooks import deactivate
+from hf_parallel.hooks.activation import deactivate
 from hf_parallel.hooks.trainer.settings import check_arguments
 from tests import loops, models
 from tests.distributed import run, run_alone

@@ -32,9 +32,9 @@ class Counter:
 
 def loop(spec: str, folder: str, project: str, resume: bool = False) -> dict:
     """Four steps of AdamW under a falling rate, saved after two; or the last two, from there."""
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate(spec or "dp_shard=-1", source="test")  # in one process nothing but reading is changed
+    activation.activate(spec or "dp_shard=-1", source="test")  # in one process nothing but reading is changed
     naming = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -101,9 +101,9 @@ END, MIDDLE, LAST = 3, 5, 6  # saved after an epoch and the look, in the middle 
 
 def in_any_order(spec: str, folder: str, project: str, seedable: bool, start: int = 0) -> dict[int, float]:
     """Epochs of shuffled rows under dropout, each followed by a look at held-out rows; saved twice on the way."""
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate(spec, source="test")
+    activation.activate(spec, source="test")
     settings = DataLoaderConfiguration(use_seedable_sampler=seedable)
     torch.manual_seed(start)  # what a resumed process draws before it has loaded is its own affair
     accelerator = Accelerator(cpu=True, dataloader_config=settings)

@@ -30,9 +30,9 @@ def measured_in_a_script(spec: str, rows: int, length: int, accumulation: int, m
     """The same of a Llama in fp32 that Accelerator prepares, whose own autocast it is."""
     from accelerate import Accelerator
 
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate(spec)
+    activation.activate(spec)
     model = Accelerator(mixed_precision=mixed_precision).prepare(models.build("llama")).train()
     found = numbers(observed(model, some_batches(rows, length, accumulation)))
     found["traffic"].pop("data", None)  # the hooks count the batch's targets
@@ -44,9 +44,9 @@ def measured_with_adapters(spec: str, rows: int, length: int, folder: str, bits:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate(spec)
+    activation.activate(spec)
     packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=packed if bits == 4 else None)
     get_peft_model(model, LoraConfig(r=4, target_modules="all-linear"))

@@ -19,16 +19,15 @@ def folder(runs):
 
 def chosen():
     """The active layout, who asked for it, and whether the patches are in place."""
-    from hf_parallel import hooks
-    from hf_parallel.hooks import auto, runtime
+    from hf_parallel.hooks import activation, auto, runtime
 
     current = runtime.current()
     assert auto.waiting() is None
-    return current.config.to_spec(), current.source, hooks.active()
+    return current.config.to_spec(), current.source, activation.active()
 
 
 def trained(folder, out, route):
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
     from hf_parallel.hooks.auto import script_batch
 
     if route == "flag":
@@ -37,7 +36,7 @@ def trained(folder, out, route):
         args = arguments_of(out, 2, parallel="auto")
         assert script_batch(models.llama(), ["train.py"]).rows == 4  # not the default of 8
     else:
-        hooks.activate("auto", source="the test")
+        activation.activate("auto", source="the test")
         args = arguments_of(out, 2)
     model = load_model(Script(route="from_pretrained" if route == "flag" else route), folder, 0)
     trainer, _ = trainer_of(model, out, settings=args, train_dataset=data("llama", 16, 1))
@@ -57,9 +56,9 @@ def test_trainer(folder, tmp_path, route):
 def prepared(folder):
     from accelerate import Accelerator
 
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("auto", source="the test")
+    activation.activate("auto", source="the test")
     accelerator = Accelerator(cpu=True)
     model = load_model(Script(route="from_config"), folder, 0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -76,24 +75,23 @@ def test_accelerate_loop(folder):
 
 
 def no_model_shown():
-    from hf_parallel import hooks
-    from hf_parallel.hooks import auto
+    from hf_parallel.hooks import activation, auto
 
-    hooks.activate("auto", source="the runner")
+    activation.activate("auto", source="the runner")
     auto.check_chosen()
 
 
 def two_wishes():
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("auto", source="the first")
-    hooks.activate("tp=2", source="the second")
+    activation.activate("auto", source="the first")
+    activation.activate("tp=2", source="the second")
 
 
 def too_late(folder, out):
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("auto", source="the test")
+    activation.activate("auto", source="the test")
     trainer_of(None, out, model_init=lambda: AutoModelForCausalLM.from_pretrained(folder))
 
 
@@ -114,11 +112,11 @@ def test_model_init_is_refused(folder, tmp_path):
 
 
 def alone(folder):
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("auto", source="the test")
+    activation.activate("auto", source="the test")
     AutoModelForCausalLM.from_pretrained(folder)
-    return hooks.active(), hooks.expected()
+    return activation.active(), activation.expected()
 
 
 def test_one_process_stays_as_it_is(folder):

@@ -84,9 +84,9 @@ def chosen_for(folder: str, out: str) -> list[str]:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("auto", source="the test")
+    activation.activate("auto", source="the test")
     config, lines, best_of = LoraConfig(r=5, target_modules="all-linear"), [], auto._best
 
     def kept(*given):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 
 import hf_parallel
 import hf_parallel.hooks.patches
-from hf_parallel import hooks
+from hf_parallel.hooks import activation
 from hf_parallel.monitor import record
 from tests.distributed import run, run_alone
 from tests.rows import Rows
@@ -76,7 +76,7 @@ def watched(spec, initial, out, data_ranks):
     training(initial, f"{out}/compute", data_ranks, 3, 1, "compute" if rank == 1 else None)
     if data_ranks == 4:
         training(initial, f"{out}/data", data_ranks, 3, 1, "data" if rank == 2 else None)
-    hooks.deactivate()
+    activation.deactivate()
     own = ProcessGroup.allreduce, Work.wait
     activate(f"{spec},monitor=off")
     off, _ = training(initial, f"{out}/off", data_ranks, 1, 1)

@@ -116,9 +116,9 @@ def test_two_lost_workers_change_nothing(script, tmp_path):
 def undisturbed(script: str, place: str, batch: str, spec: str | None = "dp_shard=-1") -> None:
     """The same script on ranks of the harness, or in one plain process."""
     if spec is not None:
-        from hf_parallel import hooks
+        from hf_parallel.hooks import activation
 
-        hooks.activate(spec, source="test")
+        activation.activate(spec, source="test")
     sys.argv = [script, place, "through", batch]
     runpy.run_path(script, run_name="__main__")
 

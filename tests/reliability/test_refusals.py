@@ -93,11 +93,11 @@ def test_batch_smaller_than_the_stages(runs, tmp_path):
 
 def test_a_second_spec_names_both_sources():
     def twice():
-        from hf_parallel import hooks
+        from hf_parallel.hooks import activation
 
-        hooks.activate("tp=2", source="the first")
-        hooks.activate("tp_size=2", source="the same again")
-        hooks.activate("pp=2", source="the second")
+        activation.activate("tp=2", source="the first")
+        activation.activate("tp_size=2", source="the same again")
+        activation.activate("pp=2", source="the second")
 
     message = refusal(2, twice)
     assert [word for word in ("the first", "the second", "tp=2", "pp=2") if word not in message] == []

@@ -18,9 +18,9 @@ def on_step_begin(self, args, state, control, **kwargs):
 
 def undisturbed(script: str, folder: str) -> None:
     """The same script on ranks of the harness, which start in a moment."""
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("dp_shard=-1", source="test")
+    activation.activate("dp_shard=-1", source="test")
     sys.argv = [script, folder, "through", "2"]
     runpy.run_path(script, run_name="__main__")
 

@@ -67,9 +67,9 @@ def prepared() -> tuple[bool, int]:
     """Is the model still the script's, where Accelerate was told to compile; and how many graphs one step makes."""
     from accelerate import Accelerator
 
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("dp_shard=2", source="test")
+    activation.activate("dp_shard=2", source="test")
     model = models.build("llama").train()
     accelerator = Accelerator(cpu=True, dynamo_backend="aot_eager")
     same = accelerator.prepare(model) is model

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_parallel import hooks
 from hf_parallel.config import ParallelConfig, SpecError
+from hf_parallel.hooks import activation
 from hf_parallel.hooks.trainer import flag
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ def forked(body):
 
 
 class Recorder:
-    """Stands in for `hooks.activate` and `hooks.active`: notes who asked, touches nothing."""
+    """Stands in for `activation.activate` and `activation.active`: notes who asked, touches nothing."""
 
     def __init__(self):
         self.calls = []
@@ -40,7 +40,7 @@ class Recorder:
         self.calls.append((spec, source, PartialState._shared_state == {}))
 
     def __enter__(self):
-        hooks.activate, hooks.active = self.activate, lambda: bool(self.calls)
+        activation.activate, activation.active = self.activate, lambda: bool(self.calls)
         os.environ["ACCELERATE_USE_CPU"] = "true"  # the same on a machine with GPUs
         return self
 
@@ -234,7 +234,7 @@ def test_refusal_passes_through():
         from transformers import TrainingArguments
 
         with Recorder():
-            hooks.activate = refuse
+            activation.activate = refuse
             flag.install()
             with pytest.raises(SpecError, match="tp=3"):
                 TrainingArguments("out", parallel="tp=3")
@@ -290,11 +290,11 @@ def test_uninstall_withdraws_a_waiting_install():
 
 def test_one_process_names_the_settings_that_it_leaves_out(capfd):
     """Of layouts of several; what holds on one device, a size, or a spec of sizes alone, needs no line."""
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
     from tests.distributed import run_alone
 
     def told(spec: str) -> str:
-        run_alone(hooks.activate, spec)
+        run_alone(activation.activate, spec)
         return capfd.readouterr().err
 
     assert "trains without zero_stage=2:" in told("zero_stage=2,attention=torch_flash")

@@ -66,9 +66,9 @@ def outputs_of_accelerate() -> tuple[torch.dtype, torch.dtype, torch.dtype]:
     """The dtypes of split logits before and when they are read, and of the loss, under mixed precision."""
     from accelerate import Accelerator
 
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
-    hooks.activate("tp=2,lean_loss=false", source="test")
+    activation.activate("tp=2,lean_loss=false", source="test")
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(models.build("llama"))
     ids = torch.arange(22).view(2, 11)
     outputs = model(input_ids=ids, labels=ids)

@@ -29,16 +29,16 @@ def test_groups_of_the_runner(flags, variable, expected, tmp_path):
     def start():
         from transformers import TrainingArguments
 
-        from hf_parallel import hooks
+        from hf_parallel.hooks import activation, runtime
 
         sys.argv = ["train.py", *flags]
-        hooks.activate("tp=2", source="test")
-        hooks.runtime.mesh().host_group  # noqa: B018 - made when it is first asked for
+        activation.activate("tp=2", source="test")
+        runtime.mesh().host_group  # noqa: B018 - made when it is first asked for
         found = [limits()]
         TrainingArguments(str(tmp_path), use_cpu=True, **({"ddp_timeout": 70} if flags else {}))
         found.append(limits())
         TrainingArguments(str(tmp_path), use_cpu=True, ddp_timeout=45)  # built in code
-        hooks.runtime.mesh().new_host_group()
+        runtime.mesh().new_host_group()
         return [*found, limits()]
 
     for found in run(start, 2, init=False, env={"HF_PARALLEL_TIMEOUT": variable}):
@@ -51,13 +51,13 @@ def test_groups_of_a_scripts_own():
     def start():
         from transformers import TrainingArguments
 
-        from hf_parallel import hooks
         from hf_parallel.config import ParallelConfig
+        from hf_parallel.hooks import activation
         from hf_parallel.mesh import ParallelMesh
 
         ParallelMesh.create(ParallelConfig.parse("pp=2"), torch.device("cpu"))
         found = limits()
-        hooks.activate("tp=2", source="test")
+        activation.activate("tp=2", source="test")
         TrainingArguments("unused", use_cpu=True, ddp_timeout=45)
         return found | limits()
 

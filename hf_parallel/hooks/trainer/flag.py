@@ -132,16 +132,15 @@ def _activating(post_init: Callable[[TrainingArguments], None]) -> Callable[[Tra
 
     @functools.wraps(post_init)
     def __post_init__(self: TrainingArguments) -> None:
-        from hf_parallel import hooks
-        from hf_parallel.hooks import auto
+        from hf_parallel.hooks import activation, auto
 
         _activate(self)
-        if not hooks.expected():
-            hooks.read_checkpoints()
+        if not activation.expected():
+            activation.read_checkpoints()
         elif not _accelerator_wanted():
             self.use_cpu = True  # else accelerate starts a single-process state on a machine without GPUs
         post_init(self)
-        if hooks.active():
+        if activation.active():
             from hf_parallel.hooks import runtime
 
             runtime.follow_time_out(self)
@@ -151,16 +150,16 @@ def _activating(post_init: Callable[[TrainingArguments], None]) -> Callable[[Tra
 
 
 def _activate(args: TrainingArguments) -> None:
-    from hf_parallel import hooks
+    from hf_parallel.hooks import activation
 
     from_environment = os.environ.get("HF_PARALLEL")
     flag = args.parallel if args.__dataclass_fields__.get(NAME) is FIELD else None
-    if from_environment and not hooks.expected():
+    if from_environment and not activation.expected():
         if flag:  # told now: once processes connect, one that refuses would tear down another that still does
-            hooks.check_agreement(SOURCE, flag, "HF_PARALLEL", from_environment)
-        hooks.activate(from_environment, source="HF_PARALLEL")
+            activation.check_agreement(SOURCE, flag, "HF_PARALLEL", from_environment)
+        activation.activate(from_environment, source="HF_PARALLEL")
     if flag:
-        hooks.activate(args.parallel, source=SOURCE)
+        activation.activate(args.parallel, source=SOURCE)
         if not isinstance(args.parallel, str):  # a ParallelConfig: the arguments must stay JSON
             args.parallel = args.parallel.to_spec() or "dp_shard=-1"  # all defaults spell as nothing
 

@@ -1,0 +1,167 @@
+"""The only room that knows the internals of Trainer, Accelerate and transformers' loader.
+
+`activate` makes this process part of a layout: it creates the process group and the mesh and puts all that is declared
+with `@patch` in place. Without it nothing of those libraries changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from hf_parallel import launched
+from hf_parallel.config import AUTO, ParallelConfig, SpecError
+from hf_parallel.hooks.patching import Patch, Undo, apply, check_torch, newer_libraries, undo
+from hf_parallel.spec import refuse
+
+# torch and transformers are imported inside the functions: `import hf_parallel` must stay cheap.
+
+#: What is in place now; empty when not active.
+PATCHES: list[Patch] = []
+_undo_list: list[Undo] = []
+
+
+def activate(spec: str | ParallelConfig, source: str = "activate()") -> None:
+    """Run everything from here on under `spec`. The same spec again changes nothing.
+
+    Args:
+        spec: a spec string, the path of a YAML file, a `ParallelConfig`, or "auto": chosen by the planner at the
+            script's first model.
+        source: who asked, for the message when two specs conflict.
+
+    Raises:
+        SpecError: the spec is not understood, does not fit the processes, or conflicts with the active one.
+    """
+    from hf_parallel.hooks import auto, report, runtime
+
+    current = runtime.current()
+    _settle_rank()
+    if spec == AUTO:
+        if current is not None and not current.source.endswith("(auto)"):
+            refuse(f"{source} asks for auto", f"{current.source} set {current.config.to_spec()}", do="drop one")
+        if current is None and _world_size() > 1:
+            auto.wait(source)
+        return
+    config = ParallelConfig.parse(spec).resolve(_world_size())
+    if auto.waiting() is not None:
+        refuse(f"{source} asks for {config.to_spec()}", f"{auto.waiting()} asks for auto", do="give one of them")
+    if current is not None:
+        _check_same(source, config, current.source, current.config)
+        return
+    if config.world_size == 1:
+        _tell_left_out(config)
+        if not config.settings_alone():
+            _stay_plain(config)
+            return
+    notes = [*check_torch(), *newer_libraries()]
+    runtime.start(config, source)
+    for note in notes:
+        report.say(note)
+    from hf_parallel.hooks import library
+    from hf_parallel.hooks.patches import all_patches  # imports transformers, after the process group exists
+
+    library.withdraw()
+    try:
+        _undo_list.extend(apply(all_patches()))
+    except SpecError:
+        runtime.stop()
+        raise
+    PATCHES.extend(all_patches())
+
+
+def _stay_plain(config: ParallelConfig) -> None:
+    """One process that is asked for no setting trains as plain Trainer does, and reads the checkpoints of layouts."""
+    read_checkpoints()
+    if config.pack_tokens or config.padding_free:
+        from hf_parallel.hooks.trainer.token_budget import patches_alone
+
+        _undo_list.extend(apply(patches_alone(config)))
+
+
+def _tell_left_out(config: ParallelConfig) -> None:
+    """One process has nobody to share a model with: a line names the keys of layouts of several."""
+    from hf_parallel.hooks import report
+
+    done = {"pack_tokens", "padding_free", *config.settings_alone(), *(f"{axis}_size" for axis in config.sizes)}
+    left = [f"{name}={value}" for name, value in config.spelled().items() if name not in done and value != "off"]
+    if left:
+        report.say(f"one process trains without {', '.join(left)}: these are of layouts of several")
+
+
+def check_agreement(source: str, spec: str | ParallelConfig, other_source: str, other_spec: str) -> None:
+    """Before processes connect: two places that both ask for a layout must ask for the same.
+
+    Raises:
+        SpecError: they do not. Where one asks for auto, `activate` tells.
+    """
+    if AUTO in (spec, other_spec):
+        return
+    ours, theirs = ParallelConfig.parse(spec), ParallelConfig.parse(other_spec)
+    if ours != theirs:  # they may still come to the same for this number of processes
+        _check_same(source, ours.resolve(_world_size()), other_source, theirs.resolve(_world_size()))
+
+
+def _check_same(source: str, config: ParallelConfig, other_source: str, other: ParallelConfig) -> None:
+    if other != config:
+        refuse(
+            f"{source} asks for {config.to_spec()}",
+            f"{other_source} set {other.to_spec()}",
+            do="give one of them, or the same in both",
+        )
+
+
+def read_checkpoints(opened: str | None = None) -> None:
+    """Without a layout: let plain Trainer resume from the checkpoints of layouts. Nothing else changes.
+
+    Args:
+        opened: one that a resuming Trainer has already begun to read: it is checked.
+    """
+    from hf_parallel.hooks.patches import patches_without_layout
+    from hf_parallel.hooks.trainer.resuming import damages, refuse_damages
+
+    if not _undo_list:
+        if opened is not None:
+            refuse_damages(opened, damages(opened, 0, 1))
+        with contextlib.suppress(SpecError):  # a version that cannot be patched: a plain run must go on as it is
+            _undo_list.extend(apply(patches_without_layout()))
+
+
+def active() -> bool:
+    """Is this process part of a layout?"""
+    return bool(PATCHES)
+
+
+def expected() -> bool:
+    """Is it, or will it be as soon as the script shows its model?"""
+    from hf_parallel.hooks import auto
+
+    return active() or auto.waiting() is not None
+
+
+def deactivate() -> None:
+    """Undo every patch and forget the layout; the process group stays."""
+    from hf_parallel.hooks import auto, hangs, monitoring, runtime
+    from hf_parallel.hooks.trainer import token_budget
+
+    auto.stop()
+    hangs.end_loop()
+    monitoring.stop()
+    token_budget.stop()
+    undo(_undo_list)
+    PATCHES.clear()
+    runtime.stop()
+
+
+def _settle_rank() -> None:
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_initialized()):
+        launched.settle()
+
+
+def _world_size() -> int:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
