@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,6 @@ from hf_parallel.axes.tensor.experts import SplitExperts
 from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.local import adding, put_in_front
 from hf_parallel.model.packed import StoredOrder
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 class AdaptedExperts(nn.Module):
@@ -83,7 +80,7 @@ def can_adapt(base: nn.Module, name: str) -> bool:
     return held is not None and held.dim() == 3
 
 
-def adapt(wrapper: BaseTunerLayer) -> None:
+def adapt(wrapper: Any) -> None:
     """Let a wrapper of a weight of experts add this rank's part."""
     if not isinstance(wrapper, AdaptedExperts):
         put_in_front(AdaptedExperts, wrapper)

@@ -17,7 +17,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -44,9 +44,6 @@ from hf_parallel.collectives import all_reduce, copy_weight_to_group, reduce_fro
 from hf_parallel.local import holding, local, put_in_front
 from hf_parallel.model.packed import StoredOrder
 from hf_parallel.model.random_layers import look_again
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 # ---- the wrapper ---------------------------------------------------------------------------------------------------
 
@@ -93,7 +90,7 @@ class AdaptedEmbedding(nn.Module):
         return reduce_from_group(output * inside.unsqueeze(-1), group)
 
 
-def adapt(wrapper: BaseTunerLayer) -> None:
+def adapt(wrapper: Any) -> None:
     """Let the wrapper communicate instead of its `base_layer`."""
     if isinstance(wrapper, Adapted | AdaptedEmbedding):
         return

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import nn
@@ -34,9 +34,6 @@ from hf_parallel.axes.tensor.layers import (
 from hf_parallel.axes.tensor.vocab_parallel import VocabParallel
 from hf_parallel.collectives import copy_weight_to_group
 from hf_parallel.local import holding, local, put_in_front
-
-if TYPE_CHECKING:
-    from peft.tuners.tuners_utils import BaseTunerLayer
 
 
 class AdaptedWeight(nn.Module):
@@ -84,7 +81,7 @@ def _factor(half: nn.Linear | WholeAdapter) -> torch.Tensor:
     )
 
 
-def split_weight(wrapper: BaseTunerLayer, mesh: DeviceMesh, device: torch.device) -> None:
+def split_weight(wrapper: Any, mesh: DeviceMesh, device: torch.device) -> None:
     """Split what is new of a wrapper's adapters, whole and equal on all ranks, as its layer's weight is split."""
     base = wrapper.base_layer
     if not isinstance(wrapper, AdaptedWeight):

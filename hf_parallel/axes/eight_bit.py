@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -35,8 +35,15 @@ if TYPE_CHECKING:
     from torchao.float8.config import CastConfig
     from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
-    from hf_parallel.axes.tensor.gather_recompute import Origin
     from hf_parallel.collectives.context import Context
+
+
+class GatheredInput(Protocol):
+    """An input that was gathered from parts of tp ranks, of which the backward pass gathers it again."""
+
+    def read_by(self, reader: Context, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        """Return the part, [tokens / tp, in], in the dtype of the product, and what gathers it again."""
+
 
 #: Dims of the three operands.
 X, W, G = ("tokens", "in"), ("out", "in"), ("tokens", "out")
@@ -262,7 +269,7 @@ def linear(
     recipe: Recipe,
     split: Split = WHOLE,
     codes: Float8TrainingTensor | None = None,
-    origin: Origin | None = None,
+    origin: GatheredInput | None = None,
 ) -> torch.Tensor:
     """`F.linear` of local tensors by a recipe.
 
@@ -288,7 +295,7 @@ class _Linear(torch.autograd.Function):
         recipe: Recipe,
         split: Split,
         codes: Float8TrainingTensor | None,
-        origin: Origin | None,
+        origin: GatheredInput | None,
     ) -> torch.Tensor:
         ctx.recipe, ctx.split, ctx.dtype = recipe, split, x.dtype
         with no_autocast(x.device.type):
